@@ -1,0 +1,41 @@
+"""Every error a person can cause or meet, and the exit code it ends a command with.
+
+An error's text says three things: which value (the flag, the tensor, the file), which bound it broke, and what to do.
+"""
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What a command of this package returns to the shell; documented in docs/operations.md."""
+
+    OK = 0
+    CRASH = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    INPUT = 4
+    RUN = 5
+
+
+class MegatronRLError(Exception):
+    """Base of the errors that are reported as one message, without a traceback."""
+
+    exit_code = ExitCode.RUN
+
+
+class UsageError(MegatronRLError, ValueError):
+    """A flag is unknown, contradicts another, or asks for what is not supported."""
+
+    exit_code = ExitCode.USAGE
+
+
+class PlatformError(MegatronRLError, RuntimeError):
+    """A package is missing, of the wrong version, or was imported in the wrong order."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class InputError(MegatronRLError, ValueError):
+    """A checkpoint, a configuration file or a data set cannot be used as it is."""
+
+    exit_code = ExitCode.INPUT

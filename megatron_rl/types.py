@@ -1,0 +1,71 @@
+"""Value types that several packages share. Nothing here needs torch."""
+
+import dataclasses
+import enum
+
+
+class RopeKind(enum.StrEnum):
+    """The ways of scaling rotary frequencies that are implemented, under Hugging Face's names."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: the base, and how its frequencies are scaled."""
+
+    base: float = 10000.0
+    kind: RopeKind = RopeKind.DEFAULT
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts part of a model, where it has one."""
+
+    num_experts: int
+    num_active: int
+    ffn_hidden_size: int
+    # Whether the weights of the chosen experts are scaled to sum to one.
+    normalize_weights: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What a model is, independent of how it is sharded, trained or stored.
+
+    A family reads it from a Hugging Face config.json and writes it back; Megatron's flags describe the same thing.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float = 1e-6
+    rope: Rope = Rope()
+    tied_embeddings: bool = False
+    qk_layernorm: bool = False
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    experts: Experts | None = None
+    # Attention reaches back this many tokens; None is all of them.
+    sliding_window: int | None = None
+    # The dtype of the stored weights: "float32", "bfloat16" or "float16".
+    dtype: str = "float32"
