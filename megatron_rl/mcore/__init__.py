@@ -1,0 +1,1 @@
+"""Everything that touches megatron-core: session, model, configuration."""

@@ -1,0 +1,1 @@
+"""Tensor operations with a naive twin each: shared-prompt attention, vocabulary-parallel log-probs."""

@@ -1,0 +1,1 @@
+"""Weights between Hugging Face checkpoints and Megatron's shards: names, import, export, fingerprint."""

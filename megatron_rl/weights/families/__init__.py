@@ -1,0 +1,67 @@
+"""The registry of model families, and what is read from a Hugging Face folder without opening its weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError
+from megatron_rl.types import Architecture
+from megatron_rl.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_rl.weights.families.family import KEYS, Family
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral)
+}
+
+# The order in which a family is sought for an architecture that has no config.json: the first that can express it.
+_PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+
+
+def family(name: str) -> Family:
+    """The family of that name."""
+    if name not in FAMILIES:
+        raise InputError(f"model_type {name!r} is not supported: the supported ones are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist: --hf-model wants a folder with config.json and weights") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise InputError(f"{path} names no model_type, so the model's family is not known")
+    return config
+
+
+def read_architecture(folder: Path | str) -> Architecture:
+    """The architecture that a Hugging Face folder holds."""
+    config = read_config(folder)
+    return family(config["model_type"]).read(config)
+
+
+def config_key(field: str) -> str:
+    """The key of config.json that an Architecture field comes from, for messages."""
+    return KEYS.get(field, field)
+
+
+def infer(architecture: Architecture) -> str:
+    """The name of the family that can express this architecture, whatever its own family field says."""
+    objections: dict[str, str] = {}
+    for name in _PREFERENCE:
+        objection = FAMILIES[name].objection(architecture)
+        if objection is None:
+            return name
+        objections[name] = objection
+    reasons = "; ".join(f"{name}: cannot have {objection}" for name, objection in objections.items())
+    raise InputError(f"no supported model family has this architecture ({reasons})")
+
+
+def derive_config(architecture: Architecture) -> Mapping[str, Any]:
+    """A config.json for a model that came without one."""
+    return family(architecture.family).write(architecture)
