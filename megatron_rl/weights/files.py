@@ -1,0 +1,153 @@
+"""Safetensors files that many processes write at once, each its own slices.
+
+One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
+process makes them visible under their names (`publish`). What is being written stands under another name until then,
+so no reader ever sees half a file.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import InputError
+from megatron_rl.weights.fingerprint import DTYPES
+from megatron_rl.weights.mapping import TensorSpec
+
+_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_MAX_FILE_BYTES = 5 * 10**9
+# Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
+_MIN_WRITE_BYTES = 1 << 16
+_WRITE_BYTES = 1 << 24
+
+
+class Plan:
+    """Which tensor goes into which file, at which byte. The same on every process that computes it."""
+
+    def __init__(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None):
+        self.specs = {spec.name: spec for spec in specs}
+        groups = _group(specs)
+        names = ["model.safetensors"]
+        if len(groups) > 1:
+            names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        self.headers: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
+        for file, group in zip(names, groups, strict=True):
+            header, starts, size = _header(group, {"format": "pt", **(metadata or {})})
+            self.headers[file], self.sizes[file] = header, size
+            self.offsets |= {name: (file, start) for name, start in starts.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(self.sizes.values())
+
+    def index(self) -> dict[str, Any] | None:
+        """The index that several files need; None for one file."""
+        if len(self.sizes) == 1:
+            return None
+        data_bytes = self.num_bytes - sum(len(header) for header in self.headers.values())
+        weight_map = {name: file for name, (file, _) in self.offsets.items()}
+        return {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
+
+
+def create(folder: Path, plan: Plan) -> None:
+    """Lay the plan's files out in a new folder: their full size, and their headers."""
+    folder.mkdir(parents=True, mode=0o700)
+    free = shutil.disk_usage(folder).free
+    if free < plan.num_bytes:
+        raise InputError(
+            f"{folder} has {free / 1e9:.1f} GB free and the weights take {plan.num_bytes / 1e9:.1f} GB: make room there"
+        )
+    for file, size in plan.sizes.items():
+        descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.truncate(descriptor, size)
+            os.pwrite(descriptor, plan.headers[file], 0)
+        finally:
+            os.close(descriptor)
+
+
+def publish(staged: Path, folder: Path) -> None:
+    """Give a finished folder its name, in one step."""
+    try:
+        staged.rename(folder)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be created ({error.strerror}): choose a folder that does not exist") from None
+
+
+class Writer:
+    """One process's access to the files that `create` laid out."""
+
+    def __init__(self, folder: Path, plan: Plan):
+        self._plan = plan
+        self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
+        self._mapped = {
+            file: torch.from_file(str(folder / file), shared=True, size=size, dtype=torch.uint8)
+            for file, size in plan.sizes.items()
+        }
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mapped.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def put(self, name: str, dim: int, start: int, value: torch.Tensor) -> None:
+        """Write entries [start, start + n) along `dim` of a tensor; `value` has the tensor's dtype and lies on the CPU."""
+        spec = self._plan.specs[name]
+        file, offset = self._plan.offsets[name]
+        row_bytes = value.element_size() * (spec.num_elements // spec.shape[0])
+        if dim == 0 and value.is_contiguous() and value.numel() * value.element_size() >= _MIN_WRITE_BYTES:
+            self._write(self._descriptors[file], offset + start * row_bytes, value)
+            return
+        num_bytes = spec.num_elements * value.element_size()
+        whole = self._mapped[file][offset : offset + num_bytes].view(value.dtype).view(spec.shape)
+        whole.narrow(dim, start, value.shape[dim]).copy_(value)
+
+    @staticmethod
+    def _write(descriptor: int, offset: int, value: torch.Tensor) -> None:
+        data = memoryview(value.view(torch.uint8).reshape(-1).numpy())
+        while data:
+            written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
+            data, offset = data[written:], offset + written
+
+
+def _group(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
+        if groups[-1] and size + num_bytes > _MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += num_bytes
+    return groups
+
+
+def _header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The header's bytes, the absolute offset of each tensor, the size of the file."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for spec in specs:
+        end = position + spec.num_elements * DTYPES[spec.dtype].itemsize
+        entries[spec.name] = {
+            "dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]
+        }  # fmt: skip
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format wants the data to start at a multiple of eight; 64 lets every tensor of whole cache lines start on one.
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    starts = {
+        name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"
+    }
+    return header, starts, len(header) + position

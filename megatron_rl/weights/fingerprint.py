@@ -1,0 +1,83 @@
+"""The identity of a set of weights, computable on any device from any slicing of the tensors.
+
+A tensor's digest is a multilinear hash: with the bits of the element at (row, column) read as an integer x,
+
+    digest = sum over rows of  r[row] * (sum over columns of  c[column] * x)   modulo 2**64
+
+for fixed odd 64-bit numbers that look random, with two choices of r: two lanes. Invariants:
+
+- the digest of a tensor is the sum of the digests of any slices that cover it once: it does not depend on layout,
+  bucket, order or device;
+- changing any one element changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
+
+It guards against faults, not against an adversary: whoever can choose weights can choose a collision. The columns of a
+tensor are all its dimensions but the first, so a row is contiguous and either dimension can be sliced.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from megatron_rl.weights.mapping import TensorSpec
+
+NUM_LANES = 2
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS, _ROWS = 0, (1, 2)
+
+
+def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
+    """Digest of a slice that starts at (first_row, first_column) of its tensor: int64, one number a lane."""
+    slice_RC = slice_RC.detach()
+    bits_RC = slice_RC.reshape(slice_RC.shape[0], -1).view(_BITS[slice_RC.element_size()])
+    num_rows, num_columns = bits_RC.shape
+    columns_C = _factors(_COLUMNS, first_column + num_columns, bits_RC.device)[first_column:]
+    sums_R = torch.empty(num_rows, dtype=torch.int64, device=bits_RC.device)
+    step = min(num_rows, max(1, _chunk_elements(bits_RC.device) // max(1, num_columns)))
+    products_RC = torch.empty(step, num_columns, dtype=torch.int64, device=bits_RC.device)
+    for start in range(0, num_rows, max(1, step)):
+        chunk_RC = bits_RC[start : start + step]
+        product_RC = torch.mul(chunk_RC, columns_C, out=products_RC[: chunk_RC.shape[0]])
+        torch.sum(product_RC, dim=1, out=sums_R[start : start + step])
+    rows = [_factors(axis, first_row + num_rows, bits_RC.device)[first_row:] for axis in _ROWS]
+    return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
+
+
+def fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:
+    """The fingerprint of a whole model, from the digest of each of its tensors."""
+    whole = hashlib.sha256()
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        lanes = ",".join(f"{lane & (2**64 - 1):016x}" for lane in digests[spec.name])
+        whole.update(f"{spec.name}\t{spec.dtype}\t{'x'.join(map(str, spec.shape))}\t{lanes}\n".encode())
+    return whole.hexdigest()
+
+
+def _chunk_elements(device: torch.device) -> int:
+    """As many as keep the temporaries in cache on a CPU, and the device busy elsewhere."""
+    return 1 << 17 if device.type == "cpu" else 1 << 26
+
+
+def _factors(axis: int, count: int, device: torch.device) -> torch.Tensor:
+    """The first `count` factors of an axis; tables grow by doubling, so few are ever made."""
+    return _factor_table(axis, 1 << max(count - 1, 1).bit_length(), device)[:count]
+
+
+@functools.lru_cache(maxsize=64)
+def _factor_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
+    """The first outputs of the SplitMix64 generator of that axis, made odd; int64 arithmetic wraps as it should."""
+    z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + _signed((axis + 1) << 32)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return ((z ^ _shift_right(z, 31)) | 1).to(device)
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """The unsigned shift: torch's own carries the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

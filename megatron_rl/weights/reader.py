@@ -1,0 +1,129 @@
+"""A Hugging Face folder's tensors: memory-mapped, checked against what the architecture expects before any is used."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.errors import InputError
+from megatron_rl.weights.mapping import Mapping, ShardMap, TensorSpec
+
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Tensors that old checkpoints carry and no model reads: they follow from config.json.
+_DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
+_NAMED_IN_A_MESSAGE = 3
+
+
+class Checkpoint:
+    """The safetensors files of a folder. Reading a tensor reads nothing: its pages come as they are used."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self._files = contextlib.ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+        for path in self._paths():
+            try:
+                handle = self._files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise InputError(
+                    f"{path} cannot be read ({error}): it is truncated or no safetensors file, copy it again"
+                ) from None
+            self._file_of |= dict.fromkeys(handle.keys(), handle)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file_of.clear()
+        self._files.close()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, as a view of the file."""
+        return self._file_of[name].get_tensor(name)
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the file says of a tensor."""
+        piece = self._file_of[name].get_slice(name)
+        dtype = _DTYPES.get(piece.get_dtype())
+        if dtype is None:
+            raise InputError(
+                f"{name} in {self.folder} is stored as {piece.get_dtype()}: "
+                f"quantized checkpoints cannot be trained, use one in {', '.join(_DTYPES.values())}"
+            )
+        return TensorSpec(name, tuple(piece.get_shape()), dtype)
+
+    def check(self, mapping: Mapping) -> None:
+        """Raise unless the folder holds exactly the architecture's tensors, in their shapes."""
+        wanted = {spec.name: spec.shape for spec in mapping.manifest()}
+        found = {name for name in self._file_of if not name.endswith(_DERIVED)}
+        if mapping.architecture.tied_embeddings:
+            found.discard("lm_head.weight")
+        where = f"{self.folder} does not hold what its config.json describes"
+        if missing := [name for name in wanted if name not in found]:
+            raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
+        if extra := sorted(found - wanted.keys()):
+            raise InputError(
+                f"{where}: {_some(extra)} not part of a {mapping.architecture.family} model with these settings; "
+                f"use the config.json that belongs to these weights"
+            )
+        for name, shape in wanted.items():
+            if (actual := self.spec(name).shape) != shape:
+                raise InputError(
+                    f"{where}: {name} has shape {list(actual)} and should have {list(shape)}; "
+                    f"use the config.json that belongs to these weights"
+                )
+
+    def _paths(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            paths = sorted(self.folder.glob("*.safetensors"))
+            if not paths:
+                raise InputError(f"{self.folder} holds no *.safetensors: convert the weights to that format first")
+            return paths
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{index} is not an index of safetensors files: {error!r}") from None
+        if missing := [name for name in files if not (self.folder / name).exists()]:
+            raise InputError(f"{self.folder} lacks files that its index names: {_some(missing)} missing; copy it again")
+        return [self.folder / name for name in files]
+
+
+def load_shard(checkpoint: Checkpoint, shard: ShardMap, parameter: torch.Tensor) -> None:
+    """Fill one parameter from its pieces; rows that pad the vocabulary become zero."""
+    target = parameter.detach()
+    covered = 0
+    for piece in shard.pieces:
+        source = checkpoint.tensor(piece.name)
+        target.narrow(piece.dim, piece.target, piece.length).copy_(
+            source.narrow(piece.dim, piece.source, piece.length)
+        )
+        covered += piece.length
+    dim = shard.pieces[0].dim if shard.pieces else 0
+    if covered < shard.shape[dim]:
+        target.narrow(dim, covered, shard.shape[dim] - covered).zero_()
+
+
+def check_shapes(shards: Iterable[tuple[str, ShardMap, torch.Tensor]]) -> None:
+    """Raise unless each parameter has the shape that its map gives."""
+    for name, shard, parameter in shards:
+        if tuple(parameter.shape) != shard.shape:
+            raise InputError(
+                f"the parameter {name} has shape {list(parameter.shape)}, its tensors give {list(shard.shape)}: "
+                f"the model was built for another architecture or another tensor-parallel size"
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED_IN_A_MESSAGE])
+    more = len(names) - _NAMED_IN_A_MESSAGE
+    verb = "is" if len(names) == 1 else "are"
+    return f"{shown} and {more} more are" if more > 0 else f"{shown} {verb}"
+
+
+def specs_of(checkpoint: Checkpoint, mapping: Mapping) -> Iterator[TensorSpec]:
+    """The architecture's tensors with the dtypes that the files store them in."""
+    return (checkpoint.spec(spec.name) for spec in mapping.manifest())
