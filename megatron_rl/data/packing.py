@@ -1,0 +1,90 @@
+"""Groups of a prompt and its responses, laid out in the one buffer that a micro-batch is.
+
+Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+
+Tokens = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """One micro-batch: a buffer of segments, and which row predicts which token."""
+
+    layout: Layout
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    target_rows_N: torch.Tensor
+    """The row whose hidden state predicts the target. A prompt's last row predicts the first token of each response."""
+    target_tokens_N: torch.Tensor
+    target_sequences_N: torch.Tensor
+    """The response that each target belongs to, counted through the pack."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the buffer, padding counted in."""
+        return self.layout.num_tokens
+
+    def to(self, device: torch.device) -> "Pack":
+        """The same pack on a device."""
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        return dataclasses.replace(self, **moved)
+
+
+def pack_groups(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], multiple_of: int = 1, padding_token: int = 0) -> Pack:
+    """Each group once: its prompt, then its responses behind it; every token of a response is a target."""
+    lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
+    layout = Layout.of_groups(lengths)
+    segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
+    rows, tokens, sequences = _targets(layout, segments)
+    # Padding is a segment that nothing sees. A buffer is never empty: every rank has a row to compute.
+    padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
+    if padding:
+        layout = Layout((*layout.lengths, padding), (*layout.parents, ROOT))
+        segments.append([padding_token] * padding)
+    flat = np.concatenate([np.asarray(segment, dtype=np.int64) for segment in segments])
+    return Pack(
+        layout=layout,
+        tokens_T=torch.from_numpy(flat),
+        positions_T=torch.from_numpy(layout.positions),
+        target_rows_N=torch.from_numpy(rows),
+        target_tokens_N=torch.from_numpy(tokens),
+        target_sequences_N=torch.from_numpy(sequences),
+    )
+
+
+def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_token: int = 0) -> Pack:
+    """Plain sequences, nothing shared: every token but the first is a target."""
+    return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
+
+
+def _targets(layout: Layout, segments: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, tokens and response numbers of the targets: all tokens of the segments that have a parent."""
+    rows: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    num_responses = 0
+    for segment, parent in enumerate(layout.parents):
+        if parent == ROOT:
+            continue
+        start, length = int(layout.starts[segment]), layout.lengths[segment]
+        before = layout.last_row(parent)
+        # Nothing stands before the first token when the prompt is empty, so nothing predicts it.
+        first = 0 if before is not None else 1
+        if length > first:
+            predicting = np.arange(start - 1, start + length - 1)
+            predicting[0] = before if before is not None else 0
+            rows.append(predicting[first:])
+            tokens.append(np.asarray(segments[segment][first:], dtype=np.int64))
+            numbers.append(np.full(length - first, num_responses, dtype=np.int64))
+        num_responses += 1
+    empty = np.zeros(0, dtype=np.int64)
+    return (np.concatenate([empty, *rows]), np.concatenate([empty, *tokens]), np.concatenate([empty, *numbers]))

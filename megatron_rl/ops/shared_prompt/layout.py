@@ -1,0 +1,106 @@
+"""How the tokens of one packed buffer see each other.
+
+A buffer is a row of segments. Each segment has at most one parent, which stands before it; a token sees its own segment
+up to itself, and all of every ancestor. A prompt is a root, its K responses are its children; a plain sequence is a root
+alone; turns of a conversation are a chain that may branch at the end of any segment. Positions count along the chain, as
+if each leaf's path stood alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+ROOT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A forest of segments, in the order in which their tokens lie in the buffer."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    """The index of each segment's parent, always a smaller one; ROOT for none."""
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.parents):
+            raise ValueError(f"{len(self.lengths)} lengths and {len(self.parents)} parents: there must be as many")
+        for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            if length < 0:
+                raise ValueError(f"segment {segment} has length {length}: it must be at least 0")
+            if not ROOT <= parent < segment:
+                raise ValueError(f"segment {segment} has parent {parent}: it must be {ROOT} or an earlier segment")
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> "Layout":
+        """One group after the other, each a prompt's length and its responses' lengths."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        for prompt_length, response_lengths in groups:
+            prompt = len(lengths)
+            lengths += [prompt_length, *response_lengths]
+            parents += [ROOT] + [prompt] * len(response_lengths)
+        return cls(tuple(lengths), tuple(parents))
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments there are, empty ones too."""
+        return len(self.lengths)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """The length of the buffer."""
+        return sum(self.lengths)
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Where each segment begins in the buffer, and behind the last one the buffer's length."""
+        return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+
+    @functools.cached_property
+    def first_positions(self) -> np.ndarray:
+        """The position of each segment's first token: the tokens of all its ancestors."""
+        first = np.zeros(self.num_segments, dtype=np.int64)
+        for segment, parent in enumerate(self.parents):
+            if parent != ROOT:
+                first[segment] = first[parent] + self.lengths[parent]
+        return first
+
+    @functools.cached_property
+    def segment_of_token(self) -> np.ndarray:
+        """The segment that each token belongs to."""
+        return np.repeat(np.arange(self.num_segments), self.lengths)
+
+    @functools.cached_property
+    def positions(self) -> np.ndarray:
+        """The position of each token in its sequence."""
+        offsets = self.first_positions - self.starts[:-1]
+        return np.arange(self.num_tokens) + np.repeat(offsets, self.lengths)
+
+    @functools.cached_property
+    def ancestors(self) -> np.ndarray:
+        """ancestors[i, j]: whether segment j is i itself or one of its ancestors."""
+        matrix = np.eye(self.num_segments, dtype=bool)
+        for segment, parent in enumerate(self.parents):
+            if parent != ROOT:
+                matrix[segment] |= matrix[parent]
+        return matrix
+
+    def visible(self, window: int | None = None) -> np.ndarray:
+        """visible[i, j]: whether token i sees token j; with a window, only the last `window` positions."""
+        segments, tokens = self.segment_of_token, np.arange(self.num_tokens)
+        mask = self.ancestors[segments[:, None], segments[None, :]]
+        # An ancestor stands earlier in the buffer, so one comparison serves for its tokens and for the segment's own.
+        mask &= tokens[None, :] <= tokens[:, None]
+        if window is not None:
+            mask &= self.positions[:, None] - self.positions[None, :] < window
+        return mask
+
+    def last_row(self, segment: int) -> int | None:
+        """The row that predicts what follows the segment: its last token, or the last one above it; None at the top."""
+        while segment != ROOT:
+            if self.lengths[segment]:
+                return int(self.starts[segment + 1]) - 1
+            segment = self.parents[segment]
+        return None
