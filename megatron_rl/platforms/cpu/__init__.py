@@ -1,0 +1,109 @@
+"""The CPU as an accelerator: gloo between ranks, and a torch for megatron in which "cuda" means the host."""
+
+import os
+import resource
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megatron_rl.platforms import megatron_import
+from megatron_rl.platforms.base import MemoryFigures, Platform
+from megatron_rl.platforms.cpu import tensor_methods, torch_namespace
+from megatron_rl.platforms.cpu.megatron_patches import PATCHES
+from megatron_rl.platforms.cpu.stand_ins import DEVICE, Event, Stream
+from megatron_rl.platforms.megatron_import import Patch
+
+# Each of these asks for a kernel that runs on CUDA only, or for torch.compile.
+_UNSUPPORTED_FUSIONS = MappingProxyType(
+    {
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+)
+
+
+class CpuPlatform(Platform):
+    """Ranks on the host's cores."""
+
+    name = "cpu"
+    device_type = "cpu"
+    collective_backend = "gloo"
+    weight_transports = ("shm",)
+
+    @property
+    def unsupported_fusions(self) -> Mapping[str, bool]:
+        return _UNSUPPORTED_FUSIONS
+
+    def patches(self) -> list[tuple[str, str]]:
+        replacements = [(replacement.title, replacement.reason) for replacement in torch_namespace.REPLACEMENTS]
+        return [*replacements, *tensor_methods.reasons(), *super().patches()]
+
+    def _prepare(self) -> None:
+        # megatron warns without it where tensor parallelism overlaps; there is no queue here that it could change.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        tensor_methods.install()
+        megatron_import.replace_import(torch_namespace.import_function())
+
+    def _megatron_patches(self) -> tuple[Patch, ...]:
+        return PATCHES
+
+    def set_device(self, local_rank: int) -> None:
+        """Every rank runs on the same host: there is nothing to bind to."""
+
+    def device(self) -> torch.device:
+        return DEVICE
+
+    def synchronize(self) -> None:
+        """What was asked for is done when the call returns."""
+
+    def stream(self) -> Any:
+        return Stream()
+
+    def current_stream(self) -> Any:
+        return Stream()
+
+    def event(self) -> Any:
+        return Event()
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def memory(self) -> MemoryFigures:
+        """Allocated is anonymous resident memory; the peak is of all resident memory, files that are mapped included.
+
+        The kernel keeps no peak of anonymous memory alone, so the peak is an upper bound of it.
+        """
+        figures = _status()
+        return MemoryFigures(
+            allocated=figures["RssAnon"],
+            peak=figures["VmHWM"],
+            total=os.sysconf("SC_PHYS_PAGES") * resource.getpagesize(),
+        )
+
+    def reset_peak_memory(self) -> None:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+
+
+def _status() -> dict[str, int]:
+    """The sizes in /proc/self/status, in bytes."""
+    figures = {}
+    with open("/proc/self/status", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if value.endswith(" kB\n"):
+                figures[key] = int(value.removesuffix(" kB\n")) * 1024
+    return figures

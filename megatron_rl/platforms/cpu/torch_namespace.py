@@ -1,0 +1,237 @@
+"""The `torch` that megatron's modules import on the CPU: torch itself, but "cuda" means the host.
+
+Only modules of megatron get it. Everyone else's `import torch` gives torch, untouched.
+"""
+
+import builtins
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megatron_rl.platforms.cpu.stand_ins import DEVICE, AnyIndex, Event, Stream, nothing, zero
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+_STREAM = Stream()
+
+
+def the_device() -> dict[str, Any]:
+    """megatron makes its tensors on torch.cuda.current_device(): that is the host, the one device there is."""
+    return {
+        "current_device": lambda: DEVICE,
+        "device_count": lambda: 1,
+        "empty_cache": nothing,
+        "is_available": lambda: False,
+        "set_device": nothing,
+        "synchronize": nothing,
+    }
+
+
+def streams() -> dict[str, Any]:
+    """megatron overlaps communication with work on other streams: here there is one, and all of it is done."""
+    return {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: _STREAM,
+        "default_stream": lambda device=None: _STREAM,
+        "set_stream": nothing,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+
+
+def random_numbers() -> dict[str, Any]:
+    """megatron's tracker forks the device's random numbers: those of the host. Without this no fork is ever undone."""
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(int(value))
+
+    return {
+        "_lazy_call": lambda function, **keywords: function(),
+        "_lazy_init": nothing,
+        "default_generators": AnyIndex(torch.default_generator),
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        **random_state(),
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """The same state under the names that megatron reads it by."""
+    return {
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+    }
+
+
+def memory_statistics() -> dict[str, Any]:
+    """megatron logs the figures of CUDA's allocator, which does not run here."""
+    return {
+        "max_memory_allocated": zero,
+        "max_memory_reserved": zero,
+        "memory_allocated": zero,
+        "memory_reserved": zero,
+        "memory_stats": lambda device=None: collections.defaultdict(int),
+        "reset_peak_memory_stats": nothing,
+    }
+
+
+def profiler_ranges() -> dict[str, Any]:
+    """megatron marks ranges for NVIDIA's profiler; a CPU build of torch raises on them."""
+    return {
+        "mark": nothing,
+        "range": lambda *arguments, **keywords: contextlib.nullcontext(),
+        "range_pop": zero,
+        "range_push": zero,
+    }
+
+
+def split_sizes() -> dict[str, Any]:
+    """The MoE dispatcher moves its split sizes to the host only if they are on CUDA: here they arrive as tensors."""
+    original = torch.distributed.all_to_all_single
+
+    def sizes(value: Any) -> Any:
+        return value.tolist() if torch.is_tensor(value) else value
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return original(output, input, sizes(output_split_sizes), sizes(input_split_sizes), group, async_op)
+
+    return {"all_to_all_single": all_to_all_single}
+
+
+def device_literals() -> dict[str, Any]:
+    """megatron writes device="cuda" where it makes tensors, and pins those it makes on the host for a copy to CUDA."""
+    return {name: _on_the_host(getattr(torch, name)) for name in _FACTORIES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """Names of one module of torch and what megatron finds there instead. The docstring of `names` is the reason."""
+
+    module: str
+    names: Callable[[], Mapping[str, Any]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.module}: {self.names.__name__.replace('_', ' ')}"
+
+    @property
+    def reason(self) -> str:
+        return inspect.cleandoc(self.names.__doc__ or "")
+
+
+REPLACEMENTS = (
+    Replacement("torch", device_literals),
+    Replacement("torch.cuda", the_device),
+    Replacement("torch.cuda", streams),
+    Replacement("torch.cuda", random_numbers),
+    Replacement("torch.cuda.random", random_state),
+    Replacement("torch.cuda", memory_statistics),
+    Replacement("torch.cuda.nvtx", profiler_ranges),
+    Replacement("torch.distributed", split_sizes),
+)
+
+
+class Namespace(ModuleType):
+    """A module in which some names mean something else; the others are looked up in the module itself, each time."""
+
+    def __init__(self, original: ModuleType, names: Mapping[str, Any]) -> None:
+        super().__init__(original.__name__, original.__doc__)
+        self.__dict__.update(
+            {key: value for key, value in vars(original).items() if key in ("__file__", "__path__", "__spec__")}
+        )
+        self.__dict__.update(names)
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._original)
+
+
+def namespaces() -> dict[ModuleType, Namespace]:
+    """megatron's view of each module of torch in which something is replaced."""
+    names: dict[str, dict[str, Any]] = {}
+    for replacement in REPLACEMENTS:
+        names.setdefault(replacement.module, {}).update(replacement.names())
+    views: dict[ModuleType, Namespace] = {}
+    # The deepest first, because a module's view holds the views of its submodules.
+    for module in sorted(names, key=lambda name: name.count("."), reverse=True):
+        original = _module(module)
+        view = Namespace(original, names[module])
+        views[original] = view
+        parent, _, child = module.rpartition(".")
+        if parent:
+            names[parent][child] = view
+    return views
+
+
+def import_function() -> Callable[..., ModuleType]:
+    """An `__import__` that gives megatron's view of torch."""
+    views = namespaces()
+
+    def import_for_megatron(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> ModuleType:
+        module = builtins.__import__(name, globals, locals, fromlist, level)
+        return views.get(module, module)
+
+    return import_for_megatron
+
+
+def _module(name: str) -> ModuleType:
+    return functools.reduce(getattr, name.split(".")[1:], torch)  # type: ignore[arg-type]
+
+
+def _on_the_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        device = keywords.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            keywords["device"] = DEVICE
+        keywords.pop("pin_memory", None)
+        return factory(*arguments, **keywords)
+
+    return make

@@ -1,0 +1,92 @@
+"""NVIDIA's GPUs: megatron is written for them, so nothing is changed."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.platforms.base import MemoryFigures, Platform
+
+# A field of TransformerConfig, and the modules of which any one brings the kernel that it asks for.
+_KERNELS = {
+    "apply_rope_fusion": ("transformer_engine",),
+    "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "transformer_engine"),
+    "masked_softmax_fusion": ("scaled_masked_softmax_cuda",),
+    "persist_layer_norm": ("apex.contrib.layer_norm.layer_norm",),
+}
+
+
+class CudaPlatform(Platform):
+    """One rank a GPU."""
+
+    name = "cuda"
+    device_type = "cuda"
+    collective_backend = "nccl"
+    weight_transports = ("shm", "nccl")
+
+    @property
+    def unsupported_fusions(self) -> Mapping[str, bool]:
+        return {field: False for field, modules in _KERNELS.items() if not any(map(_importable, modules))}
+
+    def _prepare(self) -> None:
+        if not torch.cuda.is_available():
+            raise PlatformError(
+                f"torch {torch.__version__} finds no CUDA device; install a CUDA build of torch and the driver, make a "
+                "device visible (CUDA_VISIBLE_DEVICES), or write --platform cpu"
+            )
+        # megatron's tensor parallelism overlaps a collective with a matrix product by queueing it first: that needs
+        # one hardware queue. It is read when the context is made, so a value that the user gave stands.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+    def set_device(self, local_rank: int) -> None:
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"local rank {local_rank} has no GPU, {count} are visible: start at most {count} ranks on this host"
+            )
+        torch.cuda.set_device(local_rank)
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream()
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream()
+
+    def event(self) -> Any:
+        return torch.cuda.Event()
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def memory(self) -> MemoryFigures:
+        return MemoryFigures(
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        )
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        # A package above it is missing or does not load.
+        return False

@@ -1,0 +1,113 @@
+"""Mends of megatron-core that every platform needs where neither TransformerEngine nor apex is installed.
+
+Each checks the code it changes and raises on a megatron-core it does not know.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_rl.platforms.megatron_import import Patch, expect_parameters, unknown_megatron
+
+_OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+def bind_te_general_gemm(module: ModuleType) -> None:
+    """The MoE router asks whether te_general_gemm is None, and 0.16 never binds that name without TransformerEngine."""
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def keep_step_on_load(module: ModuleType) -> None:
+    """torch's Adam keeps a tensor `step` that the checkpoint's parameter states lack: loading one raises KeyError.
+
+    The step itself was restored from the parameter groups just before, so the tensor at hand is the right one.
+    """
+    optimizer = _unfused_optimizer(module)
+    if optimizer is None:
+        return
+    original = expect_parameters(optimizer, "_set_main_param_and_optimizer_states", "self", "model_param", "tensors")
+
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if "step" not in tensors:
+            group_index, group_order = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+            state = self.optimizer.state.get(main_param, {})
+            if "step" in state:
+                tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    optimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+def allocate_state_before_saving(module: ModuleType) -> None:
+    """state_dict asserts that there is one step among the states; an optimizer that has not stepped has none."""
+    optimizer = _unfused_optimizer(module)
+    if optimizer is None:
+        return
+    original = expect_parameters(
+        optimizer,
+        "sharded_state_dict",
+        "self",
+        "model_sharded_state_dict",
+        "is_loading",
+        "sharding_type",
+        "metadata",
+    )
+
+    def sharded_state_dict(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not self.is_stub_optimizer and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            allocate_adam_state(self.optimizer)
+        return original(self, *arguments, **keywords)
+
+    optimizer.sharded_state_dict = sharded_state_dict
+
+
+def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give Adam the state it has before its first step, if it has none yet."""
+    if optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def separate_steps_after_load(module: ModuleType) -> None:
+    """load_state_dict gives all states one step tensor, which torch's Adam then advances once a parameter.
+
+    The steps are silently wrong without this: the bias correction of Adam goes wrong with them.
+    """
+    optimizer = _unfused_optimizer(module)
+    if optimizer is None:
+        return
+    original = expect_parameters(optimizer, "load_state_dict", "self", "state_dict")
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        if self.is_stub_optimizer:
+            return
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    optimizer.load_state_dict = load_state_dict
+
+
+def _unfused_optimizer(module: ModuleType) -> Any:
+    """DistributedOptimizer where it runs torch's own Adam, None where TransformerEngine's or apex' is there."""
+    if not hasattr(module, "HAVE_APEX_OR_TE") or not hasattr(module, "DistributedOptimizer"):
+        raise unknown_megatron(f"{module.__name__} has no HAVE_APEX_OR_TE or no DistributedOptimizer")
+    return None if module.HAVE_APEX_OR_TE else module.DistributedOptimizer
+
+
+FIXES = (
+    Patch("te_general_gemm", "megatron.core.transformer.moe.moe_utils", bind_te_general_gemm),
+    Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),
+    Patch("DistributedOptimizer.sharded_state_dict", _OPTIMIZER_MODULE, allocate_state_before_saving),
+    Patch("DistributedOptimizer.load_state_dict", _OPTIMIZER_MODULE, separate_steps_after_load),
+)

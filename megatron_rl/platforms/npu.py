@@ -1,0 +1,151 @@
+"""Huawei's Ascend NPUs, by way of torch_npu and MindSpeed.
+
+Written against the sources of MindSpeed's branch core_r0.16.0; it has not run on such a machine.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.platforms import versions
+from megatron_rl.platforms.base import MemoryFigures, Platform
+
+# The minor version of megatron-core, MindSpeed's branch for it, and the version that this branch's setup.py gives
+# itself: later branches still call themselves 0.12.1.
+_MINDSPEED = {
+    "0.16": ("core_r0.16.0", "0.16"),
+    "0.17": ("core_r0.17.0", "0.12"),
+    "0.18": ("core_r0.18.0", "0.12"),
+}
+
+
+class NpuPlatform(Platform):
+    """One rank an NPU."""
+
+    name = "npu"
+    device_type = "npu"
+    collective_backend = "hccl"
+    weight_transports = ("shm", "hccl")
+
+    @property
+    def unsupported_fusions(self) -> Mapping[str, bool]:
+        # MindSpeed brings kernels for the others. Its fused rope and fused norm hang on flags of its own.
+        return {"apply_rope_fusion": False, "persist_layer_norm": False}
+
+    def _prepare(self) -> None:
+        """Everything that can be wrong is found before MindSpeed changes torch."""
+        _check_torch_npu()
+        _check_mindspeed()
+
+    def _after_install(self) -> None:
+        # torch_npu first: the adaptor needs it. The adaptor puts stand-ins for TransformerEngine and apex in place
+        # before it imports megatron itself, so it must be the first to do so.
+        _load("torch_npu", "run CANN's set_env.sh in this shell, and install the torch_npu that was built for torch")
+        _load("mindspeed.megatron_adaptor", "install MindSpeed from its branch for your megatron-core, and its needs")
+        if not _npu().is_available():
+            raise PlatformError("torch_npu finds no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
+
+    def set_device(self, local_rank: int) -> None:
+        count = _npu().device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"local rank {local_rank} has no NPU, {count} are visible: start at most {count} ranks on this host"
+            )
+        _npu().set_device(local_rank)
+
+    def device(self) -> torch.device:
+        return torch.device("npu", _npu().current_device())
+
+    def synchronize(self) -> None:
+        _npu().synchronize()
+
+    def stream(self) -> Any:
+        return _npu().Stream()
+
+    def current_stream(self) -> Any:
+        return _npu().current_stream()
+
+    def event(self) -> Any:
+        return _npu().Event()
+
+    def rng_state(self) -> torch.Tensor:
+        return _npu().get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        _npu().set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        _npu().manual_seed(seed)
+
+    def memory(self) -> MemoryFigures:
+        return MemoryFigures(
+            allocated=_npu().memory_allocated(),
+            peak=_npu().max_memory_allocated(),
+            total=_npu().get_device_properties(_npu().current_device()).total_memory,
+        )
+
+    def reset_peak_memory(self) -> None:
+        _npu().reset_peak_memory_stats()
+
+
+def has_device() -> bool:
+    """Whether torch_npu loads and finds a device. That it does not load is logged: the choice falls on another."""
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as error:
+        logging.getLogger(__name__).warning("torch_npu is installed but does not load, so no NPU is used: %s", error)
+        return False
+    return bool(_npu().is_available())
+
+
+def _npu() -> Any:
+    """The namespace that torch_npu adds to torch."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
+def _load(name: str, remedy: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PlatformError(f"{name} does not load ({error}): {remedy}") from error
+
+
+def _check_torch_npu() -> None:
+    wanted = _leading(torch.__version__, 3)
+    found = versions.installed("torch_npu")
+    if found is None:
+        raise PlatformError(f"torch_npu is not installed: pip install torch_npu=={wanted}, beside CANN")
+    if _leading(found, 3) != wanted:
+        raise PlatformError(
+            f"torch_npu is {found}, torch is {torch.__version__}: the two must be of one version, install "
+            f"torch_npu=={wanted} or the torch that this torch_npu was built for"
+        )
+
+
+def _check_mindspeed() -> None:
+    megatron = versions.installed("megatron-core") or ""
+    minor = _leading(megatron, 2)
+    if minor not in _MINDSPEED:
+        raise PlatformError(
+            f"MindSpeed has no branch for megatron-core {megatron}; install megatron-core of {', '.join(_MINDSPEED)}"
+        )
+    branch, version = _MINDSPEED[minor]
+    remedy = f"git checkout {branch} in a clone of MindSpeed, then pip install -e MindSpeed"
+    found = versions.installed("mindspeed")
+    if found is None:
+        raise PlatformError(f"mindspeed is not installed: {remedy}")
+    if _leading(found, 2) != version:
+        raise PlatformError(
+            f"mindspeed is {found}, megatron-core is {megatron}, which needs the branch {branch}: {remedy}"
+        )
+
+
+def _leading(version: str, count: int) -> str:
+    """The first numbers of a version: 2.7 of 2.7.1.post2 for a count of 2."""
+    return ".".join(map(str, versions.release(version)[:count]))
