@@ -1,0 +1,23 @@
+"""Runs Python code in a process of its own: what a test does to torch or to the import system stays there."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(code: str, timeout: float = 120) -> str:
+    """What the code prints, both streams together. A code that fails fails the test with all it printed."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, f"exit code {result.returncode}:\n{result.stdout}"
+    return result.stdout

@@ -1,0 +1,325 @@
+"""The platforms: which one is chosen, what installing one changes, and what it leaves alone."""
+
+import importlib.machinery
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.platforms import base, cuda, megatron_fixes, npu, select, versions
+from tests.processes import run_python
+
+
+def test_an_unknown_platform_is_refused_with_the_alternatives():
+    with pytest.raises(UsageError, match="'tpu'.*auto, cpu, cuda, npu"):
+        select("tpu")
+
+
+def test_detection_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select().name == "cpu"
+    assert select("auto") is select("cpu")
+
+
+def test_detection_prefers_an_npu_to_cuda_to_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert select().name == "cuda"
+    _fake_torch_npu(monkeypatch, available=False)
+    assert select().name == "cuda"
+    _fake_torch_npu(monkeypatch, available=True)
+    assert select().name == "npu"
+
+
+def test_a_torch_npu_that_does_not_load_is_said_and_passed_over(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _fake_torch_npu(monkeypatch, available=True)
+    monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
+    assert select().name == "cpu"
+    assert "does not load" in caplog.text
+
+
+def test_installing_after_megatron_was_imported_is_an_error_that_says_what_to_do():
+    output = run_python(
+        """
+        import megatron.core.enums
+        from megatron_rl.errors import PlatformError
+        from megatron_rl.platforms import select
+        try:
+            select("cpu").install()
+        except PlatformError as error:
+            print(error)
+        """
+    )
+    assert "megatron was imported before" in output
+    assert "select('cpu').install()" in output
+
+
+def test_installing_twice_does_nothing_and_changing_the_platform_is_an_error():
+    output = run_python(
+        """
+        import sys, torch
+        from megatron_rl.errors import PlatformError
+        from megatron_rl.platforms import select
+        select("cpu").install()
+        before = (list(sys.meta_path), torch.Tensor.type)
+        select("cpu").install()
+        import megatron.core.enums
+        select("cpu").install()
+        assert before == (sys.meta_path, torch.Tensor.type)
+        try:
+            select("cuda").install()
+        except PlatformError as error:
+            print(error)
+        """
+    )
+    assert "already set up for the platform 'cpu'" in output
+
+
+def test_the_cpu_platform_leaves_torch_as_it_is_for_code_that_is_not_megatrons():
+    run_python(
+        """
+        import types
+        import torch, torch.distributed
+        modules = (torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.distributed)
+        before = [dict(vars(module)) for module in modules]
+        from megatron_rl.platforms import select
+        platform = select("cpu")
+        platform.install()
+        import megatron.core.models.gpt
+        for module, names in zip(modules, before):
+            changed = {name for name, value in names.items() if vars(module)[name] is not value}
+            assert not changed, (module, changed)
+        assert not torch.cuda.is_available()
+        assert torch.ones(1).type() == "torch.FloatTensor"
+        for move in (torch.ones(1).cuda, torch.nn.Linear(1, 1).cuda, lambda: torch.ones(1, device="cuda")):
+            try:
+                move()
+            except (AssertionError, RuntimeError):
+                continue
+            raise SystemExit(f"{move} did not raise")
+        """
+    )
+
+
+def test_megatron_finds_the_host_under_the_name_of_cuda():
+    run_python(
+        """
+        import torch
+        from megatron_rl.platforms import select
+        select("cpu").install()
+        import megatron.core.optimizer.clip_grads as module
+        code = '''
+        import torch.distributed as dist
+        from torch.cuda import current_stream, current_device
+        def check():
+            import torch as inner
+            assert inner is torch
+            assert torch.cuda.current_device() == current_device() == torch.device("cpu")
+            assert torch.zeros(2, device="cuda", pin_memory=True).device.type == "cpu"
+            assert torch.zeros(2).cuda().type() == "torch.cuda.FloatTensor"
+            assert isinstance(torch.nn.Linear(2, 2).cuda(), torch.nn.Module)
+            assert not torch.cuda.is_available()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                current_stream().wait_stream(torch.cuda.default_stream())
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            assert event.query()
+            assert dist.all_to_all_single is torch.distributed.all_to_all_single
+            torch.cuda.nvtx.range_push("name")
+            torch.cuda.nvtx.range_pop()
+        check()
+        '''
+        import textwrap
+        exec(textwrap.dedent(code), vars(module))
+        """
+    )
+
+
+def test_a_fork_of_the_random_numbers_restores_them_and_warns_of_nothing():
+    output = run_python(
+        """
+        import torch
+        from megatron_rl.platforms import select
+        platform = select("cpu")
+        platform.install()
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        platform.seed(7)
+        expected = torch.rand(4)
+        platform.seed(7)
+        tracker = CudaRNGStatesTracker()
+        tracker.add("other", 11)
+        with tracker.fork("other"):
+            first = torch.rand(4)
+        assert torch.equal(torch.rand(4), expected)
+        with tracker.fork("other"):
+            second = torch.rand(4)
+        platform.seed(11)
+        assert torch.equal(torch.cat([first, second]), torch.rand(8))
+        state = platform.rng_state()
+        third = torch.rand(4)
+        platform.set_rng_state(state)
+        assert torch.equal(torch.rand(4), third)
+        """
+    )
+    assert "RNG state changed" not in output
+
+
+def test_every_patch_of_the_cpu_has_a_name_and_a_reason():
+    patches = select("cpu").patches()
+    assert len({name for name, _ in patches}) == len(patches) >= 15
+    assert all(len(reason) > 20 for _, reason in patches)
+
+
+def test_the_memory_of_the_cpu_counts_what_a_tensor_takes():
+    platform = select("cpu")
+    before = platform.memory().allocated
+    tensor = torch.ones(64 << 20, dtype=torch.uint8)
+    after = platform.memory()
+    assert 0.9 * tensor.nbytes < after.allocated - before < 1.2 * tensor.nbytes
+    assert after.allocated < after.peak < after.total
+    del tensor
+    platform.reset_peak_memory()
+    assert platform.memory().peak < after.peak
+
+
+def test_a_version_out_of_range_is_an_error_with_package_found_wanted_and_remedy(monkeypatch):
+    monkeypatch.setattr(versions, "installed", {"python": "3.11.2", "torch": "2.13.0+cpu"}.get)
+    with pytest.raises(PlatformError, match="megatron-core is not installed, wanted >=0.16,<0.20: pip install"):
+        versions.check()
+    found = {"python": "3.11.2", "torch": "2.1.0", "megatron-core": "0.20.0"}
+    monkeypatch.setattr(versions, "installed", found.get)
+    with pytest.raises(PlatformError, match=r"torch is 2.1.0, wanted >=2.6.*; megatron-core is 0.20.0, wanted"):
+        versions.check()
+
+
+def test_versions_compare_by_their_leading_numbers():
+    assert versions.MEGATRON_CORE.accepts("0.16.0rc1")
+    assert versions.MEGATRON_CORE.accepts("0.19.2")
+    assert not versions.MEGATRON_CORE.accepts("0.15.9")
+    assert not versions.MEGATRON_CORE.accepts("0.20")
+    assert versions.TORCH.accepts("2.13.0+cpu")
+
+
+def test_a_fix_meeting_a_megatron_it_does_not_know_fails_loudly():
+    class DistributedOptimizer:
+        def load_state_dict(self, state_dict, strict): ...
+
+    module = ModuleType("megatron.core.optimizer.distrib_optimizer")
+    module.HAVE_APEX_OR_TE = False
+    module.DistributedOptimizer = DistributedOptimizer
+    with pytest.raises(PlatformError, match=r"megatron-core .*takes \(self, state_dict, strict\), expected"):
+        megatron_fixes.separate_steps_after_load(module)
+    with pytest.raises(PlatformError, match="is not there"):
+        megatron_fixes.keep_step_on_load(module)
+    with pytest.raises(PlatformError, match="HAVE_APEX_OR_TE"):
+        megatron_fixes.keep_step_on_load(ModuleType("megatron.core.optimizer.distrib_optimizer"))
+
+
+def test_the_optimizer_is_left_alone_where_a_fused_one_is_installed():
+    module = ModuleType("megatron.core.optimizer.distrib_optimizer")
+    module.HAVE_APEX_OR_TE = True
+    module.DistributedOptimizer = type("DistributedOptimizer", (), {})
+    before = dict(vars(module.DistributedOptimizer))
+    for fix in megatron_fixes.FIXES[1:]:
+        fix.apply(module)
+    assert dict(vars(module.DistributedOptimizer)) == before
+
+
+def test_cuda_without_a_device_is_an_error_that_names_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlatformError, match="--platform cpu"):
+        cuda.CudaPlatform()._prepare()
+
+
+def test_cuda_switches_off_the_fusions_whose_kernels_are_missing(monkeypatch):
+    there = set()
+    monkeypatch.setattr(cuda, "_importable", there.__contains__)
+    assert cuda.CudaPlatform().unsupported_fusions == dict.fromkeys(cuda._KERNELS, False)
+    there.add("transformer_engine")
+    assert set(cuda.CudaPlatform().unsupported_fusions) == {"masked_softmax_fusion", "persist_layer_norm"}
+
+
+def test_the_npu_loads_torch_npu_and_then_mindspeeds_adaptor(monkeypatch):
+    imported = []
+    _fake_npu_packages(monkeypatch)
+    _fake_torch_npu(monkeypatch, available=True)
+    monkeypatch.setattr(npu.importlib, "import_module", imported.append)
+    platform = npu.NpuPlatform()
+    platform._prepare()
+    platform._after_install()
+    assert imported == ["torch_npu", "mindspeed.megatron_adaptor"]
+
+
+def test_the_npu_adaptor_comes_before_megatron_and_a_failed_one_installs_nothing(monkeypatch):
+    _fake_npu_packages(monkeypatch, **{"megatron-core": "0.16.1", "python": "3.11.2"})
+    _fake_torch_npu(monkeypatch, available=True)
+    monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
+    monkeypatch.setattr(base.megatron_import, "install", lambda patches: None)
+    monkeypatch.setattr(base, "_installed", None)
+    for name in [name for name in sys.modules if name.startswith("megatron.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(PlatformError, match=r"torch_npu does not load \(libhccl.so\): run CANN's set_env.sh"):
+        npu.NpuPlatform().install()
+    assert base._installed is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({"torch_npu": None}, "torch_npu is not installed: pip install torch_npu=="),
+        ({"torch_npu": "2.1.0.post3"}, "torch_npu is 2.1.0.post3, torch is .* must be of one version"),
+        ({"mindspeed": None}, "mindspeed is not installed: git checkout core_r0.16.0"),
+        ({"mindspeed": "0.12.1"}, "mindspeed is 0.12.1, megatron-core is 0.16.1, .* core_r0.16.0"),
+        ({"megatron-core": "0.18.2"}, "mindspeed is 0.16.0, megatron-core is 0.18.2, .* core_r0.18.0"),
+        ({"megatron-core": "0.19.2"}, "MindSpeed has no branch for megatron-core 0.19.2"),
+    ],
+)
+def test_a_missing_or_mismatched_piece_of_the_npu_stack_is_named_with_its_remedy(monkeypatch, installed, message):
+    _fake_npu_packages(monkeypatch, **installed)
+    with pytest.raises(PlatformError, match=message):
+        npu.NpuPlatform()._prepare()
+
+
+def test_an_npu_that_is_not_visible_is_an_error(monkeypatch):
+    _fake_torch_npu(monkeypatch, available=False)
+    monkeypatch.setattr(npu.importlib, "import_module", lambda name: None)
+    with pytest.raises(PlatformError, match="finds no NPU"):
+        npu.NpuPlatform()._after_install()
+
+
+def test_the_npu_platform_asks_torch_npu(monkeypatch):
+    calls = _fake_torch_npu(monkeypatch, available=True)
+    platform = npu.NpuPlatform()
+    platform.set_device(1)
+    platform.synchronize()
+    assert calls == ["set_device 1", "synchronize"]
+    with pytest.raises(PlatformError, match="local rank 2 has no NPU, 2 are visible"):
+        platform.set_device(2)
+
+
+def _raise_import_error(name):
+    raise ImportError("libhccl.so")
+
+
+def _fake_npu_packages(monkeypatch, **changed):
+    torch_release = ".".join(map(str, versions.release(torch.__version__)))
+    packages = {"megatron-core": "0.16.1", "torch_npu": torch_release, "mindspeed": "0.16.0", "torch": "2.13.0"}
+    monkeypatch.setattr(versions, "installed", {**packages, **changed}.get)
+
+
+def _fake_torch_npu(monkeypatch, available):
+    """A torch_npu that can be found and imported, and the torch.npu that it would bring. Returns the calls it gets."""
+    calls = []
+    module = ModuleType("torch_npu")
+    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    namespace = SimpleNamespace(
+        is_available=lambda: available,
+        device_count=lambda: 2,
+        set_device=lambda index: calls.append(f"set_device {index}"),
+        synchronize=lambda: calls.append("synchronize"),
+    )
+    monkeypatch.setattr(torch, "npu", namespace, raising=False)
+    return calls
