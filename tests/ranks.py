@@ -1,0 +1,178 @@
+"""Runs a function on N ranks, each a process of its own, and never hangs.
+
+    def losses(layout): ...             # at the top level of a module
+
+    def test_it():
+        first, second = run_ranks(losses, 2, "tp2")
+
+Every rank has what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); the function starts
+torch.distributed itself. Starting a rank costs seconds: put several checks behind one start.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.ranks_worker import Failure, Job
+
+ROOT = Path(__file__).resolve().parent.parent
+_POLL_SECONDS = 0.02
+# How long ranks get to write where they hang before they are killed.
+_DUMP_SECONDS = 1.0
+_OUTPUT_CHARACTERS = 4000
+
+
+class RanksError(AssertionError):
+    """A rank failed, or did not finish in time; the text holds its own traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    platform: str | None = "cpu",
+    num_threads: int = 1,
+) -> list[Any]:
+    """What `function(*args)` returns on each rank, in the order of ranks.
+
+    `platform` is installed before the function's module is imported; None leaves that to the function. When a rank
+    fails the others are ended at once and the error shows that rank's traceback; when `timeout` seconds have passed
+    all of them are ended and the error shows where each of them was.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = Job(function.__module__, function.__qualname__, args, platform)
+        (Path(folder) / "job").write_bytes(pickle.dumps(job))
+        ranks = [_Rank(rank, world_size, Path(folder), num_threads) for rank in range(world_size)]
+        try:
+            address = f"127.0.0.1:{_free_port()}"
+            for rank in ranks:
+                rank.start(address)
+            _wait(ranks, time.monotonic() + timeout, timeout)
+            return [rank.result() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+class _Rank:
+    """One process, which leads a process group of its own so that its children end with it."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path, num_threads: int) -> None:
+        self.rank = rank
+        self._world_size = world_size
+        self._folder = folder
+        self._num_threads = num_threads
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, address: str) -> None:
+        host, port = address.split(":")
+        environment = {
+            **os.environ,
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(self._num_threads),
+            "MKL_NUM_THREADS": str(self._num_threads),
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self._file("output").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks_worker", str(self._folder), str(os.getpid())],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        return self._process.poll() if self._process is not None else None
+
+    def failure(self) -> Failure | None:
+        """Why this rank failed, None while it runs and where it did not fail."""
+        with contextlib.suppress(FileNotFoundError):
+            return pickle.loads(self._file("failure").read_bytes())
+        code = self.exit_code()
+        if code is None or code == 0:
+            return None
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Failure(time.monotonic(), f"{reason}, without a Python exception")
+
+    def result(self) -> Any:
+        return pickle.loads(self._file("result").read_bytes())
+
+    def output(self) -> str:
+        text = self._file("output").read_text(errors="replace")
+        return text if len(text) <= _OUTPUT_CHARACTERS else "...\n" + text[-_OUTPUT_CHARACTERS:]
+
+    def ask_where(self) -> None:
+        """Let the rank write the stacks of its threads into its output."""
+        self._signal_group(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self._signal_group(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def _signal_group(self, number: int) -> None:
+        # Children may outlive the rank itself, so the group is signalled even when the rank has ended.
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _file(self, kind: str) -> Path:
+        return self._folder / f"{kind}-{self.rank}"
+
+
+def _wait(ranks: list[_Rank], deadline: float, timeout: float) -> None:
+    """Return when every rank has succeeded; raise when one has failed or the deadline has passed."""
+    while True:
+        codes = [rank.exit_code() for rank in ranks]
+        if any(code not in (None, 0) for code in codes):
+            raise RanksError(_describe_failures(ranks))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise RanksError(_describe_hang(ranks, timeout))
+        time.sleep(_POLL_SECONDS)
+
+
+def _describe_failures(ranks: list[_Rank]) -> str:
+    """The failures, the first to happen first: the others often fail only because it did."""
+    failures = [(rank, failure) for rank in ranks if (failure := rank.failure()) is not None]
+    failures.sort(key=lambda pair: pair[1].time)
+    return "\n".join(
+        f"rank {rank.rank} of {len(ranks)} failed:\n{failure.text}\nits output:\n{rank.output()}"
+        for rank, failure in failures
+    )
+
+
+def _describe_hang(ranks: list[_Rank], timeout: float) -> str:
+    running = [rank for rank in ranks if rank.exit_code() is None]
+    for rank in running:
+        rank.ask_where()
+    time.sleep(_DUMP_SECONDS)
+    where = "\n".join(f"rank {rank.rank} was here:\n{rank.output()}" for rank in running)
+    names = ", ".join(str(rank.rank) for rank in running)
+    return f"after {timeout} seconds rank {names} of {len(ranks)} had not finished\n{where}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
