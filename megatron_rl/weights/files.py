@@ -6,6 +6,7 @@ so no reader ever sees half a file.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,16 +57,16 @@ class Plan:
         return {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
 
 
-def create(folder: Path, plan: Plan) -> None:
-    """Lay the plan's files out in a new folder: their full size, and their headers."""
-    folder.mkdir(parents=True, mode=0o700)
+def create(folder: Path, plan: Plan, private: bool = False) -> None:
+    """Lay the plan's files out in a new folder: their full size, and their headers. Private: for this user only."""
+    folder.mkdir(parents=True, mode=0o700 if private else 0o777)
     free = shutil.disk_usage(folder).free
     if free < plan.num_bytes:
         raise InputError(
             f"{folder} has {free / 1e9:.1f} GB free and the weights take {plan.num_bytes / 1e9:.1f} GB: make room there"
         )
     for file, size in plan.sizes.items():
-        descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
         try:
             os.truncate(descriptor, size)
             os.pwrite(descriptor, plan.headers[file], 0)
@@ -100,21 +101,24 @@ class Writer:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def put(self, name: str, dim: int, start: int, value: torch.Tensor) -> None:
-        """Write entries [start, start + n) along `dim` of a tensor; `value` has the tensor's dtype and lies on the CPU."""
+    def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
+        """Write a block of a tensor, from (first_row, first_column) on; it has the tensor's dtype and lies on the CPU."""
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
-        row_bytes = value.element_size() * (spec.num_elements // spec.shape[0])
-        if dim == 0 and value.is_contiguous() and value.numel() * value.element_size() >= _MIN_WRITE_BYTES:
-            self._write(self._descriptors[file], offset + start * row_bytes, value)
+        num_columns = math.prod(spec.shape[1:])
+        block_RC = block.reshape(block.shape[0], -1)
+        if block_RC.shape[1] == num_columns and block_RC.is_contiguous() and block_RC.nbytes >= _MIN_WRITE_BYTES:
+            row_bytes = num_columns * block.element_size()
+            self._write(self._descriptors[file], offset + first_row * row_bytes, block_RC)
             return
-        num_bytes = spec.num_elements * value.element_size()
-        whole = self._mapped[file][offset : offset + num_bytes].view(value.dtype).view(spec.shape)
-        whole.narrow(dim, start, value.shape[dim]).copy_(value)
+        whole = self._mapped[file][offset : offset + spec.num_elements * block.element_size()]
+        whole_RC = whole.view(block.dtype).view(-1, num_columns)
+        num_rows = block_RC.shape[0]
+        whole_RC[first_row : first_row + num_rows, first_column : first_column + block_RC.shape[1]].copy_(block_RC)
 
     @staticmethod
     def _write(descriptor: int, offset: int, value: torch.Tensor) -> None:
-        data = memoryview(value.view(torch.uint8).reshape(-1).numpy())
+        data = memoryview(value.detach().view(torch.uint8).reshape(-1).numpy())
         while data:
             written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
             data, offset = data[written:], offset + written

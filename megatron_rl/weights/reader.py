@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.weights.mapping import Mapping, ShardMap, TensorSpec
+from megatron_rl.weights.mapping import Mapping, TensorSpec
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Tensors that old checkpoints carry and no model reads: they follow from config.json.
@@ -92,38 +91,9 @@ class Checkpoint:
         return [self.folder / name for name in files]
 
 
-def load_shard(checkpoint: Checkpoint, shard: ShardMap, parameter: torch.Tensor) -> None:
-    """Fill one parameter from its pieces; rows that pad the vocabulary become zero."""
-    target = parameter.detach()
-    covered = 0
-    for piece in shard.pieces:
-        source = checkpoint.tensor(piece.name)
-        target.narrow(piece.dim, piece.target, piece.length).copy_(
-            source.narrow(piece.dim, piece.source, piece.length)
-        )
-        covered += piece.length
-    dim = shard.pieces[0].dim if shard.pieces else 0
-    if covered < shard.shape[dim]:
-        target.narrow(dim, covered, shard.shape[dim] - covered).zero_()
-
-
-def check_shapes(shards: Iterable[tuple[str, ShardMap, torch.Tensor]]) -> None:
-    """Raise unless each parameter has the shape that its map gives."""
-    for name, shard, parameter in shards:
-        if tuple(parameter.shape) != shard.shape:
-            raise InputError(
-                f"the parameter {name} has shape {list(parameter.shape)}, its tensors give {list(shard.shape)}: "
-                f"the model was built for another architecture or another tensor-parallel size"
-            )
-
-
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:_NAMED_IN_A_MESSAGE])
     more = len(names) - _NAMED_IN_A_MESSAGE
     verb = "is" if len(names) == 1 else "are"
     return f"{shown} and {more} more are" if more > 0 else f"{shown} {verb}"
 
-
-def specs_of(checkpoint: Checkpoint, mapping: Mapping) -> Iterator[TensorSpec]:
-    """The architecture's tensors with the dtypes that the files store them in."""
-    return (checkpoint.spec(spec.name) for spec in mapping.manifest())

@@ -1,0 +1,170 @@
+"""Building the model: megatron-core's GPTModel, fed with packs and answering with log-probabilities.
+
+Letters: T tokens of the pack, N targets, E hidden size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.data.packing import Pack
+from megatron_rl.mcore import rope
+from megatron_rl.mcore.attention import PackParams
+from megatron_rl.mcore.spec import block_spec
+from megatron_rl.ops.log_probs import VocabularyShard, vocabulary_parallel_log_probs
+from megatron_rl.types import Architecture
+
+
+class PackedGPTModel(GPTModel):
+    """One stage of the model. The last stage returns the log-probs of the pack's targets, the others hidden states."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
+        super().__init__(config, **options)
+        self.architecture = architecture
+        # Not a buffer: mixed precision would round it.
+        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+
+    def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+        """Log-probs [N] at logits / temperature, or the hidden states that the next stage takes."""
+        return super().forward(
+            input_ids=pack.tokens_T[None],
+            position_ids=pack.positions_T[None],
+            attention_mask=None,
+            packed_seq_params=PackParams.of(pack, temperature),
+        )
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Megatron's rotary embedding counts rows; a pack's rows are not its positions."""
+        decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
+        return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
+        """The output layer at the rows that predict something, and their targets' log-probs."""
+        if not self.post_process:
+            return hidden_states
+        pack = packed_seq_params.pack
+        assert pack is not None
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            # Every rank goes on with its own part of the vocabulary, so gradients are summed on the way back.
+            hidden_T1E = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            hidden_T1E = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
+        hidden_NE = hidden_T1E.squeeze(1).index_select(0, pack.target_rows_N)
+        logits_NV = torch.nn.functional.linear(hidden_NE, self.output_weight())
+        shard = VocabularyShard(group.rank() * logits_NV.shape[1], self.architecture.vocab_size, group)
+        return vocabulary_parallel_log_probs(logits_NV, pack.target_tokens_N, shard, packed_seq_params.temperature)
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer's weight, wherever tying has put it."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int, divisible_by: int = 128) -> int:
+    """Megatron's rule: the next multiple of `divisible_by` times the tensor-parallel size."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_chunks(
+    config: TransformerConfig,
+    architecture: Architecture,
+    vocab_divisible_by: int = 128,
+    use_transformer_engine: bool = False,
+) -> list[PackedGPTModel]:
+    """This rank's pipeline stages: one, or one for each virtual stage. Weights are allocated, not initialized."""
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(num_virtual) if num_virtual else [None]:
+        where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = PackedGPTModel(
+            config,
+            architecture,
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, use_transformer_engine),
+            vocab_size=padded_vocab_size(
+                architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
+            ),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(architecture.rope.base),
+            vp_stage=vp_stage,
+        )
+        _mark_tensor_parallel(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap(
+    chunks: list[PackedGPTModel], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Mixed precision, then gradient buffers and their reduction, around each chunk."""
+    is_half = config.bf16 or config.fp16
+    halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(halves)
+    ]
+
+
+def unwrap(module: torch.nn.Module) -> PackedGPTModel:
+    """The model inside the wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    assert isinstance(module, PackedGPTModel)
+    return module
+
+
+def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter of this rank under the name it has in the whole model: layers and experts counted globally."""
+    experts_before = 0
+    config = chunks[0].config
+    if config.num_moe_experts:
+        per_rank = config.num_moe_experts // config.expert_model_parallel_size
+        experts_before = parallel_state.get_expert_model_parallel_rank() * per_rank
+    for chunk in chunks:
+        layers = [str(layer.layer_number - 1) for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(name, layers, experts_before), parameter
+
+
+def _global_name(name: str, layers: list[str], experts_before: int) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = layers[int(parts[2])]
+    if "local_experts" in parts:
+        index = parts.index("local_experts") + 1
+        parts[index] = str(int(parts[index]) + experts_before)
+    elif "experts" in parts and parts[-1].removeprefix("weight").isdigit():
+        parts[-1] = f"weight{int(parts[-1].removeprefix('weight')) + experts_before}"
+    return ".".join(parts)
+
+
+def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
+    """The marks by which the gradient norm counts a shard once; Megatron sets them only where it initializes."""
+    for module in chunk.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, tensor_parallel.RowParallelLinear):
+            dim = 1
+        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
+            dim = 0
+        else:
+            continue
+        if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

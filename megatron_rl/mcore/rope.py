@@ -1,0 +1,70 @@
+"""Rotary frequencies as Hugging Face's model families define them, for given positions."""
+
+import math
+
+import torch
+
+from megatron_rl.types import Rope, RopeKind
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """One frequency for each pair of a head's dimensions, fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.base**exponents
+    if rope.kind is RopeKind.DEFAULT:
+        return plain
+    if rope.kind is RopeKind.LINEAR:
+        return plain / rope.factor
+    if rope.kind is RopeKind.LLAMA3:
+        return _llama3(rope, plain)
+    return _yarn(rope, head_dim)
+
+
+def attention_factor(rope: Rope) -> float:
+    """What queries and keys are multiplied by beside the rotation: 1 for all kinds but yarn."""
+    if rope.kind is not RopeKind.YARN:
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
+def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    """The angle of each of a head's dimensions at each position, in the shape that Megatron rotates by: [T, 1, 1, D]."""
+    angles_TF = torch.outer(positions_T.float(), frequencies_F)
+    return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
+
+
+def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between interpolated."""
+    assert rope.original_max_positions is not None
+    wavelengths = 2 * math.pi / plain
+    longest_kept = rope.original_max_positions / rope.high_freq_factor
+    shortest_slowed = rope.original_max_positions / rope.low_freq_factor
+    slowed = plain / rope.factor
+    share = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - share) * slowed + share * plain
+    scaled = torch.where(wavelengths > shortest_slowed, slowed, plain)
+    return torch.where((wavelengths <= shortest_slowed) & (wavelengths >= longest_kept), between, scaled)
+
+
+def _yarn(rope: Rope, head_dim: int) -> torch.Tensor:
+    """A ramp over the dimensions from kept to slowed, placed by how often each wave fits the original length."""
+    assert rope.original_max_positions is not None
+    original = rope.original_max_positions
+
+    def dimension(num_rotations: float) -> float:
+        return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    wavelengths = rope.base ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

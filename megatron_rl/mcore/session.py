@@ -1,0 +1,149 @@
+"""The process groups of a run: started once, ended once, and what a rank's place in them means for its shards."""
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.platforms import Platform
+from megatron_rl.weights.mapping import Coordinates
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSizes:
+    """Over how many ranks each dimension is divided; the data-parallel size is what is left."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def model(self) -> int:
+        """The ranks of one data-parallel replica."""
+        return self.tensor * self.pipeline * self.context
+
+
+class Session:
+    """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager."""
+
+    def __init__(self, sizes: ParallelSizes, platform: Platform, seed: int, timeout: datetime.timedelta):
+        self.sizes = sizes
+        self.platform = platform
+        self._started_distributed = _start_distributed(platform, timeout)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size % sizes.model:
+            raise UsageError(
+                f"{self.world_size} ranks cannot be divided into replicas of {sizes.model} (tensor {sizes.tensor} x "
+                f"pipeline {sizes.pipeline} x context {sizes.context}): start a multiple of {sizes.model}"
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+            create_gloo_process_groups=True,
+        )
+        # What is not tensors goes over the host, whatever the platform: errors, digests, agreement.
+        self.control_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.stage_group = self._new_stage_group(timeout)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.coordinates = _coordinates()
+        self.all_coordinates: list[Coordinates] = [self.coordinates] * self.world_size
+        dist.all_gather_object(self.all_coordinates, self.coordinates, group=self.control_group)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End Megatron's groups, and torch.distributed if this session started it."""
+        parallel_state.destroy_model_parallel()
+        if self._started_distributed:
+            dist.destroy_process_group()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.platform.device()
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self.control_group)
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; if it fails on any, raise the same error on all, so that none waits for another.
+
+        `action` must not wait for other ranks itself.
+        """
+        result: T | None = None
+        error: MegatronRLError | None = None
+        try:
+            result = action()
+        except MegatronRLError as caught:
+            error = caught
+        errors: list[tuple[int, type[MegatronRLError], str] | None] = [None] * self.world_size
+        mine = (self.rank, type(error), str(error)) if error is not None else None
+        dist.all_gather_object(errors, mine, group=self.control_group)
+        if error is not None:
+            raise error
+        for failed in errors:
+            if failed is not None:
+                rank, kind, text = failed
+                raise kind(f"{text} (on rank {rank})")
+        return result  # type: ignore[return-value] - no error, so action returned
+
+    def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline stage, over all replicas."""
+        own = None
+        per_stage = self.world_size // self.sizes.pipeline
+        for stage in range(self.sizes.pipeline):
+            ranks = list(range(stage * per_stage, (stage + 1) * per_stage))
+            group = dist.new_group(ranks, timeout=timeout, backend=self.platform.collective_backend)
+            if self.rank in ranks:
+                own = group
+        assert own is not None
+        return own
+
+
+def _start_distributed(platform: Platform, timeout: datetime.timedelta) -> bool:
+    """Join the ranks that the environment names, or be alone; False if somebody did so already."""
+    if dist.is_initialized():
+        return False
+    platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(platform.collective_backend, timeout=timeout)
+        return True
+    dist.init_process_group(
+        platform.collective_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+    return True
+
+
+def _coordinates() -> Coordinates:
+    return Coordinates(
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
+    )

@@ -1,0 +1,56 @@
+"""Which modules a transformer layer is built of: TransformerEngine's where it is installed, torch's elsewhere."""
+
+import importlib.util
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron_rl.mcore.attention import SharedPromptAttention
+from megatron_rl.mcore.norm import RMSNorm
+from megatron_rl.types import Architecture
+
+
+def block_spec(
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, use_transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and its final norm."""
+    layer, norm = _engine_layer(config) if use_transformer_engine else _local_layer(config)
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=SharedPromptAttention, params={"architecture": architecture}
+    )
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def _engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    return layer, TENorm

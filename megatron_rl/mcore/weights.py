@@ -1,0 +1,117 @@
+"""A Megatron model's weights from and to Hugging Face's form: folders, streams, fingerprints."""
+
+import json
+import shutil
+from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Any
+
+
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.model import PackedGPTModel, named_shards
+from megatron_rl.mcore.session import Session
+from megatron_rl.weights import files
+from megatron_rl.weights.families import derive_config
+from megatron_rl.weights.fingerprint import fingerprint
+from megatron_rl.weights.mapping import Mapping
+from megatron_rl.weights.reader import Checkpoint
+from megatron_rl.weights.shards import Digests, Shard, export, shards_of
+
+# Files beside the weights that engines and users need, copied as they are.
+_COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+class ModelWeights:
+    """The weights of one model, spread over the ranks of a session."""
+
+    def __init__(self, chunks: list[PackedGPTModel], session: Session):
+        self.architecture = chunks[0].architecture
+        self.mapping = Mapping(self.architecture)
+        self._session = session
+        self.shards: list[Shard] = session.agree(
+            lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
+        )
+
+    def load_hf(self, folder: Path | str) -> None:
+        """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
+        with self._session.agree(lambda: _open(folder, self.mapping)) as checkpoint:
+            self._session.agree(lambda: [shard.load(checkpoint) for shard in self.shards])
+
+    def fingerprint(self, dtype: str | None = None) -> str:
+        """The identity of these weights as they would be exported."""
+        digests = Digests(self.mapping.manifest(dtype))
+        export(self.shards, digests)
+        return self._combine(digests)
+
+    def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
+        """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
+
+        `source` is the folder that the configuration and the tokenizer are taken from. All ranks write to one file
+        system; the folder appears under its name when it is whole.
+        """
+        folder = Path(folder)
+        staged = folder.with_name(f".{folder.name}.partial")
+        plan = files.Plan(self.mapping.manifest(dtype))
+        session = self._session
+        session.agree(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
+        try:
+            result = session.agree(lambda: self._write(staged, plan))
+            identity = self._combine(result)
+            session.agree(lambda: self._finish(staged, folder, plan, source, dtype) if session.rank == 0 else None)
+        except BaseException:
+            if session.rank == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        return identity
+
+    def _write(self, staged: Path, plan: files.Plan) -> Digests:
+        digests = Digests(list(plan.specs.values()))
+        try:
+            with files.Writer(staged, plan) as writer:
+                export(self.shards, digests, writer.put)
+        except OSError as error:
+            raise InputError(f"{staged} cannot be written: {error}; every rank must reach the same folder") from None
+        return digests
+
+    def _combine(self, digests: Digests) -> str:
+        return fingerprint(digests.specs, digests.combine(self._session.control_group))
+
+    def _finish(
+        self, staged: Path, folder: Path, plan: files.Plan, source: Path | str | None, dtype: str | None
+    ) -> None:
+        config = dict(_source_config(source) or derive_config(self.architecture))
+        stored = "dtype" if "dtype" in config else "torch_dtype"
+        config[stored] = dtype or self.architecture.dtype
+        (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if index := plan.index():
+            (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for name in _COMPANIONS:
+            if source is not None and (Path(source) / name).exists():
+                shutil.copyfile(Path(source) / name, staged / name)
+        files.publish(staged, folder)
+
+
+def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(mapping)
+    return checkpoint
+
+
+def _stage(staged: Path, folder: Path, plan: files.Plan) -> None:
+    if folder.exists():
+        raise InputError(f"{folder} exists already: choose another folder, or remove it")
+    # Left behind by a run that was killed while it wrote.
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        files.create(staged, plan)
+    except OSError as error:
+        raise InputError(f"{staged} cannot be created: {error}") from None
+
+
+def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
+    if source is None or not (Path(source) / "config.json").exists():
+        return None
+    return json.loads((Path(source) / "config.json").read_text())
