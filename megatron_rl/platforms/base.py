@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import megatron_fixes, megatron_import, versions
+from megatron_rl.platforms import megatron_fixes, megatron_import
 from megatron_rl.platforms.megatron_import import Patch
 
 # The platform that this process is set up for; a process can be set up for one only.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import versions
 
 
 @dataclasses.dataclass(frozen=True)

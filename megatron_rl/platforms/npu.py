@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import versions
 from megatron_rl.platforms.base import MemoryFigures, Platform
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version that this branch's setup.py gives
