@@ -7,8 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl import versions
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.platforms import base, cuda, megatron_fixes, npu, select, versions
+from megatron_rl.platforms import base, cuda, megatron_fixes, npu, select
 from tests.processes import run_python
 
 

@@ -1,0 +1,158 @@
+"""What is wrong with a source tree, measured by who may import whom (docs/architecture.md), read from its text."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "megatron_rl"
+
+# The parts of the package, the lowest first. A part imports from lower layers only, and from itself.
+LAYERS = (
+    {"errors", "types"},
+    {"flags", "versions"},
+    {"config", "platforms"},
+    {"ops"},
+    {"algorithm", "data", "rollout", "weights"},
+    {"mcore", "sidecar", "observe", "plan"},
+    {"training"},
+    {"arguments", "cli", "describe", "doctor"},
+)
+# The files at the top may import one another.
+ENTRY = LAYERS[-1]
+# Packages that belong to some parts only. What is not listed may be imported anywhere.
+OWNERS = {
+    "megatron": {"mcore", "weights", "platforms"},
+    "mindspeed": {"platforms"},
+    "torch_npu": {"platforms", "ops"},
+    "vllm": {"sidecar"},
+    "triton": {"ops"},
+    "flash_attn": {"ops"},
+}
+# Parts, or files in a part, that must do without torch.
+WITHOUT_TORCH = ("errors", "types", "flags", "versions", "config", "cli", "doctor", "weights.families")
+# Who may name the kinds of accelerators.
+KNOWS_DEVICES = {"platforms", "ops"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """A module that a file imports, and whether this happens when the file itself is imported."""
+
+    module: str
+    line: int
+    at_top: bool
+
+
+def violations(root: Path) -> list[str]:
+    """Every breach in the tree below `root`, which holds the folder of the package; one sentence each."""
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        name = _module_name(path.relative_to(root))
+        messages = [*_import_violations(name, tree), *_device_violations(name, tree), *_effects(tree)]
+        found += [f"{path.relative_to(root)}:{line}: {message}" for line, message in messages]
+    return found
+
+
+def imports(tree: ast.Module) -> Iterator[Import]:
+    """The imports of a file, those by a literal name through importlib included."""
+    inner = {id(node) for function in _functions(tree) for node in ast.walk(function) if node is not function}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # `from package import part` may import a module or a name; the longer form holds both.
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and _called(node) == "import_module" and isinstance(node.args[0], ast.Constant):
+            modules = [str(node.args[0].value)]
+        else:
+            continue
+        for module in modules:
+            yield Import(module, node.lineno, id(node) not in inner)
+
+
+def part_of(module: str) -> str | None:
+    """The part of our package that a module belongs to; None for the package itself and for other packages."""
+    package, _, rest = module.partition(".")
+    return rest.split(".")[0] or None if package == PACKAGE else None
+
+
+def _import_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    part = part_of(name)
+    if part is None:
+        return
+    if _layer(part) is None:
+        yield 1, f"{part} is in no layer; put it into LAYERS of tests/layering.py"
+        return
+    for imported in imports(tree):
+        target = part_of(imported.module)
+        message = _between_parts(part, target) if target is not None else _from_outside(name, part, imported)
+        if message:
+            yield imported.line, message
+
+
+def _between_parts(part: str, target: str) -> str | None:
+    layer, target_layer = _layer(part), _layer(target)
+    if target_layer is None or part == target or (part in ENTRY and target in ENTRY):
+        return None
+    assert layer is not None
+    return None if target_layer < layer else f"{part} imports {target}, which is not below it"
+
+
+def _from_outside(name: str, part: str, imported: Import) -> str | None:
+    package = imported.module.split(".")[0]
+    if package in OWNERS and part not in OWNERS[package]:
+        return f"{part} imports {package}, which only {', '.join(sorted(OWNERS[package]))} may"
+    if package == "megatron" and part == "platforms" and imported.at_top:
+        return "platforms imports megatron outside of a function"
+    module = name.removeprefix(f"{PACKAGE}.")
+    if package == "torch" and any(module == free or module.startswith(f"{free}.") for free in WITHOUT_TORCH):
+        return f"{module} imports torch, and must do without"
+    return None
+
+
+def _device_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if part_of(name) in KNOWS_DEVICES:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "npu"):
+            yield node.lineno, f"says .{node.attr}; ask the platform"
+    for imported in imports(tree):
+        if imported.module.startswith(("torch.cuda", "torch.npu")):
+            yield imported.line, f"imports {imported.module}; ask the platform"
+
+
+def _effects(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Statements that do more than define when the module is imported."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if all(isinstance(target, ast.Name | ast.Tuple) for target in targets):
+                continue
+        if isinstance(node, ast.If) and ("__name__" in ast.dump(node.test) or "TYPE_CHECKING" in ast.dump(node.test)):
+            continue
+        if isinstance(node, ast.Try) and all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in node.body):
+            continue
+        yield node.lineno, f"importing the module runs: {ast.unparse(node).splitlines()[0]}"
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _layer(part: str) -> int | None:
+    return next((index for index, layer in enumerate(LAYERS) if part in layer), None)
+
+
+def _module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
