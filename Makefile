@@ -1,0 +1,55 @@
+# Each target does all of its own set-up; the first one to run installs the environment, later ones start at once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# Another Python 3.11 than the one that is found: make PYTHON=/path/to/python3.11
+PYTHON ?=
+PYTHON312 ?=
+VENV := .venv
+MEGATRON_LM_VENV := .venv-megatron-lm
+BENCHMARKS = $(if $(NAME),benchmarks/$(NAME).py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+
+.PHONY: help env test lint types format test-slow test-megatron-lm demo bench flags clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## install the environment (.venv) that the other targets run in
+	@tools/make_environment $(VENV) requirements/cpu.lock 3.11 $(PYTHON)
+
+test: lint types ## what CI runs: lint, types and the fast tests
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+lint: env ## check the style
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: env ## check the types
+	$(VENV)/bin/mypy
+
+format: env ## format the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-slow: env ## the tests that take too long for each change
+	$(VENV)/bin/python -m pytest -m slow
+
+test-megatron-lm: ## tests against megatron.training: Python 3.12, megatron-core 0.19.2, 6 GB of disk
+	@tools/make_environment $(MEGATRON_LM_VENV) requirements/megatron-lm.lock 3.12 $(PYTHON312)
+	$(MEGATRON_LM_VENV)/bin/python -m pytest tests/megatron_lm
+
+demo: env ## what works so far, on two ranks
+	$(VENV)/bin/python -m examples.core_demo
+
+bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME
+	@for file in $(BENCHMARKS); do echo "$$file"; $(VENV)/bin/python "$$file"; done
+
+flags: env ## write docs/flags.md anew from the installed megatron-core
+	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished
+	mv docs/flags.md.unfinished docs/flags.md
+
+clean: ## remove the environments and all caches
+	rm -rf $(VENV) $(MEGATRON_LM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
