@@ -41,6 +41,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "mixtral": (transformers.MixtralConfig, {**_EXPERTS, "num_local_experts": 4}),
 }  # fmt: skip
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral")
 
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:

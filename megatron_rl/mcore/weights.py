@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 
 from megatron_rl.errors import InputError
@@ -16,6 +19,7 @@ from megatron_rl.weights.fingerprint import fingerprint
 from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
 from megatron_rl.weights.shards import Digests, Shard, export, shards_of
+from megatron_rl.weights.stream import Bucket, Peer, Stream
 
 # Files beside the weights that engines and users need, copied as they are.
 _COMPANIONS = (
@@ -31,6 +35,9 @@ class ModelWeights:
         self.architecture = chunks[0].architecture
         self.mapping = Mapping(self.architecture)
         self._session = session
+        self._padded_vocab_size = chunks[0].vocab_size
+        self._stream: Stream | None = None
+        self._stream_settings: tuple[str | None, int] | None = None
         self.shards: list[Shard] = session.agree(
             lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
@@ -66,6 +73,26 @@ class ModelWeights:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         return identity
+
+    def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
+        """The tensors of this rank's stage, in buckets; the stage's first rank receives them, the others nothing."""
+        if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
+            self._stream_settings = (dtype, bucket_bytes)
+            self._stream = self._new_stream(dtype, bucket_bytes)
+        return self._stream.buckets(self.shards)
+
+    def _new_stream(self, dtype: str | None, bucket_bytes: int) -> Stream:
+        session = self._session
+        names: list[tuple[str, ...]] = [()] * session.world_size
+        mine = tuple(shard.parameter_name for shard in self.shards)
+        dist.all_gather_object(names, mine, group=session.control_group)
+        peers = [
+            Peer(rank, session.all_coordinates[rank], names[rank])
+            for rank in dist.get_process_group_ranks(session.stage_group)
+        ]
+        return Stream(
+            self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
+        )
 
     def _write(self, staged: Path, plan: files.Plan) -> Digests:
         digests = Digests(list(plan.specs.values()))

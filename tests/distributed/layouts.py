@@ -1,0 +1,154 @@
+"""The layouts that results are compared over, and a model set up in one of them on the ranks of a test."""
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megatron_rl import platforms
+from megatron_rl.data.packing import Pack
+from megatron_rl.mcore import model, runner
+from megatron_rl.mcore.config import packed_config
+from megatron_rl.mcore.session import ParallelSizes, Session
+from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.types import Architecture
+from megatron_rl.weights.families import read_architecture
+from megatron_rl.weights.shards import shards_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way of dividing a model over ranks."""
+
+    name: str
+    world_size: int
+    sizes: ParallelSizes = ParallelSizes()
+    config: tuple[tuple[str, Any], ...] = ()
+    distributed_optimizer: bool = False
+
+
+_SP = (("sequence_parallel", True),)
+CASES = {
+    case.name: case
+    for case in (
+        Case("TP1", 1),
+        Case("TP2", 2, ParallelSizes(tensor=2)),
+        Case("TP2+SP", 2, ParallelSizes(tensor=2), _SP),
+        Case("PP2", 2, ParallelSizes(pipeline=2)),
+        Case("PP2xVPP2", 2, ParallelSizes(pipeline=2, virtual_pipeline=2)),
+        Case("DP2+distopt", 2, distributed_optimizer=True),
+        Case("TP2xPP2", 4, ParallelSizes(tensor=2, pipeline=2)),
+        Case("EP2", 2, ParallelSizes(expert=2)),
+        Case("EP2xPP2", 4, ParallelSizes(pipeline=2, expert=2)),
+        Case("TP2+SP,EP2,ETP1", 2, ParallelSizes(tensor=2, expert=2, expert_tensor=1), _SP),
+    )
+}
+DENSE_LAYOUTS = ("TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2")
+EXPERT_LAYOUTS = ("TP1", "EP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
+
+
+@dataclasses.dataclass
+class Model:
+    """One rank's part of a model in a session."""
+
+    session: Session
+    architecture: Architecture
+    chunks: list[model.PackedGPTModel]
+    weights: ModelWeights
+    wrapped: list[DistributedDataParallel]
+
+    def mine(self, packs: Sequence[Pack]) -> list[Pack]:
+        """The packs of this rank's replica."""
+        size = parallel_state.get_data_parallel_world_size()
+        return list(packs)[parallel_state.get_data_parallel_rank() :: size]
+
+    def forward(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probs of all packs in their order, on every rank."""
+        return self._everywhere(runner.forward(self.wrapped, self.mine(packs), temperature))
+
+    def forward_backward(self, packs: Sequence[Pack], loss: runner.Loss) -> list[torch.Tensor]:
+        """The same, leaving gradients in `main_grad`."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        results = runner.forward_backward(self.wrapped, self.mine(packs), loss)
+        for chunk in self.wrapped:
+            _gather_reduced_shards(chunk)
+        return self._everywhere(results)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
+        named = [(name, parameter.main_grad) for name, parameter in model.named_shards(self.chunks)]
+        session, mapping = self.session, self.weights.mapping
+        shards = shards_of(mapping, session.coordinates, self.chunks[0].vocab_size, named)
+        pieces = [
+            (piece, shard.parameter.narrow(piece.dim, piece.target, piece.length).clone())
+            for shard in shards
+            if shard.map.owned
+            for piece in shard.map.pieces
+        ]
+        everyone: list[Any] = [None] * session.world_size
+        torch.distributed.all_gather_object(everyone, pieces, group=session.control_group)
+        if session.rank != 0:
+            return {}
+        whole = {spec.name: torch.full(spec.shape, float("nan")) for spec in mapping.manifest()}
+        for piece, values in (item for items in everyone for item in items):
+            whole[piece.name].narrow(piece.dim, piece.source, piece.length).copy_(values)
+        return whole
+
+    def _everywhere(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        everyone: list[Any] = [None] * self.session.world_size
+        replica = parallel_state.get_data_parallel_rank()
+        is_reporter = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
+        mine = (replica, results) if is_reporter else None
+        torch.distributed.all_gather_object(everyone, mine, group=self.session.control_group)
+        by_replica = dict(item for item in everyone if item is not None)
+        num_packs = sum(len(results) for results in by_replica.values())
+        return [by_replica[i % len(by_replica)][i // len(by_replica)] for i in range(num_packs)]
+
+
+@contextlib.contextmanager
+def session_of(case: Case, timeout_seconds: int = 60) -> Iterator[Session]:
+    """Megatron's groups for one case; torch.distributed must have been started when several cases follow each other."""
+    platform = platforms.select("cpu")
+    with Session(case.sizes, platform, seed=1, timeout=datetime.timedelta(seconds=timeout_seconds)) as session:
+        yield session
+
+
+def build(session: Session, case: Case, folder: Path, architecture: Architecture | None = None, **changes: Any) -> Model:
+    """The model of a Hugging Face folder, wrapped for training, with its weights loaded."""
+    architecture = architecture or read_architecture(folder)
+    sizes = case.sizes
+    overrides: dict[str, Any] = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        **dict(case.config),
+        **changes,
+    }
+    config = packed_config(architecture, overrides, session.platform)
+    chunks = model.build_chunks(config, architecture)
+    weights = ModelWeights(chunks, session)
+    weights.load_hf(folder)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
+    )
+    return Model(session, architecture, chunks, weights, model.wrap(chunks, config, ddp))
+
+
+def _gather_reduced_shards(chunk: DistributedDataParallel) -> None:
+    """With the distributed optimizer a rank holds only its share of the reduced gradients."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)

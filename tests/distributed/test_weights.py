@@ -1,0 +1,115 @@
+"""Weights from Hugging Face to Megatron and back: the same bytes, whatever the layout on the way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests import hf_models
+from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS, Case, build, session_of
+from tests.ranks import run_ranks
+
+MODELS = tuple(hf_models.CONFIGS)
+
+def round_trip(case: Case, folder: Path, out: Path) -> dict[str, object]:
+    """Load a folder, save it as it is, stream it, then double every weight and save it again."""
+    with session_of(case) as session:
+        model = build(session, case, folder)
+        saved = model.weights.save_hf(out / "same", source=folder)
+        streamed = [dict(bucket) for bucket in model.weights.stream(bucket_bytes=40_000)]
+        with torch.no_grad():
+            for shard in model.weights.shards:
+                shard.parameter.mul_(2)
+        doubled = model.weights.save_hf(out / "doubled", source=folder)
+        return {
+            "saved": saved,
+            "doubled": doubled,
+            "fingerprint": model.weights.fingerprint(),
+            "half": model.weights.fingerprint("bfloat16"),
+            "streamed": {name: tensor for bucket in streamed for name, tensor in bucket.items()},
+            "num_buckets": len(streamed),
+        }
+
+
+def round_trips(world_size: int, folders: dict[str, Path], out: Path) -> dict[tuple[str, str], dict]:
+    """Every layout of that many ranks, each starting from what the one before it saved."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for model, folder in folders.items():
+        source = folder
+        for name in EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS:
+            if CASES[name].world_size == world_size:
+                results[name, model] = round_trip(CASES[name], source, out / name / model)
+                source = out / name / model / "same"
+    return results
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: hf_models.draw(name, root / name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def trips(folders: dict[str, Path], out: Path) -> dict[tuple[str, str], list[dict]]:
+    results: dict[tuple[str, str], list[dict]] = {}
+    for world_size in (1, 2, 4):
+        for ranks in run_ranks(round_trips, world_size, world_size, folders, out, timeout=240):
+            for key, result in ranks.items():
+                results.setdefault(key, []).append(result)
+    return results
+
+
+def test_every_layout_returns_the_bytes_it_was_given(trips, folders, out) -> None:
+    for layout, model in trips:
+        given = load_file(folders[model] / "model.safetensors")
+        returned = load_file(out / layout / model / "same" / "model.safetensors")
+        assert given.keys() == returned.keys()
+        for name, tensor in given.items():
+            assert torch.equal(tensor.view(torch.int32), returned[name].view(torch.int32)), (layout, model, name)
+
+
+def test_a_change_of_every_shard_is_exported(trips, folders, out) -> None:
+    for layout, model in trips:
+        given = load_file(folders[model] / "model.safetensors")
+        doubled = load_file(out / layout / model / "doubled" / "model.safetensors")
+        for name, tensor in given.items():
+            assert torch.equal(tensor * 2, doubled[name]), (layout, model, name)
+
+
+def test_the_stream_yields_every_tensor_once_over_the_stages(trips, folders) -> None:
+    for (layout, model), ranks in trips.items():
+        given = load_file(folders[model] / "model.safetensors")
+        names = [name for rank in ranks for name in rank["streamed"]]
+        assert sorted(names) == sorted(given), (layout, model)
+        assert all(rank["num_buckets"] > 3 for rank in ranks)
+        for rank in ranks:
+            for name, tensor in rank["streamed"].items():
+                assert torch.equal(tensor, given[name]), (layout, model, name)
+
+
+def test_the_fingerprint_belongs_to_the_weights_and_not_to_the_layout(trips) -> None:
+    for key in ("saved", "doubled", "fingerprint", "half"):
+        for model in MODELS:
+            seen = {rank[key] for (_, name), ranks in trips.items() if name == model for rank in ranks}
+            assert len(seen) == 1, (key, model)
+    for ranks in trips.values():
+        assert ranks[0]["doubled"] == ranks[0]["fingerprint"] != ranks[0]["saved"]
+        assert ranks[0]["half"] != ranks[0]["fingerprint"]
+
+
+def test_transformers_loads_what_was_saved(folders, out) -> None:
+    tokens = torch.tensor([hf_models.sequences([30])[0]])
+    for model, layout in (("qwen3", "TP2xPP2"), ("qwen3_moe", "EP2xPP2"), ("llama_biased", "PP2xVPP2")):
+        logits = [
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+            for folder in (folders[model], out / layout / model / "same")
+        ]
+        assert torch.equal(*logits)
