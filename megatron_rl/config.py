@@ -1,0 +1,184 @@
+"""Our own configuration: one frozen dataclass a subject, one field a flag. Nothing here needs torch.
+
+A field's name, type, default and help are the flag's: argparse and docs/flags.md are generated from them. A new
+subject is a dataclass and a field of `Subjects`; Megatron's own dataclasses are in `megatron_rl.mcore.flags`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from megatron_rl.flags import Option
+from megatron_rl.types import Architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where the run happens."""
+
+    platform: Annotated[
+        Literal["auto", "cpu", "cuda", "npu"],
+        Option("The kind of device; auto takes the best that the machine has.", megatron=False),
+    ] = "auto"
+    print_config: Annotated[bool, Option("Print every value with where it came from, and end.", megatron=False)] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    hf_model: Annotated[
+        Path | None,
+        Option("A Hugging Face folder: the architecture and the first weights come from it.", megatron=False),
+    ] = None
+    make_vocab_size_divisible_by: Annotated[
+        int, Option("The vocabulary is padded to a multiple of this times the tensor-parallel size.")
+    ] = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How much is trained, in which portions."""
+
+    micro_batch_size: Annotated[int, Option("Responses in a micro-batch.")] = 1
+    global_batch_size: Annotated[int | None, Option("Responses in an update, over all replicas.")] = None
+    seq_length: Annotated[int | None, Option("The most tokens that a prompt and a response have together.")] = None
+    train_iters: Annotated[int | None, Option("Iterations to run.")] = None
+    seed: Annotated[int, Option("Seed of initial weights; others are derived from it.")] = 1234
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """How learning rate and weight decay change from update to update."""
+
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+        Option("The shape of the decay from `--lr` to `--min-lr`."),
+    ] = "linear"
+    lr_decay_iters: Annotated[int | None, Option("Updates that the decay takes; all of them if not given.")] = None
+    lr_warmup_iters: Annotated[int, Option("Updates in which the rate rises from `--lr-warmup-init` to `--lr`.")] = 0
+    lr_warmup_fraction: Annotated[float | None, Option("The same as a fraction of `--lr-decay-iters`.")] = None
+    lr_warmup_init: Annotated[float, Option("The rate that the warm-up starts from.")] = 0.0
+    lr_wsd_decay_style: Annotated[
+        Literal["exponential", "linear", "cosine", "minus_sqrt"], Option("The shape of the last phase of WSD.")
+    ] = "exponential"
+    lr_wsd_decay_iters: Annotated[int | None, Option("Updates in the last phase of WSD.")] = None
+    start_weight_decay: Annotated[
+        float | None, Option("Weight decay at the first update, with `--weight-decay-incr-style`.")
+    ] = None
+    end_weight_decay: Annotated[
+        float | None, Option("Weight decay at the last update, with `--weight-decay-incr-style`.")
+    ] = None
+    weight_decay_incr_style: Annotated[
+        Literal["constant", "linear", "cosine"], Option("The shape of the change of weight decay.")
+    ] = "constant"
+    override_opt_param_scheduler: Annotated[
+        bool,
+        Option(
+            "Take the schedule from the flags, not from the checkpoint.",
+            names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
+        ),
+    ] = False
+    use_checkpoint_opt_param_scheduler: Annotated[
+        bool,
+        Option(
+            "Take the schedule from the checkpoint, not from the flags.",
+            names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        ),
+    ] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and loaded, in Megatron's distributed format."""
+
+    save: Annotated[Path | None, Option("The folder that checkpoints are written to.")] = None
+    save_interval: Annotated[
+        int | None,
+        Option("Iterations from one checkpoint to the next.", names=("--save-interval", "--persistent-save-interval")),
+    ] = None
+    save_retain_interval: Annotated[
+        int | None, Option("Iterations between checkpoints that are kept when newer ones are written.")
+    ] = None
+    load: Annotated[Path | None, Option("The folder that the newest checkpoint is read from.")] = None
+    ckpt_step: Annotated[int | None, Option("The iteration to load, in place of the newest.")] = None
+    ckpt_format: Annotated[
+        Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"],
+        Option(
+            "The format of checkpoints.",
+            allowed=("torch_dist",),
+            remedy="no other is read or written; convert the checkpoint with Megatron's tools",
+        ),
+    ] = "torch_dist"
+    exit_on_missing_checkpoint: Annotated[bool, Option("End if `--load` holds no checkpoint.")] = False
+    finetune: Annotated[bool, Option("Load weights only: no optimizer, no random numbers, iteration 0.")] = False
+    no_save_optim: Annotated[bool, Option("Leave the optimizer out of checkpoints.")] = False
+    no_save_rng: Annotated[bool, Option("Leave the state of random numbers out of checkpoints.")] = False
+    no_load_optim: Annotated[bool, Option("Start with a new optimizer.")] = False
+    no_load_rng: Annotated[bool, Option("Start with new random numbers.")] = False
+    async_save: Annotated[bool, Option("Write checkpoints while training continues.")] = False
+    ckpt_fully_parallel_save: Annotated[
+        bool,
+        Option("Let one replica write, not each its share.", names=("--no-ckpt-fully-parallel-save",)),
+    ] = True
+    ckpt_fully_parallel_load: Annotated[bool, Option("Let each replica read its share, and exchange them.")] = False
+    dist_ckpt_strictness: Annotated[
+        Literal[
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "return_unexpected",
+            "return_all",
+            "ignore_all",
+        ],
+        Option("What to do about tensors that only the checkpoint or only the model has."),
+    ] = "assume_ok_unexpected"
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """How ranks find and reach each other."""
+
+    distributed_backend: Annotated[
+        Literal["nccl", "gloo", "hccl"] | None,
+        Option("The backend of collectives; each platform has one."),
+    ] = None
+    distributed_timeout_minutes: Annotated[int, Option("How long a collective may take.")] = 10
+    use_tp_pp_dp_mapping: Annotated[
+        bool, Option("Number ranks by tensor, pipeline and then data; without it pipeline comes last.")
+    ] = False
+    use_gloo_process_groups: Annotated[
+        bool,
+        Option("Make no gloo groups beside those of the backend.", names=("--disable-gloo-process-groups",)),
+    ] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subjects:
+    """The table of our own configuration: a field a subject."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Subjects):
+    """Everything that a command line said, checked."""
+
+    platform: str
+    architecture: Architecture
+    # Fields of megatron's dataclasses that flags, or Megatron's scripts, give a value other than the field's default.
+    transformer: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    ddp: Mapping[str, Any]
+    # Where a value came from, under "subject.field"; what is not here is a default.
+    sources: Mapping[str, str]
+    # What was asked for and has no effect, to be said once at start.
+    notes: tuple[str, ...] = ()

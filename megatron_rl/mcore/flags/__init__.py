@@ -1,0 +1,1 @@
+"""The table of Megatron's flags, and what their values come to."""
