@@ -1,0 +1,122 @@
+"""Megatron's own parser and ours, on the same recipes."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl import arguments
+from megatron_rl.flags import index
+from megatron_rl.mcore.flags import table
+from tests import recipes
+
+# Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
+DIFFERENCES = {
+    "variable_seq_lengths": "packed groups differ in length, so pipeline stages tell each other the shape",
+    "moe_token_dispatcher_type": "dense models are given alltoall, because allgather excludes variable lengths",
+    "inference_sampling_seed": "Megatron's inference, which does not run here, would take --seed",
+    "tensor_parallel_num_weight_shards": "Megatron's parser writes out what the field's default, None, means",
+    "expert_tensor_parallel_num_weight_shards": "Megatron's parser writes out what the field's default, None, means",
+    "use_cpu_initialization": "Megatron's parser leaves None where the field's default, False, means the same",
+}
+
+
+@pytest.fixture
+def megatron_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """What megatron.training's own parser makes of a recipe."""
+    from megatron.training import arguments as theirs
+
+    # It asks for the compute capability of a GPU: of Hopper, as for the recipes.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(theirs, "get_device_arch_version", lambda: 9)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("RANK", "0")
+
+    def config(name: str) -> Any:
+        monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *recipes.words(name)])
+        parsed = theirs.validate_args(theirs.parse_args())
+        return theirs.core_transformer_config_from_args(parsed)
+
+    return config
+
+
+@pytest.fixture
+def our_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """What our parser makes of a recipe, on a platform that can do everything."""
+    from megatron_rl.mcore.config import transformer_config
+
+    def config(name: str) -> Any:
+        monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
+        settings = arguments.parse([*recipes.words(name), "--platform", "cpu"])
+        everything = SimpleNamespace(name="cuda", unsupported_fusions={})
+        return transformer_config(settings.architecture, settings.transformer, everything)
+
+    return config
+
+
+def differences(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    pairs = {
+        field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in dataclasses.fields(theirs)
+    }
+    return {name: pair for name, pair in pairs.items() if not same(*pair)}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal; initial distributions, made anew for each config, are equal if they draw the same numbers."""
+    if callable(one) and callable(other) and not isinstance(one, type):
+        return one is other or torch.equal(drawn(one), drawn(other))
+    return bool(one == other) and type(one) is type(other)
+
+
+def drawn(initialize: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    torch.manual_seed(1)
+    return initialize(torch.empty(8, 8))
+
+
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_both_parsers_give_equal_transformer_configs(
+    name: str, megatron_config: Callable[[str], Any], our_config: Callable[[str], Any]
+) -> None:
+    found = differences(megatron_config(name), our_config(name))
+    assert not set(found) - set(DIFFERENCES), found
+
+
+def test_every_difference_that_is_allowed_occurs(
+    megatron_config: Callable[[str], Any], our_config: Callable[[str], Any]
+) -> None:
+    found: set[str] = set()
+    for name in recipes.NAMES:
+        found |= set(differences(megatron_config(name), our_config(name)))
+    assert found == set(DIFFERENCES)
+
+
+def test_every_flag_of_megatrons_parser_is_in_one_of_the_three_classes() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    known = index(table.all_flags())
+    names = {name for action in parser._actions for name in action.option_strings}
+    assert len(names) > 500
+    assert not names - set(known)
+
+
+def test_flags_take_as_many_words_as_in_megatrons_parser() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    known = index(table.all_flags())
+    wrong = [
+        name
+        for action in parser._actions
+        for name in action.option_strings
+        if (action.nargs == 0) != known[name].is_switch or (action.nargs in (None, 0)) != (known[name].nargs is None)
+    ]
+    assert not wrong
