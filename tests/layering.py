@@ -1,4 +1,4 @@
-"""What is wrong with a source tree, measured by who may import whom (docs/architecture.md), read from its text."""
+"""What is wrong with a source tree, measured by who may import whom and read from its text."""
 
 import ast
 import dataclasses
