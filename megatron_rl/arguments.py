@@ -1,10 +1,12 @@
 """From the command line to checked settings. The argparse namespace does not leave this file."""
 
 import argparse
+import contextlib
+import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, get_type_hints
 
 from megatron_rl import describe, platforms
@@ -31,8 +33,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     given, notes = _read(words, flags)
     settings = _settings(flags, given, platform, notes)
     checks.check(settings, _world_size())
-    _check_with_megatron(settings, platform)
-    return settings
+    return _built_once(settings, platform)
 
 
 def _platform_name(words: Sequence[str]) -> str:
@@ -159,23 +160,36 @@ def _values_of(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
     return {target.removeprefix(prefix): item.value for target, item in given.items() if target.startswith(prefix)}
 
 
-def _check_with_megatron(settings: Settings, platform: Platform) -> None:
-    """Build megatron-core's own configurations once: what they refuse is a contradiction of flags too."""
+def _built_once(settings: Settings, platform: Platform) -> Settings:
+    """Build megatron-core's configurations: what they refuse is a contradiction of flags too, and what the platform
+    takes back of what flags asked for is noted.
+    """
     # Found by name, because importing it imports megatron, which must come after the platform is installed.
-    config = importlib.import_module("megatron_rl.mcore.config")
+    build = importlib.import_module("megatron_rl.mcore.config").transformer_config
     classes = generated.configs()
-    builders: dict[str, Callable[[], object]] = {
-        "transformer": lambda: config.transformer_config(settings.architecture, settings.transformer, platform),
-        "optimizer": lambda: classes["optimizer"](**settings.optimizer),
-        "data-parallel": lambda: classes["ddp"](**settings.ddp),
-    }
-    for what, build in builders.items():
-        try:
-            build()
-        except (ValueError, AssertionError) as error:
-            version = generated.installed_version()
-            reason = str(error) or "an assertion without a text"
-            raise UsageError(f"megatron-core {version} refuses the {what} configuration: {reason}") from error
+    with _translated("transformer"):
+        transformer = build(settings.architecture, settings.transformer, platform)
+    with _translated("optimizer"):
+        classes["optimizer"](**settings.optimizer)
+    with _translated("data-parallel"):
+        classes["ddp"](**settings.ddp)
+    taken_back = [
+        settings.sources[f"transformer.{field}"]
+        for field, value in settings.transformer.items()
+        if getattr(transformer, field) != value and settings.sources[f"transformer.{field}"].startswith("--")
+    ]
+    notes = (f"without effect on the platform {platform.name}: {source}" for source in taken_back)
+    return dataclasses.replace(settings, notes=(*settings.notes, *notes))
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        version = generated.installed_version()
+        reason = str(error) or "an assertion without a text"
+        raise UsageError(f"megatron-core {version} refuses the {what} configuration: {reason}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

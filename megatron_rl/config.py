@@ -58,7 +58,9 @@ class ScheduleConfig:
     ] = "linear"
     lr_decay_iters: Annotated[int | None, Option("Updates that the decay takes; all of them if not given.")] = None
     lr_warmup_iters: Annotated[int, Option("Updates in which the rate rises from `--lr-warmup-init` to `--lr`.")] = 0
-    lr_warmup_fraction: Annotated[float | None, Option("The same as a fraction of `--lr-decay-iters`.")] = None
+    lr_warmup_fraction: Annotated[
+        float | None, Option("The updates of the warm-up as a fraction of `--lr-decay-iters`.")
+    ] = None
     lr_warmup_init: Annotated[float, Option("The rate that the warm-up starts from.")] = 0.0
     lr_wsd_decay_style: Annotated[
         Literal["exponential", "linear", "cosine", "minus_sqrt"], Option("The shape of the last phase of WSD.")

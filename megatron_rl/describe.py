@@ -162,10 +162,10 @@ def _used_table(flags: Iterable[Flag]) -> Iterator[str]:
 
 
 def _default(flag: Flag) -> str:
-    if flag.default is None or flag.default == "":
-        return ""
     if flag.is_switch:
-        return "on" if flag.default else "off"
+        return "on" if flag.default else "off" if flag.const is True else ""
+    if flag.default is None:
+        return ""
     return text_of(flag.default)
 
 

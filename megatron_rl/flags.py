@@ -99,7 +99,7 @@ def text_of(value: object) -> str:
     if isinstance(value, tuple | list):
         return " ".join(text_of(item) for item in value)
     if isinstance(value, float):
-        return f"{value:g}"
+        return str(int(value)) if value.is_integer() else str(value)
     return str(value).removeprefix("torch.")
 
 

@@ -1,6 +1,9 @@
 """What flags must not say together. Each check names the flag, the bound it breaks, and what to write instead."""
 
 import dataclasses
+import importlib.util
+
+import torch
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import UsageError
@@ -266,9 +269,7 @@ def _precision(settings: Settings) -> None:
         raise UsageError("--grad-reduce-in-bf16 needs --bf16: add it, or drop --grad-reduce-in-bf16")
     precise = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     for field in precise:
-        if str(optimizer.get(field, "torch.float32")) != "torch.float32" and not optimizer.get(
-            "use_precision_aware_optimizer"
-        ):
+        if optimizer.get(field, torch.float32) != torch.float32 and not optimizer.get("use_precision_aware_optimizer"):
             flag = "--" + field.replace("_", "-")
             raise UsageError(f"{flag} needs --use-precision-aware-optimizer: add it, or drop {flag}")
 
@@ -304,6 +305,10 @@ def _optimizer(settings: Settings) -> None:
     optimizer = settings.optimizer
     if optimizer.get("use_precision_aware_optimizer") and not optimizer.get("use_distributed_optimizer"):
         raise UsageError("--use-precision-aware-optimizer needs --use-distributed-optimizer: add it")
+    if optimizer.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+        raise UsageError(
+            "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
+        )
     if optimizer.get("optimizer_cpu_offload") and not optimizer.get("use_precision_aware_optimizer"):
         raise UsageError("--optimizer-cpu-offload needs --use-precision-aware-optimizer: add it")
 

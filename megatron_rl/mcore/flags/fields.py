@@ -19,7 +19,7 @@ USED = {
     "perform_initialization": "Do not draw first weights; for those that are loaded.",
     "use_cpu_initialization": "Draw first weights on the host.",
     "init_method_std": "The standard deviation of first weights, where none are loaded.",
-    "embedding_init_method_std": "The same of the embedding, if it is to be another.",
+    "embedding_init_method_std": "The standard deviation of the embedding's first weights, if it is to be another.",
     "deterministic_mode": "Choose kernels that give the same bits each time.",
     "disable_bf16_reduced_precision_matmul": "Do not let matrix products of bfloat16 accumulate in bfloat16.",
     "fp32_residual_connection": "Keep the residual stream in float32.",
@@ -30,8 +30,8 @@ USED = {
     "clone_scatter_output_in_embedding": "Keep the embedding's output whole in memory with sequence parallelism.",
     "recompute_granularity": "Compute activations anew in the backward pass: of whole layers, or of chosen modules.",
     "recompute_method": "Whether all layers are computed anew in groups, or some of each stage.",
-    "recompute_num_layers": "Layers in a group, or layers of a stage.",
-    "recompute_modules": "The modules of --recompute-granularity selective.",
+    "recompute_num_layers": "Layers in a group (uniform), or layers of a stage (block).",
+    "recompute_modules": "The modules of `--recompute-granularity selective`.",
     "distribute_saved_activations": "Split saved activations over tensor-parallel ranks.",
     "moe_router_dtype": "The dtype of the router's scores.",
     "moe_grouped_gemm": "Compute the experts of a rank in one call, where there is a kernel for it.",
@@ -42,7 +42,7 @@ USED = {
     "moe_flex_dispatcher_num_sms": "Multiprocessors that the flex dispatcher may use.",
     "moe_deepep_num_sms": "Multiprocessors that DeepEP may use.",
     "moe_hybridep_num_sms": "Multiprocessors that HybridEP may use.",
-    "moe_layer_recompute": "The older spelling of --recompute-granularity selective --recompute-modules moe.",
+    "moe_layer_recompute": "The older spelling of `--recompute-granularity selective --recompute-modules moe`.",
     "moe_permute_fusion": "Permute tokens with one kernel, where there is one.",
     "moe_router_fusion": "Route with one kernel, where there is one.",
     "hidden_dropout": "Dropout after attention and MLP.",
@@ -75,33 +75,37 @@ OPTIMIZER = {
     "lr": "The learning rate after the warm-up.",
     "min_lr": "The learning rate after the decay.",
     "decoupled_lr": "The learning rate of embedding and output layer, if it is to be another.",
-    "decoupled_min_lr": "The same after the decay.",
+    "decoupled_min_lr": "The learning rate of embedding and output layer after the decay.",
     "weight_decay": "Weight decay.",
-    "apply_wd_to_qk_layernorm": "Apply it to the norms of queries and keys too.",
+    "apply_wd_to_qk_layernorm": "Decay the norms of queries and keys too.",
     "clip_grad": "The greatest norm of the gradient; a greater one is scaled down to it.",
     "adam_beta1": "Adam's decay of the first moment.",
     "adam_beta2": "Adam's decay of the second moment.",
     "adam_eps": "What Adam adds to the root of the second moment.",
     "sgd_momentum": "The momentum of SGD.",
-    "loss_scale": "The scale of the loss with --fp16; it adapts itself if not given.",
+    "loss_scale": "The scale of the loss with `--fp16`; it adapts itself if not given.",
     "initial_loss_scale": "The scale that adaptation starts from.",
     "min_loss_scale": "The scale that adaptation does not go below.",
     "loss_scale_window": "Updates without overflow after which the scale is doubled.",
     "hysteresis": "Overflows after which the scale is halved.",
     "use_precision_aware_optimizer": "Keep the optimizer's state in other dtypes than float32.",
     "optimizer_cpu_offload": "Keep the optimizer's state on the host.",
-    "optimizer_offload_fraction": "The part of it that is kept there.",
-    "use_torch_optimizer_for_cpu_offload": "Take torch's Adam for it.",
+    "optimizer_offload_fraction": "The part of the optimizer's state that is kept on the host.",
+    "use_torch_optimizer_for_cpu_offload": "Take torch's Adam on the host.",
     "overlap_cpu_optimizer_d2h_h2d": "Overlap the update on the host with copies.",
     "log_num_zeros_in_grad": "Count the zeros of the gradient.",
 }
 
-# What holds without the flag, where that is not the field's own default: dropout is off, packs vary in length, and
-# optimizer offload, once asked for, is of everything.
-DEFAULTS = {
+# What holds without the flag, where that is neither the field's own default nor that of Megatron's scripts: dropout is
+# off, and packs vary in length.
+OWN_DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "moe_token_dispatcher_type": "alltoall",
+}
+DEFAULTS = {
+    **OWN_DEFAULTS,
+    "min_lr": 0.0,
     "optimizer_offload_fraction": 1.0,
 }
 

@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from megatron_rl.errors import UsageError
 from megatron_rl.flags import Flag, Kind
 from megatron_rl.mcore.flags import generated
+from megatron_rl.mcore.flags.fields import OWN_DEFAULTS
 from megatron_rl.mcore.flags.given import Given
 from megatron_rl.types import Architecture
 
@@ -49,7 +52,9 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     for flag in flags:
         for target in flag.targets:
             if flag.kind is Kind.USED and target in defaults and flag.default not in (None, defaults[target]):
-                fields.derive(target, flag.default, "default of this package")
+                ours = target.partition(".")[2] in OWN_DEFAULTS
+                source = "default of this package" if ours else "default of Megatron's scripts"
+                fields.derive(target, flag.default, source)
     for target, item in given.items():
         if target.partition(".")[0] in SUBJECTS:
             value = list(item.value) if isinstance(item.value, tuple) else item.value
@@ -126,9 +131,12 @@ def _single_values(fields: Fields) -> None:
 
 
 def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
+    for field, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if fields.transformer.get(field):
+            fields.derive("optimizer.params_dtype", dtype, f"that of --{field}")
     if fields.transformer.get("bf16") and "ddp.grad_reduce_in_fp32" not in given:
         grads = fields.optimizer.get("main_grads_dtype")
-        if grads is None or str(grads) == "torch.float32":
+        if grads in (None, torch.float32):
             fields.derive("ddp.grad_reduce_in_fp32", True, "on with --bf16")
     if fields.transformer.get("fp16") and fields.optimizer.get("loss_scale") is None:
         # A NaN in a gradient is how dynamic loss scaling learns that the scale is too large.

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_rl.flags import Flag
 from megatron_rl.types import RopeKind
 
@@ -66,8 +68,6 @@ def _layers(node: ast.expr) -> Any:
 
 
 def dtype(word: str) -> object:
-    import torch
-
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
 
 
@@ -100,7 +100,7 @@ def _model() -> list[Flag]:
             "--use-rotary-position-embeddings",
             "described.position_embedding_type",
             const="rope",
-            help="The older spelling of --position-embedding-type rope.",
+            help="The older spelling of `--position-embedding-type rope`.",
         ),
         value("--rotary-base", float, "architecture.rope.base", help="The base of the rotary frequencies."),
         value(
@@ -122,7 +122,12 @@ def _model() -> list[Flag]:
             const=RopeKind.LLAMA3,
             help="Scale the rotary frequencies as Llama 3.1 does.",
         ),
-        value("--rope-scaling-factor", float, "described.rope_scaling_factor", help="Its factor; 8 if not given."),
+        value(
+            "--rope-scaling-factor",
+            float,
+            "described.rope_scaling_factor",
+            help="The factor of Llama 3.1's scaling; 8 if not given.",
+        ),
         value("--rotary-scaling-factor", float, "described.yarn_factor", help="The factor of YaRN."),
         value(
             "--yarn-original-max-position-embeddings",
@@ -178,7 +183,13 @@ def _experts() -> list[Flag]:
             remedy="it routes otherwise than the engines, or counts per sequence of a pack; write aux_loss or none",
             help="The auxiliary loss that balances experts.",
         ),
-        value("--moe-aux-loss-coeff", float, "transformer.moe_aux_loss_coeff", nargs="+", help="Its weight."),
+        value(
+            "--moe-aux-loss-coeff",
+            float,
+            "transformer.moe_aux_loss_coeff",
+            nargs="+",
+            help="The weight of the loss that balances experts.",
+        ),
     ]
 
 
@@ -228,7 +239,7 @@ def _parallel() -> list[Flag]:
             "--recompute-activations",
             "transformer.recompute_granularity",
             const="selective",
-            help="The short way of --recompute-granularity selective.",
+            help="The short way of `--recompute-granularity selective`.",
         ),
     ]
 
@@ -246,7 +257,7 @@ def _precision() -> list[Flag]:
         switch(
             "--accumulate-allreduce-grads-in-fp32",
             "ddp.grad_reduce_in_fp32",
-            help="Accumulate and reduce gradients in float32; so it is with --bf16 in any case.",
+            help="Accumulate and reduce gradients in float32; so it is with `--bf16` in any case.",
         ),
         switch(
             "--grad-reduce-in-bf16",
@@ -326,7 +337,11 @@ def _ddp() -> list[Flag]:
         switch("--check-for-large-grads", "ddp.check_for_large_grads", help="Look for very large gradients."),
         value("--ddp-num-buckets", int, "ddp.num_buckets", help="Buckets that gradients are reduced in."),
         value("--ddp-bucket-size", int, "ddp.bucket_size", help="Elements in a bucket."),
-        switch("--ddp-pad-buckets-for-high-nccl-busbw", "ddp.pad_buckets_for_high_nccl_busbw", help="Pad buckets."),
+        switch(
+            "--ddp-pad-buckets-for-high-nccl-busbw",
+            "ddp.pad_buckets_for_high_nccl_busbw",
+            help="Pad buckets to a power of two.",
+        ),
         switch(
             "--ddp-reduce-scatter-with-fp32-accumulation",
             "ddp.reduce_scatter_with_fp32_accumulation",
@@ -334,7 +349,11 @@ def _ddp() -> list[Flag]:
         ),
         switch("--ddp-average-in-collective", "ddp.average_in_collective", help="Average inside the collective."),
         switch("--use-nccl-ub", "ddp.nccl_ub", help="Register buffers with NCCL."),
-        switch("--disable-symmetric-registration", "ddp.disable_symmetric_registration", help="With --use-nccl-ub."),
+        switch(
+            "--disable-symmetric-registration",
+            "ddp.disable_symmetric_registration",
+            help="Do not register them symmetrically.",
+        ),
         switch(
             "--no-gradient-reduce-div-fusion",
             "ddp.gradient_reduce_div_fusion",
