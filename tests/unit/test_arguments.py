@@ -1,0 +1,595 @@
+"""From the command line to settings: what is accepted, what it comes to, and what the errors say."""
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl import arguments, config, describe
+from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.flags import Kind, index
+from megatron_rl.mcore.flags import generated, spelled, table
+from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.weights import families
+from tests import recipes
+
+CPU = ("--platform", "cpu")
+DENSE = (
+    *CPU,
+    *["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "96"],
+    *["--group-query-attention", "--num-query-groups", "4", "--max-position-embeddings", "128", "--vocab-size", "100"],
+    *["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"],
+)
+SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"])
+
+QWEN3 = Architecture(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=16,
+    vocab_size=200,
+    max_position_embeddings=256,
+    rope=Rope(base=1e6),
+    qk_layernorm=True,
+)
+QWEN3_MOE = dataclasses.replace(
+    QWEN3, family="qwen3_moe", experts=Experts(num_experts=8, num_active=2, ffn_hidden_size=32)
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own process may be one of a launcher's."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def parse(*words: str, world_size: int | None = None) -> config.Settings:
+    with pytest.MonkeyPatch.context() as patch:
+        if world_size is not None:
+            patch.setenv("WORLD_SIZE", str(world_size))
+        return arguments.parse([word for text in words for word in text.split()])
+
+
+def error(*words: str, world_size: int | None = None) -> str:
+    with pytest.raises(UsageError) as raised:
+        parse(*words, world_size=world_size)
+    assert raised.value.exit_code == ExitCode.USAGE
+    return str(raised.value)
+
+
+def folder(path: Path, architecture: Architecture) -> str:
+    (path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
+    return str(path)
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_a_recipe_in_megatrons_style_parses(name: str) -> None:
+    settings = parse(*CPU, *recipes.words(name), world_size=recipes.WORLD_SIZES[name])
+    families_of = {
+        "llama3_8b": "llama",
+        "mixtral_8x7b": "mixtral",
+        "qwen2_5_7b": "qwen2",
+        "qwen3_30b_a3b": "qwen3_moe",
+        "qwen3_8b": "qwen3",
+    }
+    assert settings.architecture.family == families_of[name]
+    assert settings.transformer["bf16"] is True
+    assert settings.optimizer["use_distributed_optimizer"] is settings.ddp["use_distributed_optimizer"] is True
+    assert any("--log-interval" in note for note in settings.notes)
+
+
+def test_a_recipe_describes_the_model_that_it_names() -> None:
+    model = parse(*CPU, *recipes.words("qwen3_30b_a3b")).architecture
+    assert model == Architecture(
+        family="qwen3_moe",
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=32,
+        num_query_groups=4,
+        kv_channels=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        norm_epsilon=1e-6,
+        rope=Rope(base=1e6),
+        qk_layernorm=True,
+        experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
+        dtype="bfloat16",
+    )
+
+
+# The table of flags
+
+
+def test_every_spelling_belongs_to_one_flag() -> None:
+    names = [name for flag in table.all_flags() for name in flag.names]
+    assert len(names) == len(set(names))
+    assert len(names) > 500
+
+
+def test_every_flag_that_is_used_has_a_meaning_and_every_other_a_reason() -> None:
+    for flag in table.all_flags():
+        assert flag.help if flag.kind is Kind.USED else flag.remedy, flag.name
+        assert flag.remedy or flag.allowed is None, flag.name
+
+
+def test_every_target_is_a_field() -> None:
+    fields = {
+        subject: {field.name for field in dataclasses.fields(cls)} for subject, cls in generated.configs().items()
+    }
+    for subject, cls in typing.get_type_hints(config.Subjects).items():
+        fields[subject] = {field.name for field in dataclasses.fields(cls)}
+    for flag in table.all_flags():
+        for target in flag.targets:
+            subject, _, field = target.partition(".")
+            assert subject in ("architecture", "described", "layout") or field in fields[subject], target
+
+
+def test_a_field_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class Newer(generated.configs()["transformer"]):
+        moe_brand_new_trick: bool = False
+
+    configs = {**generated.configs(), "transformer": Newer}
+    monkeypatch.setattr(generated, "configs", lambda: configs)
+    flag = index(generated.flags())["--moe-brand-new-trick"]
+    assert flag.kind is Kind.REFUSED
+    assert not flag.accepts(True)
+
+
+def test_a_field_that_is_on_is_switched_off_by_no_and_disable() -> None:
+    flag = index(table.all_flags())["--disable-clone-scatter-output-in-embedding"]
+    assert flag.name == "--no-clone-scatter-output-in-embedding"
+    assert parse(*DENSE, flag.aliases[0]).transformer["clone_scatter_output_in_embedding"] is False
+
+
+def test_the_page_of_flags_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "flags.md"
+    assert describe.flags_page() == page.read_text(), "docs/flags.md is not current: run make flags"
+
+
+def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class PublishConfig:
+        publish_bucket: typing.Annotated[int, config.Option("Bytes at once.", megatron=False)] = 7
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Subjects(config.Subjects):
+        publish: PublishConfig = PublishConfig()
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(config.Settings, Subjects):
+        pass
+
+    for module in (table, arguments):
+        monkeypatch.setattr(module, "Subjects", Subjects)
+    monkeypatch.setattr(arguments, "Settings", Settings)
+    # Local names, which type hints cannot find by themselves.
+    Subjects.__annotations__["publish"] = PublishConfig
+    assert parse(*DENSE, "--publish-bucket 9").publish.publish_bucket == 9
+    assert parse(*DENSE).publish.publish_bucket == 7
+
+
+# Reading words
+
+
+def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:
+    text = error(*DENSE, "--tensor-model-paralel-size 2")
+    assert "--tensor-model-paralel-size" in text
+    assert "--tensor-model-parallel-size" in text
+
+
+def test_underscores_in_a_flag_are_an_error_that_names_the_right_spelling() -> None:
+    assert "--micro-batch-size" in error(*DENSE, "--micro_batch_size=2")
+
+
+def test_a_flag_is_not_to_be_abbreviated() -> None:
+    assert "unknown flag --tensor-model-parallel" in error(*DENSE, "--tensor-model-parallel 1")
+
+
+def test_all_unknown_and_refused_flags_are_named_at_once() -> None:
+    text = error(*DENSE, "--nonsense --mtp-num-layers 1 --fp8-format hybrid")
+    assert all(flag in text for flag in ("--nonsense", "--mtp-num-layers 1", "--fp8-format hybrid"))
+
+
+def test_a_flag_said_twice_must_say_the_same() -> None:
+    assert parse(*DENSE, "--lr 1e-6 --lr 0.000001").optimizer["lr"] == 1e-6
+    text = error(*DENSE, "--lr 1e-6 --lr 2e-6")
+    assert "--lr 1e-6" in text
+    assert "--lr 2e-6" in text
+
+
+def test_two_flags_that_set_one_value_must_agree() -> None:
+    text = error(*DENSE, "--recompute-activations --recompute-granularity full")
+    assert "--recompute-activations and --recompute-granularity full contradict" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr fast", "--lr fast: not a valid value; write --lr NUMBER"),
+        ("--micro-batch-size 1.5", "write --micro-batch-size INTEGER"),
+        ("--lr-decay-style cosin", "the nearest is cosine"),
+        ("--lr", "--lr: expected one argument"),
+        ("--bf16 yes", "unexpected 'yes'"),
+        ("--bf16=yes", "--bf16: ignored explicit argument"),
+        ("--moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): not a valid value"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*DENSE, words)
+
+
+def test_flags_without_effect_are_said_once_and_grouped_by_reason() -> None:
+    notes = parse(*DENSE, "--data-path 0.5 a 0.5 b --split 1,0,0 --split 1,0,0 --eval-iters 3").notes
+    assert len(notes) == 2
+    assert "--data-path, --split" in notes[0]
+    assert "--eval-iters" in notes[1]
+
+
+def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
+    words = "--context-parallel-size 1 --mtp-num-layers 0 --moe-router-score-function softmax --lr-warmup-samples 0"
+    assert parse(*DENSE, words).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--multi-latent-attention", "drop the flag"),
+        ("--fp8-format hybrid", "write --bf16"),
+        ("--context-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--calculate-per-token-loss", "drop the flag"),
+        ("--transformer-impl inference_optimized", "vLLM"),
+        ("--position-embedding-type learned_absolute", "write --position-embedding-type rope"),
+        ("--normalization LayerNorm", "write --normalization RMSNorm"),
+        ("--ckpt-format torch", "convert"),
+        ("--train-samples 1000", "write --train-iters"),
+        ("--use-megatron-fsdp", "write --use-distributed-optimizer"),
+        ("--hidden-dropout 0.1", "drop the flag"),
+        ("--optimizer muon", "write --optimizer adam"),
+        ("--moe-router-load-balancing-type sinkhorn", "write aux_loss or none"),
+        ("--cuda-graph-impl local", "drop it"),
+    ],
+)
+def test_what_is_refused_comes_with_a_remedy(words: str, remedy: str) -> None:
+    text = error(*CPU, words)
+    assert words in text
+    assert remedy in text
+
+
+def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = spelled.value("--ddp-num-moons", int, "ddp.num_moons", help="Moons.")
+    monkeypatch.setattr(spelled, "flags", lambda: [newer])
+    flag = index(table.all_flags())["--ddp-num-moons"]
+    assert flag.kind is Kind.REFUSED
+    assert generated.installed_version() in flag.remedy
+
+
+def test_the_platform_is_found_before_the_other_flags_are_known() -> None:
+    assert parse(*DENSE).platform == "cpu"
+    assert parse("--platform=cpu", *DENSE[2:]).platform == "cpu"
+    assert "the nearest is cpu" in error("--platform cpuu")
+
+
+# The model
+
+
+def test_flags_describe_a_model_as_megatrons_scripts_do() -> None:
+    model = parse(*DENSE).architecture
+    assert model == Architecture(
+        family="llama",
+        num_layers=8,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=8,
+        vocab_size=100,
+        max_position_embeddings=128,
+        norm_epsilon=1e-5,
+        tied_embeddings=True,
+    )
+
+
+def test_rope_scaling_comes_from_flags() -> None:
+    llama = parse(*DENSE, "--use-rope-scaling --rope-scaling-factor 32").architecture.rope
+    assert llama == Rope(
+        kind=RopeKind.LLAMA3, factor=32.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    linear = parse(*DENSE, "--rotary-seq-len-interpolation-factor 4").architecture.rope
+    assert (linear.kind, linear.factor) == (RopeKind.LINEAR, 4.0)
+    words = [word for word in DENSE if word not in ("--position-embedding-type", "rope")]
+    yarn = parse(
+        *words,
+        "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64",
+    ).architecture.rope
+    assert (yarn.kind, yarn.factor, yarn.original_max_positions) == (RopeKind.YARN, 4.0, 64)
+
+
+def test_a_window_counts_the_token_itself() -> None:
+    model = parse(*DENSE, "--window-size 31,0").architecture
+    assert (model.family, model.sliding_window) == ("mistral", 32)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "said"),
+    [
+        ("--swiglu", "--swiglu is missing"),
+        ("--normalization", "--normalization RMSNorm is missing"),
+        ("--position-embedding-type", "--position-embedding-type rope is missing"),
+        ("--num-layers", "of which --num-layers is missing"),
+        ("--vocab-size", "of which --vocab-size is missing"),
+        ("--group-query-attention", "--num-query-groups 4 has no effect without --group-query-attention"),
+    ],
+)
+def test_what_a_model_needs_must_be_said(dropped: str, said: str) -> None:
+    words = list(DENSE)
+    at = words.index(dropped)
+    del words[at : at + (1 if words[at + 1].startswith("--") else 2)]
+    assert said in error(*words)
+
+
+def test_without_a_model_the_error_points_to_both_ways() -> None:
+    text = error(*CPU)
+    assert "--hf-model" in text
+    assert "--num-layers" in text
+
+
+def test_a_folder_gives_the_architecture(tmp_path: Path) -> None:
+    settings = parse(*CPU, "--hf-model", folder(tmp_path, QWEN3))
+    assert settings.architecture == QWEN3
+    assert settings.model.hf_model == tmp_path
+
+
+def test_flags_that_agree_with_the_folder_are_fine(tmp_path: Path) -> None:
+    words = "--num-layers 4 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights --qk-layernorm"
+    more = "--rotary-base 1000000 --norm-epsilon 1e-6 --group-query-attention --num-query-groups 4 --num-experts 8"
+    assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3_MOE), words, more).architecture == QWEN3_MOE
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-layers 32", "--num-layers 32 contradicts num_hidden_layers = 4"),
+        ("--num-query-groups 8", "contradicts num_key_value_heads = 4"),
+        ("--rotary-base 10000", "contradicts rope_theta = 1000000"),
+        ("--norm-epsilon 1e-5", "contradicts rms_norm_eps = 1e-06"),
+        ("--use-rope-scaling", "contradicts rope_type = default"),
+        ("--position-embedding-type yarn", "contradicts rope_type = default"),
+        ("--num-experts 16", "contradicts num_experts = 8"),
+        ("--num-experts 0", "contradicts num_experts = 8"),
+        ("--moe-router-topk 4", "contradicts num_experts_per_tok = 2"),
+        ("--moe-ffn-hidden-size 64", "contradicts moe_intermediate_size = 32"),
+        ("--moe-router-pre-softmax", "contradicts norm_topk_prob = true"),
+        ("--add-qkv-bias", "contradicts qkv_bias = false"),
+        ("--window-size 7,0", "contradicts sliding_window = null"),
+    ],
+)
+def test_a_flag_that_contradicts_the_folder_is_an_error_naming_both(tmp_path: Path, words: str, said: str) -> None:
+    text = error(*CPU, "--hf-model", folder(tmp_path, QWEN3_MOE), words)
+    assert said in text
+    assert text.endswith(f"in {tmp_path}/config.json: drop the flag")
+
+
+def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="config.json does not exist"):
+        parse(*CPU, "--hf-model", str(tmp_path))
+
+
+# What flags come to together
+
+
+def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwise() -> None:
+    transformer = parse(*DENSE).transformer
+    assert transformer["hidden_dropout"] == transformer["attention_dropout"] == 0.0
+    assert transformer["moe_token_dispatcher_type"] == "alltoall"
+    assert "variable_seq_lengths" not in transformer
+    assert parse(*DENSE, "--pipeline-model-parallel-size 2").transformer["variable_seq_lengths"] is True
+
+
+def test_values_keep_the_type_of_their_field() -> None:
+    assert index(table.all_flags())["--exp-avg-dtype"].value(["bf16"]) is torch.bfloat16
+    assert parse(*DENSE, "--attention-backend flash").transformer["attention_backend"].name == "flash"
+    sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
+    assert sparse.transformer["moe_aux_loss_coeff"] == 0.01
+    assert sparse.transformer["moe_layer_freq"] == [1] * 8
+
+
+@pytest.mark.parametrize(
+    "words", ["--num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank 2"]
+)
+def test_virtual_stages_overlap_communication_and_keep_their_outputs(words: str) -> None:
+    transformer = parse(*DENSE, "--pipeline-model-parallel-size 2", words).transformer
+    assert transformer["virtual_pipeline_model_parallel_size"] == 2
+    assert transformer["overlap_p2p_comm"] is True
+    assert transformer["batch_p2p_comm"] is False
+    frees_too_early = tuple(int(part) for part in generated.installed_version().split(".")[:2]) < (0, 19)
+    assert transformer["deallocate_pipeline_outputs"] is not frees_too_early
+
+
+def test_as_many_layers_in_a_virtual_stage_as_in_a_stage_means_none() -> None:
+    words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+    assert "virtual_pipeline_model_parallel_size" not in parse(*DENSE, words).transformer
+
+
+def test_sequence_parallelism_on_one_rank_is_switched_off_and_said() -> None:
+    settings = parse(*DENSE, "--sequence-parallel")
+    assert settings.transformer["sequence_parallel"] is False
+    assert any("--sequence-parallel" in note for note in settings.notes)
+
+
+def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
+    notes = parse(*SPARSE, "--moe-grouped-gemm --transformer-impl transformer_engine --distributed-backend nccl").notes
+    assert any("--moe-grouped-gemm" in note for note in notes)
+    assert any("--transformer-impl" in note for note in notes)
+    assert any("--distributed-backend nccl" in note for note in notes)
+
+
+def test_gradients_are_reduced_in_float32_with_bf16_unless_a_flag_says_otherwise() -> None:
+    assert parse(*DENSE, "--bf16").ddp["grad_reduce_in_fp32"] is True
+    assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
+
+
+# What must not be said together
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tensor-model-parallel-size 3", "does not divide the 8 attention heads: write one of 1, 2, 4"),
+        ("--tensor-model-parallel-size 8", "does not divide the 4 query groups: write one of 1, 2, 4"),
+        ("--pipeline-model-parallel-size 3", "does not divide the 8 layers: write one of 1, 2, 4, 8"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
+            "there are 0 layers for 1 stages",
+        ),
+        ("--decoder-last-pipeline-num-layers 2", "need more stages than one"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need --pipeline-model-parallel-size"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "does not divide the 4 layers of a pipeline stage: write one of 1, 2, 4",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+            "do not divide the 4 layers of a pipeline rank",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+            "say the same thing in two ways",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            "gives wrong results without an error: drop the flag",
+        ),
+        ("--expert-model-parallel-size 2", "needs a model with experts"),
+        ("--expert-tensor-parallel-size 2", "needs a model with experts"),
+        ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
+        ("--fp32-residual-connection", "has no effect in float32"),
+        ("--grad-reduce-in-bf16", "needs --bf16"),
+        ("--seq-length 129", "above the model's longest sequence, 128"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--recompute-method uniform", "is for --recompute-granularity full only"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers is for"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--overlap-param-gather --use-distributed-optimizer", "needs --overlap-grad-reduce"),
+        ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
+        (
+            "--use-distributed-optimizer --use-precision-aware-optimizer",
+            "needs TransformerEngine, which is not installed",
+        ),
+        ("--main-grads-dtype bf16", "--main-grads-dtype needs --use-precision-aware-optimizer"),
+        ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 is not between 0 and --lr 1e-06"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "say the same in two ways"),
+        ("--lr-decay-iters 5 --lr-warmup-iters 5", "is not below --lr-decay-iters 5"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
+        ("--save out", "--save needs --save-interval"),
+        ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
+        ("--ckpt-step 3", "--ckpt-step needs --load"),
+        ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
+        ("--make-vocab-size-divisible-by 0", "is below 1"),
+        ("--deterministic-mode", "drop the flag"),
+        ("--rope-scaling-factor 8", "without --use-rope-scaling"),
+        ("--yarn-beta-fast 8", "without --position-embedding-type yarn"),
+        ("--kv-channels 7", "--kv-channels 7 is odd"),
+    ],
+)
+def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*DENSE, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--expert-model-parallel-size 3", "does not divide the 8 experts: write one of 1, 2, 4, 8"),
+        ("--tensor-model-parallel-size 2", "add --sequence-parallel"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--expert-tensor-parallel-size 2 (that of --tensor-model-parallel-size if it is not given) does not work",
+        ),
+        ("--expert-tensor-parallel-size 5", "does not divide the 48 columns of an expert"),
+        (
+            "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
+            "write --moe-token-dispatcher-type alltoall",
+        ),
+        ("--moe-token-dispatcher-type flex", "write alltoall on the platform cpu"),
+        ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
+        ("--moe-layer-freq ([0]+[1]*7)", "all layers have experts or none has"),
+    ],
+)
+def test_a_contradiction_about_experts_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*SPARSE, words)
+
+
+def test_more_active_experts_than_there_are_is_an_error() -> None:
+    words = [*DENSE, "--qk-layernorm", "--num-experts", "8", "--moe-router-topk", "9"]
+    assert "--moe-router-topk 9 is not between 1 and the 8 experts" in error(*words)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "said"),
+    [
+        (6, "--tensor-model-parallel-size 4", "6 ranks are not a multiple"),
+        (8, "--micro-batch-size 2 --global-batch-size 24", "not a multiple of --micro-batch-size 2 times 8 replicas"),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3",
+            "3 micro-batches a replica do not fill the interleaved schedule of 2 stages",
+        ),
+    ],
+)
+def test_ranks_and_batches_must_divide(world_size: int, words: str, said: str) -> None:
+    assert said in error(*DENSE, words, world_size=world_size)
+
+
+def test_expert_ranks_must_divide_the_ranks() -> None:
+    text = error(*SPARSE, "--expert-model-parallel-size 4", world_size=6)
+    assert "6 ranks are not a multiple of --expert-model-parallel-size 4" in text
+
+
+def test_without_a_launcher_the_number_of_ranks_is_not_checked() -> None:
+    assert parse(*DENSE, "--tensor-model-parallel-size 4 --global-batch-size 7").training.global_batch_size == 7
+
+
+def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags() -> None:
+    text = error(*DENSE, "--overlap-p2p-communication-warmup-flush")
+    assert text.startswith(f"megatron-core {generated.installed_version()} refuses the transformer configuration")
+
+
+# What is printed
+
+
+def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Path) -> None:
+    text = describe.print_config(
+        parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--lr 1e-6 --bf16 --split 1 --hidden-dropout 0")
+    )
+    rows = [re.split(r"\s+[=#]\s+", line) for line in text.splitlines()]
+    lines = {row[0]: row[1:] for row in rows}
+    assert ["num_layers", "4", f"{tmp_path}/config.json"] in rows
+    assert lines["lr"] == ["1e-06", "--lr 1e-6"]
+    assert lines["bf16"] == ["True", "--bf16"]
+    assert lines["hidden_dropout"] == ["0", "--hidden-dropout 0"]
+    assert lines["attention_dropout"] == ["0", "default of this package"]
+    assert lines["apply_rope_fusion"] == ["False", "platform cpu"]
+    assert lines["params_dtype"][0] == "bfloat16"
+    assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
+    assert "note: without effect here: --split" in text
+
+
+def test_a_command_line_can_be_checked_without_running_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments.main(list(DENSE)) == ExitCode.OK
+    assert capsys.readouterr().out.startswith("platform = cpu")
+    assert arguments.main([*DENSE, "--nonsense"]) == ExitCode.USAGE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: unknown flag --nonsense")
