@@ -81,8 +81,7 @@ def test_installing_twice_does_nothing_and_changing_the_platform_is_an_error():
 def test_the_cpu_platform_leaves_torch_as_it_is_for_code_that_is_not_megatrons():
     run_python(
         """
-        import types
-        import torch, torch.distributed
+        import torch, torch.distributed, torch._dynamo
         modules = (torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.distributed)
         before = [dict(vars(module)) for module in modules]
         from megatron_rl.platforms import select
@@ -259,7 +258,7 @@ def test_the_npu_adaptor_comes_before_megatron_and_a_failed_one_installs_nothing
     monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
     monkeypatch.setattr(base.megatron_import, "install", lambda patches: None)
     monkeypatch.setattr(base, "_installed", None)
-    for name in [name for name in sys.modules if name.startswith("megatron.")]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(PlatformError, match=r"torch_npu does not load \(libhccl.so\): run CANN's set_env.sh"):
         npu.NpuPlatform().install()
