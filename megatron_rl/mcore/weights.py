@@ -96,9 +96,11 @@ class ModelWeights:
 
     def _write(self, staged: Path, plan: files.Plan) -> Digests:
         digests = Digests(list(plan.specs.values()))
+        coordinates = self._session.coordinates
+        first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
         try:
             with files.Writer(staged, plan) as writer:
-                export(self.shards, digests, writer.put)
+                export(self.shards, digests, writer.put, first)
         except OSError as error:
             raise InputError(f"{staged} cannot be written: {error}; every rank must reach the same folder") from None
         return digests

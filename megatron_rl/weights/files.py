@@ -20,7 +20,8 @@ from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import TensorSpec
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_MAX_FILE_BYTES = 5 * 10**9
+# A file takes one write at a time: with several, ranks that begin at different ones do not wait for each other.
+_MAX_FILE_BYTES = 10**9
 # Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
 _MIN_WRITE_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 24

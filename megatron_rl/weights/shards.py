@@ -97,10 +97,13 @@ class Digests:
         return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
 
 
-def export(shards: Iterable[Shard], digests: Digests, put: Put | None = None) -> None:
-    """Digest every slice that this rank owns, and hand it to `put` on the CPU, in the dtype it is exported in."""
+def export(shards: Sequence[Shard], digests: Digests, put: Put | None = None, first: int = 0) -> None:
+    """Digest every slice that this rank owns, and hand it to `put` on the CPU, in the dtype it is exported in.
+
+    `first` is the shard to begin with; the ones before it come last.
+    """
     dtypes = {spec.name: DTYPES[spec.dtype] for spec in digests.specs}
-    for shard in shards:
+    for shard in (*shards[first:], *shards[:first]):
         if not shard.map.owned:
             continue
         for piece in shard.map.pieces:

@@ -1,0 +1,1 @@
+"""Every number that the documentation states, each with the command that measures it."""
