@@ -1,0 +1,113 @@
+"""The naive backend against attention written another way, and the properties that every backend must keep."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import UsageError
+from megatron_rl.ops.shared_prompt import shared_prompt_attention
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any forest of up to nine segments, empty ones included."""
+    num_segments = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=num_segments, max_size=num_segments))
+    parents = [draw(st.integers(ROOT, segment - 1)) for segment in range(num_segments)]
+    return Layout(tuple(lengths), tuple(parents))
+
+
+def path_rows(layout: Layout, segment: int) -> list[int]:
+    """The rows of a segment and all above it, from the top."""
+    above = path_rows(layout, layout.parents[segment]) if layout.parents[segment] != ROOT else []
+    return above + list(range(int(layout.starts[segment]), int(layout.starts[segment + 1])))
+
+
+def draw_qkv(num_tokens: int, heads: int, groups: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = ((num_tokens, heads, head_dim), (num_tokens, groups, head_dim), (num_tokens, groups, head_dim))
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def sequence_by_sequence(
+    qkv: list[torch.Tensor], layout: Layout, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Each segment's path as a plain causal sequence, of which the segment's own rows are kept."""
+    q_THD, k_TGD, v_TGD = qkv
+    repeat = q_THD.shape[1] // k_TGD.shape[1]
+    # Zero, and connected to all three, so that each has a gradient where there are no tokens.
+    out_THD = torch.zeros_like(q_THD) + 0 * (q_THD.sum() + k_TGD.sum() + v_TGD.sum())
+    for segment in range(layout.num_segments):
+        rows = path_rows(layout, segment)
+        length = layout.lengths[segment]
+        if not length:
+            continue
+        q, k, v = (
+            tensor[rows].repeat_interleave(r, 1).transpose(0, 1)
+            for tensor, r in ((q_THD, 1), (k_TGD, repeat), (v_TGD, repeat))
+        )
+        scores = q @ k.transpose(1, 2) * scale
+        distance = torch.arange(len(rows))[:, None] - torch.arange(len(rows))[None, :]
+        hidden = (distance < 0) | (distance >= (window or len(rows)))
+        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        out_THD = out_THD.index_copy(0, torch.tensor(rows[-length:]), out.transpose(0, 1)[-length:])
+    return out_THD
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 4]))
+def test_each_segment_attends_as_if_its_path_stood_alone(
+    layout: Layout, heads: tuple[int, int], window: int | None
+) -> None:
+    packed = draw_qkv(layout.num_tokens, *heads, 8, torch.float64)
+    alone = [tensor.detach().clone().requires_grad_() for tensor in packed]
+    out = shared_prompt_attention(*packed, layout, 0.4, window)
+    reference = sequence_by_sequence(alone, layout, 0.4, window)
+    torch.testing.assert_close(out, reference, rtol=0, atol=1e-12)
+    weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
+    (out * weights).sum().backward()
+    (reference * weights).sum().backward()
+    for mine, theirs in zip(packed, alone, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_stays_near_double(dtype: torch.dtype) -> None:
+    layout = Layout.of_groups([(9, [5, 0, 7]), (0, [4]), (3, [1])])
+    exact = draw_qkv(layout.num_tokens, 4, 2, 16, torch.float64)
+    rounded = [tensor.detach().to(dtype) for tensor in exact]
+    expected = shared_prompt_attention(*[tensor.double() for tensor in rounded], layout, 0.25)
+    error = (shared_prompt_attention(*rounded, layout, 0.25).double() - expected).abs().max()
+    assert error <= 8 * torch.finfo(dtype).eps
+
+
+@given(layouts())
+def test_positions_count_along_each_path(layout: Layout) -> None:
+    for segment in range(layout.num_segments):
+        rows = path_rows(layout, segment)
+        assert layout.positions[rows].tolist() == list(range(len(rows)))
+        assert layout.last_row(segment) == (rows[-1] if rows else None)
+
+
+@given(layouts())
+def test_a_token_sees_its_path_up_to_itself_and_nothing_else(layout: Layout) -> None:
+    visible = layout.visible()
+    for segment in range(layout.num_segments):
+        path = path_rows(layout, segment)
+        for row in range(int(layout.starts[segment]), int(layout.starts[segment + 1])):
+            assert visible[row].nonzero()[0].tolist() == [token for token in path if token <= row]
+
+
+def test_a_layout_whose_parents_do_not_come_first_is_refused() -> None:
+    with pytest.raises(ValueError, match="segment 0 has parent 1"):
+        Layout((1, 1), (1, ROOT))
+    with pytest.raises(ValueError, match="length -1"):
+        Layout((-1,), (ROOT,))
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
+    qkv = draw_qkv(1, 1, 1, 8, torch.float32)
+    with pytest.raises(UsageError, match="choose one of naive"):
+        shared_prompt_attention(*qkv, Layout((1,), (ROOT,)), 1.0, backend_name="fast")

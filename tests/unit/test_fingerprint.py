@@ -1,0 +1,80 @@
+"""The digest of a tensor: of its bits alone, however it is sliced."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import InputError
+from megatron_rl.weights.fingerprint import NUM_LANES, digest, fingerprint
+from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.weights.shards import Digests
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
+def test_the_digests_of_slices_add_up_to_the_whole(rows: int, columns: int, dtype: torch.dtype, data) -> None:
+    whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns)).to(dtype)
+    row, column = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
+    parts = [
+        digest(whole[r, c], r.start, c.start)
+        for r in (slice(0, row), slice(row, rows))
+        for c in (slice(0, column), slice(column, columns))
+        if whole[r, c].numel()
+    ]
+    assert torch.equal(torch.stack(parts).sum(0), digest(whole))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_one_bit_changes_every_lane(dtype: torch.dtype) -> None:
+    original = torch.randn(6, 5).to(dtype)
+    before = digest(original)
+    for element in range(original.numel()):
+        for bit in range(8 * original.element_size()):
+            changed = original.clone()
+            bits = changed.view(torch.uint8).view(-1)
+            bits[element * original.element_size() + bit // 8] ^= 1 << (bit % 8)
+            assert (digest(changed) != before).all()
+
+
+def test_faults_that_sums_often_miss_are_seen() -> None:
+    torch.manual_seed(0)
+    original = torch.randn(64, 64)
+    swapped_rows, swapped_columns = original.clone(), original.clone()
+    swapped_rows[[3, 9]] = original[[9, 3]]
+    swapped_columns[:, [3, 9]] = original[:, [9, 3]]
+    faults = [swapped_rows, swapped_columns, -original, original.T.contiguous(), original.roll(1), original.flip(0)]
+    digests = {tuple(digest(tensor).tolist()) for tensor in (original, *faults)}
+    assert len(digests) == len(faults) + 1
+
+
+def test_vectors_and_large_rows_are_digested_in_blocks_without_a_difference() -> None:
+    vector, wide = torch.randn(1000), torch.randn(3, 300_000)
+    assert torch.equal(digest(vector), digest(vector[:300]) + digest(vector[300:], 300))
+    assert torch.equal(digest(wide), digest(wide[:1]) + digest(wide[1:], 1))
+
+
+def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -> None:
+    specs = [TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (6,), "float32")]
+    digests = {"a": [1, 2], "b": [3, -4]}
+    value = fingerprint(specs, digests)
+    assert value == fingerprint(reversed(specs), digests)
+    for changed in (
+        [TensorSpec("a", (3, 2), "float32"), specs[1]],
+        [TensorSpec("a", (2, 3), "bfloat16"), specs[1]],
+    ):
+        assert fingerprint(changed, digests) != value
+    assert fingerprint(specs, {"a": [3, -4], "b": [1, 2]}) != value
+
+
+def test_a_slice_left_out_or_counted_twice_is_an_error_that_names_the_tensor() -> None:
+    for blocks in ((slice(0, 3),), (slice(0, 4), slice(3, 4))):
+        digests = Digests([TensorSpec("model.norm.weight", (4, 2), "float32")])
+        values = torch.ones(4, 2)
+        for block in blocks:
+            digests.add("model.norm.weight", block.start, 0, values[block])
+        with pytest.raises(InputError, match=r"model\.norm\.weight has 8 elements"):
+            digests.combine()
+    assert NUM_LANES == 2
