@@ -1,0 +1,129 @@
+"""What flags must not say together, and what the errors say."""
+
+import pytest
+
+from megatron_rl.mcore.flags import generated
+from tests.command_lines import DENSE, SPARSE, error, parse
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tensor-model-parallel-size 3", "does not divide the 8 attention heads: write one of 1, 2, 4"),
+        ("--tensor-model-parallel-size 8", "does not divide the 4 query groups: write one of 1, 2, 4"),
+        ("--pipeline-model-parallel-size 3", "does not divide the 8 layers: write one of 1, 2, 4, 8"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
+            "there are 0 layers for 1 stages",
+        ),
+        ("--decoder-last-pipeline-num-layers 2", "need more stages than one"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need --pipeline-model-parallel-size"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "does not divide the 4 layers of a pipeline stage: write one of 1, 2, 4",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+            "do not divide the 4 layers of a pipeline rank",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+            "say the same thing in two ways",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            "gives wrong results without an error: drop the flag",
+        ),
+        ("--expert-model-parallel-size 2", "needs a model with experts"),
+        ("--expert-tensor-parallel-size 2", "needs a model with experts"),
+        ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
+        ("--fp32-residual-connection", "has no effect in float32"),
+        ("--grad-reduce-in-bf16", "needs --bf16"),
+        ("--seq-length 129", "above the model's longest sequence, 128"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--recompute-method uniform", "is for --recompute-granularity full only"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers is for"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--overlap-param-gather --use-distributed-optimizer", "needs --overlap-grad-reduce"),
+        ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
+        (
+            "--use-distributed-optimizer --use-precision-aware-optimizer",
+            "needs TransformerEngine, which is not installed",
+        ),
+        ("--main-grads-dtype bf16", "--main-grads-dtype needs --use-precision-aware-optimizer"),
+        ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 is not between 0 and --lr 1e-06"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "say the same in two ways"),
+        ("--lr-decay-iters 5 --lr-warmup-iters 5", "is not below --lr-decay-iters 5"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
+        ("--save out", "--save needs --save-interval"),
+        ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
+        ("--ckpt-step 3", "--ckpt-step needs --load"),
+        ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
+        ("--make-vocab-size-divisible-by 0", "is below 1"),
+        ("--deterministic-mode", "drop the flag"),
+        ("--rope-scaling-factor 8", "without --use-rope-scaling"),
+        ("--yarn-beta-fast 8", "without --position-embedding-type yarn"),
+        ("--kv-channels 7", "--kv-channels 7 is odd"),
+    ],
+)
+def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*DENSE, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--expert-model-parallel-size 3", "does not divide the 8 experts: write one of 1, 2, 4, 8"),
+        ("--tensor-model-parallel-size 2", "add --sequence-parallel"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--expert-tensor-parallel-size 2 (that of --tensor-model-parallel-size if it is not given) does not work",
+        ),
+        ("--expert-tensor-parallel-size 5", "does not divide the 48 columns of an expert"),
+        (
+            "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
+            "write --moe-token-dispatcher-type alltoall",
+        ),
+        ("--moe-token-dispatcher-type flex", "write alltoall on the platform cpu"),
+        ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
+        ("--moe-layer-freq ([0]+[1]*7)", "all layers have experts or none has"),
+    ],
+)
+def test_a_contradiction_about_experts_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*SPARSE, words)
+
+
+def test_more_active_experts_than_there_are_is_an_error() -> None:
+    words = [*DENSE, "--qk-layernorm", "--num-experts", "8", "--moe-router-topk", "9"]
+    assert "--moe-router-topk 9 is not between 1 and the 8 experts" in error(*words)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "said"),
+    [
+        (6, "--tensor-model-parallel-size 4", "6 ranks are not a multiple"),
+        (8, "--micro-batch-size 2 --global-batch-size 24", "not a multiple of --micro-batch-size 2 times 8 replicas"),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3",
+            "3 micro-batches a replica do not fill the interleaved schedule of 2 stages",
+        ),
+    ],
+)
+def test_ranks_and_batches_must_divide(world_size: int, words: str, said: str) -> None:
+    assert said in error(*DENSE, words, world_size=world_size)
+
+
+def test_expert_ranks_must_divide_the_ranks() -> None:
+    text = error(*SPARSE, "--expert-model-parallel-size 4", world_size=6)
+    assert "6 ranks are not a multiple of --expert-model-parallel-size 4" in text
+
+
+def test_without_a_launcher_the_number_of_ranks_is_not_checked() -> None:
+    assert parse(*DENSE, "--tensor-model-parallel-size 4 --global-batch-size 7").training.global_batch_size == 7
+
+
+def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags() -> None:
+    text = error(*DENSE, "--overlap-p2p-communication-warmup-flush")
+    assert text.startswith(f"megatron-core {generated.installed_version()} refuses the transformer configuration")
