@@ -9,7 +9,7 @@ PYTHON ?=
 PYTHON312 ?=
 VENV := .venv
 MEGATRON_LM_VENV := .venv-megatron-lm
-BENCHMARKS = $(if $(NAME),benchmarks/$(NAME).py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(or $(NAME),$(filter-out report,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
 .PHONY: help env test lint types format test-slow test-megatron-lm demo bench flags clean
 
@@ -44,7 +44,7 @@ demo: env ## what works so far, on two ranks
 	$(VENV)/bin/python -m examples.core_demo
 
 bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME
-	@for file in $(BENCHMARKS); do echo "$$file"; $(VENV)/bin/python "$$file"; done
+	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m "benchmarks.$$name"; done
 
 flags: env ## write docs/flags.md anew from the installed megatron-core
 	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished
