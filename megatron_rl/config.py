@@ -96,9 +96,13 @@ class CheckpointConfig:
     """What is saved and loaded, in Megatron's distributed format."""
 
     save: Annotated[Path | None, Option("The folder that checkpoints are written to.")] = None
+    save_hf: Annotated[
+        Path | None,
+        Option("The folder that the weights are written to in Hugging Face's format.", megatron=False),
+    ] = None
     save_interval: Annotated[
         int | None,
-        Option("Iterations from one checkpoint to the next.", names=("--save-interval", "--persistent-save-interval")),
+        Option("Iterations from one checkpoint to the next; without it only the end is saved.", names=("--save-interval", "--persistent-save-interval")),
     ] = None
     save_retain_interval: Annotated[
         int | None, Option("Iterations between checkpoints that are kept when newer ones are written.")

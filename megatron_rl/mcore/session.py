@@ -92,21 +92,20 @@ class Session:
         `action` must not wait for other ranks itself.
         """
         result: T | None = None
-        error: MegatronRLError | None = None
+        error: Exception | None = None
         try:
             result = action()
-        except MegatronRLError as caught:
+        except Exception as caught:
             error = caught
-        errors: list[tuple[int, type[MegatronRLError], str] | None] = [None] * self.world_size
-        mine = (self.rank, type(error), str(error)) if error is not None else None
-        dist.all_gather_object(errors, mine, group=self.control_group)
+        failures: list[tuple[type[MegatronRLError], str] | None] = [None] * self.world_size
+        dist.all_gather_object(failures, _failure(error, self.rank), group=self.control_group)
         if error is not None:
             raise error
-        for failed in errors:
-            if failed is not None:
-                rank, kind, text = failed
-                raise kind(f"{text} (on rank {rank})")
-        return result  # type: ignore[return-value] - no error, so action returned
+        for failure in failures:
+            if failure is not None:
+                kind, text = failure
+                raise kind(text)
+        return result  # type: ignore[return-value] # no error, so action returned
 
     def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """The ranks of this rank's pipeline stage, over all replicas."""
@@ -119,6 +118,15 @@ class Session:
                 own = group
         assert own is not None
         return own
+
+
+def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError], str] | None:
+    """What the other ranks are told."""
+    if error is None:
+        return None
+    if isinstance(error, MegatronRLError):
+        return type(error), f"{error} (on rank {rank})"
+    return MegatronRLError, f"rank {rank} failed: {type(error).__name__}: {error}"
 
 
 def _start_distributed(platform: Platform, timeout: datetime.timedelta) -> bool:

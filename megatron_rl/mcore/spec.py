@@ -38,6 +38,9 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
+    if config.num_moe_experts:
+        # Checkpoints name the norm before experts as it is; the local spec would name it after a dense layer's fc1.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules

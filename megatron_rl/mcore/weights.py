@@ -47,6 +47,11 @@ class ModelWeights:
         with self._session.agree(lambda: _open(folder, self.mapping)) as checkpoint:
             self._session.agree(lambda: [shard.load(checkpoint) for shard in self.shards])
 
+    def zero_padding(self) -> None:
+        """Clear the rows that pad the vocabulary: a checkpoint that was padded otherwise leaves them as they were."""
+        for shard in self.shards:
+            shard.zero_padding()
+
     def fingerprint(self, dtype: str | None = None) -> str:
         """The identity of these weights as they would be exported."""
         digests = Digests(self.mapping.manifest(dtype))

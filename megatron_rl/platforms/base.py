@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,6 +16,15 @@ from megatron_rl.platforms.megatron_import import Patch
 
 # The platform that this process is set up for; a process can be set up for one only.
 _installed: "Platform | None" = None
+
+# What megatron says at every import where an optional package is missing (`megatron-rl doctor` says it once), and of
+# defaults of its own.
+_KNOWN_WARNINGS = (
+    ".*(Apex|Transformer Engine).*not installed.*",
+    "full scope is deprecated.*",
+    "Please use DTensor instead.*",
+    "`load_state_dict` is deprecated.*",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Platform(abc.ABC):
                 f"megatron_rl.platforms.select({self.name!r}).install() before the first import of megatron"
             )
         versions.check()
+        for message in _KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         self._prepare()
         megatron_import.install([*megatron_fixes.FIXES, *self._megatron_patches()])
         self._after_install()

@@ -32,13 +32,17 @@ class Shard:
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill the parameter; rows that pad the vocabulary become zero."""
         target = self.parameter.detach()
-        dim, covered = 0, 0
         for piece in self.map.pieces:
             source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
-            dim, covered = piece.dim, covered + piece.length
+        self.zero_padding()
+
+    def zero_padding(self) -> None:
+        """Clear what no piece covers: the last rows, where the vocabulary is padded."""
+        covered = sum(piece.length for piece in self.map.pieces)
+        dim = self.map.pieces[0].dim if self.map.pieces else 0
         if covered < self.map.shape[dim]:
-            target.narrow(dim, covered, self.map.shape[dim] - covered).zero_()
+            self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
 
     def blocks(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The piece in blocks of rows, each with the row and column of the tensor at which it begins."""

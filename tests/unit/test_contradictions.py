@@ -56,7 +56,6 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--lr-decay-iters 5 --lr-warmup-iters 5", "is not below --lr-decay-iters 5"),
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
         ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
-        ("--save out", "--save needs --save-interval"),
         ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
         ("--ckpt-step 3", "--ckpt-step needs --load"),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),

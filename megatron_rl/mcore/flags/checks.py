@@ -352,8 +352,6 @@ def _schedule(settings: Settings) -> None:
 
 def _checkpoint(settings: Settings) -> None:
     checkpoint = settings.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None:
-        raise UsageError("--save needs --save-interval, the iterations between checkpoints: add it")
     if checkpoint.save_retain_interval is not None and (
         checkpoint.save_interval is None or checkpoint.save_retain_interval % checkpoint.save_interval
     ):

@@ -1,0 +1,101 @@
+"""A model's weights in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.model import PackedGPTModel
+from megatron_rl.mcore.session import Session
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
+    """Write the weights where Megatron looks for those of that iteration, and return that folder."""
+    target = iteration_folder(folder, iteration)
+    session.agree(lambda: _create(target) if session.rank == 0 else None)
+    dist_checkpointing.save(_state(chunks), str(target))
+    session.agree(lambda: _track(folder, iteration) if session.rank == 0 else None)
+    return target
+
+
+def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
+    """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
+    number, source = session.agree(lambda: find(folder, iteration))
+    state = session.agree(lambda: _read(chunks, source))
+    for name, chunk in _named(chunks):
+        chunk.load_state_dict(state[name])
+    return number
+
+
+def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
+    """The iteration, and the folder with its shards: of the newest checkpoint, or of the one that is asked for."""
+    if (folder / "metadata.json").exists():
+        return 0, folder
+    tracker = folder / _TRACKER
+    if iteration is None:
+        if not tracker.exists():
+            raise InputError(f"{folder} holds no checkpoint: there is neither {_TRACKER} nor metadata.json in it")
+        text = tracker.read_text().strip()
+        if text == "release":
+            return 0, _existing(folder / "release")
+        if not text.isdigit():
+            raise InputError(f"{tracker} says {text!r}, which is no iteration: name one with --ckpt-step")
+        iteration = int(text)
+    return iteration, _existing(iteration_folder(folder, iteration))
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Megatron's name for the folder of an iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def _existing(folder: Path) -> Path:
+    if not (folder / "metadata.json").exists():
+        raise InputError(
+            f"{folder} is no distributed checkpoint (metadata.json is missing): "
+            f"convert it to Megatron's torch_dist format, or name another with --ckpt-step"
+        )
+    return folder
+
+
+def _create(target: Path) -> None:
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"{target} exists already: choose another --save, or remove it") from None
+    except OSError as error:
+        raise InputError(f"{target} cannot be created: {error}") from None
+
+
+def _track(folder: Path, iteration: int) -> None:
+    """Last, and in one step: until then the newest checkpoint is the one before."""
+    unfinished = folder / f".{_TRACKER}"
+    unfinished.write_text(str(iteration))
+    unfinished.replace(folder / _TRACKER)
+
+
+def _read(chunks: list[PackedGPTModel], source: Path) -> dict[str, Any]:
+    # A tensor that is missing, or has another shape, fails on every rank alike.
+    try:
+        return dist_checkpointing.load(_state(chunks), str(source))
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        raise InputError(
+            f"{source} does not hold this model ({cause}): the flags must describe the model that was saved"
+        ) from None
+
+
+def _state(chunks: list[PackedGPTModel]) -> dict[str, Any]:
+    return {name: chunk.sharded_state_dict() for name, chunk in _named(chunks)}
+
+
+def _named(chunks: list[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
+    """The names that Megatron's own checkpoints give the stages."""
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
