@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,25 +87,25 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
     with Session(sizes, platform, seed=1, timeout=datetime.timedelta(minutes=10)) as session:
         config = packed_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
 
-        def timed(name: str, action: Callable[[], object]) -> object:
+        def timed(name: str, action: Callable, *action_arguments: Any) -> Any:
             session.barrier()
             start = time.perf_counter()
-            result = action()
+            result = action(*action_arguments)
             results[name].append(time.perf_counter() - start)
             session.barrier()
             return result
 
         for round_number in range(rounds + 1):
-            copied = timed("copy", lambda: _copy(source, session.rank))
-            timed("write", lambda: _write(out / f"plain-{session.rank}", copied))
+            copied = timed("copy", _copy, source, session.rank)
+            timed("write", _write, out / f"plain-{session.rank}", copied)
             (out / f"plain-{session.rank}").unlink()
             del copied
             chunks = model.build_chunks(config, ARCHITECTURE)
             weights = ModelWeights(chunks, session)
             before = platform.memory().allocated
-            timed("import", lambda: weights.load_hf(source))  # noqa: B023 - called at once
+            timed("import", weights.load_hf, source)
             results["memory"].append(platform.memory().allocated - before)
-            timed("export", lambda: weights.save_hf(out / "exported", source))  # noqa: B023
+            timed("export", weights.save_hf, out / "exported", source)
             if session.rank == 0:
                 shutil.rmtree(out / "exported")
             results["shard_bytes"] = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())

@@ -102,7 +102,10 @@ class CheckpointConfig:
     ] = None
     save_interval: Annotated[
         int | None,
-        Option("Iterations from one checkpoint to the next; without it only the end is saved.", names=("--save-interval", "--persistent-save-interval")),
+        Option(
+            "Iterations from one checkpoint to the next; without it only the end is saved.",
+            names=("--save-interval", "--persistent-save-interval"),
+        ),
     ] = None
     save_retain_interval: Annotated[
         int | None, Option("Iterations between checkpoints that are kept when newer ones are written.")

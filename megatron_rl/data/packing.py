@@ -34,12 +34,19 @@ class Pack:
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on a device."""
-        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-        return dataclasses.replace(self, **moved)
+        return Pack(
+            self.layout,
+            self.tokens_T.to(device),
+            self.positions_T.to(device),
+            self.target_rows_N.to(device),
+            self.target_tokens_N.to(device),
+            self.target_sequences_N.to(device),
+        )
 
 
-def pack_groups(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], multiple_of: int = 1, padding_token: int = 0) -> Pack:
+def pack_groups(
+    groups: Sequence[tuple[Tokens, Sequence[Tokens]]], multiple_of: int = 1, padding_token: int = 0
+) -> Pack:
     """Each group once: its prompt, then its responses behind it; every token of a response is a target."""
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)

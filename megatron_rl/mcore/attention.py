@@ -26,9 +26,7 @@ class PackParams(PackedSeqParams):
     def of(cls, pack: Pack, temperature: float) -> "PackParams":
         """Parameters that make Megatron compute with [tokens, 1, ...] and ask nothing of cumulative lengths."""
         length = pack.num_tokens
-        return cls(
-            qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, pack=pack, temperature=temperature
-        )
+        return cls(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, pack=pack, temperature=temperature)
 
 
 class SharedPromptAttention(MegatronModule):

@@ -123,10 +123,11 @@ def wrap(
 
 def unwrap(module: torch.nn.Module) -> PackedGPTModel:
     """The model inside the wrappers."""
-    while hasattr(module, "module"):
-        module = module.module
-    assert isinstance(module, PackedGPTModel)
-    return module
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, PackedGPTModel)
+    return inner
 
 
 def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -15,7 +15,7 @@ class RMSNorm(torch.nn.Module):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension."""

@@ -30,7 +30,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """The angle of each of a head's dimensions at each position, in the shape that Megatron rotates by: [T, 1, 1, D]."""
+    """The angle of each of a head's dimensions at each position, in Megatron's shape: [T, 1, 1, D]."""
     angles_TF = torch.outer(positions_T.float(), frequencies_F)
     return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
 

@@ -137,9 +137,7 @@ def _start_distributed(platform: Platform, timeout: datetime.timedelta) -> bool:
     if "RANK" in os.environ:
         dist.init_process_group(platform.collective_backend, timeout=timeout)
         return True
-    dist.init_process_group(
-        platform.collective_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-    )
+    dist.init_process_group(platform.collective_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return True
 
 

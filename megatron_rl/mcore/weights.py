@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.model import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
@@ -45,7 +44,11 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
         with self._session.agree(lambda: _open(folder, self.mapping)) as checkpoint:
-            self._session.agree(lambda: [shard.load(checkpoint) for shard in self.shards])
+            self._session.agree(lambda: self._load(checkpoint))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        for shard in self.shards:
+            shard.load(checkpoint)
 
     def zero_padding(self) -> None:
         """Clear the rows that pad the vocabulary: a checkpoint that was padded otherwise leaves them as they were."""

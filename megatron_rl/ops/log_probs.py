@@ -4,6 +4,7 @@ Letters: N targets, V this rank's columns of the vocabulary.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,9 @@ def vocabulary_parallel_log_probs(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_NV, targets_N, shard, temperature):  # noqa: ANN001, ANN205 - autograd's own signature
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, shard: VocabularyShard, temperature: float
+    ) -> torch.Tensor:
         scaled_NV = logits_NV.float() / temperature
         num_real = max(0, min(scaled_NV.shape[1], shard.vocab_size - shard.first))
         scaled_NV[:, num_real:] = float("-inf")
@@ -53,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
         return sum_and_chosen_2N[1] - sum_and_chosen_2N[0].log()
 
     @staticmethod
-    def backward(ctx, grad_N):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         softmax_NV, local_N, is_here_N = ctx.saved_tensors
         grad_NV = softmax_NV * (-grad_N / ctx.temperature)[:, None]
         hit_N = torch.where(is_here_N, grad_N / ctx.temperature, 0.0)

@@ -80,7 +80,9 @@ def publish(staged: Path, folder: Path) -> None:
     try:
         staged.rename(folder)
     except OSError as error:
-        raise InputError(f"{folder} cannot be created ({error.strerror}): choose a folder that does not exist") from None
+        raise InputError(
+            f"{folder} cannot be created ({error.strerror}): choose a folder that does not exist"
+        ) from None
 
 
 class Writer:
@@ -103,7 +105,7 @@ class Writer:
             os.close(descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Write a block of a tensor, from (first_row, first_column) on; it has the tensor's dtype and lies on the CPU."""
+        """Write a block of a tensor from (first_row, first_column) on; it has the tensor's dtype, on the CPU."""
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
@@ -119,7 +121,7 @@ class Writer:
 
     @staticmethod
     def _write(descriptor: int, offset: int, value: torch.Tensor) -> None:
-        data = memoryview(value.detach().view(torch.uint8).reshape(-1).numpy())
+        data = memoryview(value.detach().view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]
         while data:
             written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
             data, offset = data[written:], offset + written
@@ -152,7 +154,5 @@ def _header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[b
     # The format wants the data to start at a multiple of eight; 64 lets every tensor of whole cache lines start on one.
     text += b" " * (-(len(text) + 8) % 64)
     header = len(text).to_bytes(8, "little") + text
-    starts = {
-        name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"
-    }
+    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
     return header, starts, len(header) + position

@@ -91,7 +91,7 @@ class Mapping:
         return specs
 
     def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
-        """How the shard of `parameter`, named with its global layer and expert numbers, is made at these coordinates."""
+        """How the shard of `parameter`, named with its global layer and expert numbers, is made there."""
         name, layer, expert = self._resolve(parameter)
         sources = [source.format(layer=layer, expert=expert) for source in name.sources]
         is_expert = expert is not None
@@ -191,9 +191,7 @@ def _num_experts(architecture: Architecture) -> int:
     return architecture.experts.num_experts
 
 
-def _intersect(
-    blocks: list[tuple[str | None, int, int]], dim: int, start: int, length: int
-) -> Iterator[Piece]:
+def _intersect(blocks: list[tuple[str | None, int, int]], dim: int, start: int, length: int) -> Iterator[Piece]:
     """The parts of the blocks that lie in [start, start + length) of their concatenation."""
     position = 0
     for name, source, block_length in blocks:
@@ -203,7 +201,7 @@ def _intersect(
         position += block_length
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
     """The parameter's name with its numbers replaced by placeholders, and the numbers."""
     layer = re.search(r"\.layers\.(\d+)\.", parameter)

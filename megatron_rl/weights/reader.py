@@ -96,4 +96,3 @@ def _some(names: list[str]) -> str:
     more = len(names) - _NAMED_IN_A_MESSAGE
     verb = "is" if len(names) == 1 else "are"
     return f"{shown} and {more} more are" if more > 0 else f"{shown} {verb}"
-

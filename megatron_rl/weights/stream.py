@@ -107,4 +107,3 @@ def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSp
         buckets[-1].append(spec)
         filled += num_bytes
     return buckets
-

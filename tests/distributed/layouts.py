@@ -120,7 +120,9 @@ def session_of(case: Case, timeout_seconds: int = 60) -> Iterator[Session]:
         yield session
 
 
-def build(session: Session, case: Case, folder: Path, architecture: Architecture | None = None, **changes: Any) -> Model:
+def build(
+    session: Session, case: Case, folder: Path, architecture: Architecture | None = None, **changes: Any
+) -> Model:
     """The model of a Hugging Face folder, wrapped for training, with its weights loaded."""
     architecture = architecture or read_architecture(folder)
     sizes = case.sizes
@@ -137,9 +139,7 @@ def build(session: Session, case: Case, folder: Path, architecture: Architecture
     chunks = model.build_chunks(config, architecture)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
-    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer)
     return Model(session, architecture, chunks, weights, model.wrap(chunks, config, ddp))
 
 

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 
 MODELS = tuple(hf_models.CONFIGS)
 
+
 def round_trip(case: Case, folder: Path, out: Path) -> dict[str, object]:
     """Load a folder, save it as it is, stream it, then double every weight and save it again."""
     with session_of(case) as session:

@@ -1,9 +1,9 @@
 """How the tokens of one packed buffer see each other.
 
-A buffer is a row of segments. Each segment has at most one parent, which stands before it; a token sees its own segment
-up to itself, and all of every ancestor. A prompt is a root, its K responses are its children; a plain sequence is a root
-alone; turns of a conversation are a chain that may branch at the end of any segment. Positions count along the chain, as
-if each leaf's path stood alone.
+A buffer is a row of segments. Each segment has at most one parent, which stands before it; a token sees its own
+segment up to itself, and all of every ancestor. A prompt is a root, its K responses are its children; a plain sequence
+is a root alone; turns of a conversation are a chain that may branch at the end of any segment. Positions count along
+the chain, as if each leaf's path stood alone.
 """
 
 import dataclasses

@@ -109,7 +109,8 @@ class Family:
                 return f"{field} = {value}"
         if (architecture.experts is None) != (self.experts is None):
             return "experts" if architecture.experts else "no experts"
-        if architecture.experts and not architecture.experts.normalize_weights and not self.experts.normalize_weights:
+        is_raw = architecture.experts is not None and not architecture.experts.normalize_weights
+        if is_raw and self.experts and not self.experts.normalize_weights:
             return "expert weights that are not normalized"
         if architecture.sliding_window and not self.has_window:
             return f"sliding_window = {architecture.sliding_window}"

@@ -7,6 +7,7 @@ stand for global numbers, counted from zero.
 import dataclasses
 import enum
 from collections.abc import Callable
+from typing import Any
 
 from megatron_rl.types import Architecture
 
@@ -43,7 +44,7 @@ _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "model.layers.{layer}"
 
 
-def _linear(parameter: str, sources: tuple[str, ...], split: Split, kind: str = "weight", **options) -> Name:
+def _linear(parameter: str, sources: tuple[str, ...], split: Split, kind: str = "weight", **options: Any) -> Name:
     return Name(
         (f"{_LAYER}.{parameter}.{kind}",), tuple(f"{_HF_LAYER}.{source}.{kind}" for source in sources), split, **options
     )
@@ -65,9 +66,7 @@ STEM = (
         Split.WHOLE,
     ),
     Name(("decoder.final_layernorm.weight",), ("model.norm.weight",), Split.WHOLE),
-    Name(
-        ("output_layer.weight",), ("lm_head.weight",), Split.VOCABULARY, when=lambda a: not a.tied_embeddings
-    ),
+    Name(("output_layer.weight",), ("lm_head.weight",), Split.VOCABULARY, when=lambda a: not a.tied_embeddings),
     # With tied embeddings and more than one pipeline stage the last stage holds a copy of the first one's embedding.
     Name(
         ("output_layer.weight",),
