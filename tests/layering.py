@@ -16,7 +16,7 @@ LAYERS = (
     {"algorithm", "data", "rollout", "weights"},
     {"mcore", "sidecar", "observe", "plan"},
     {"training"},
-    {"arguments", "cli", "describe", "doctor"},
+    {"arguments", "cli", "convert", "describe", "doctor"},
 )
 # The files at the top may import one another.
 ENTRY = LAYERS[-1]
