@@ -5,6 +5,8 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import InputError
@@ -26,6 +28,7 @@ def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, sessi
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
     """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
     number, source = session.agree(lambda: find(folder, iteration))
+    session.agree(lambda: _check(chunks, source))
     state = session.agree(lambda: _read(chunks, source))
     for name, chunk in _named(chunks):
         chunk.load_state_dict(state[name])
@@ -79,17 +82,39 @@ def _track(folder: Path, iteration: int) -> None:
     unfinished.replace(folder / _TRACKER)
 
 
+def _check(chunks: list[PackedGPTModel], source: Path) -> None:
+    """Compare names and shapes: loading itself writes into the model before it finds that something is missing."""
+    try:
+        found = dist_checkpointing.load_tensors_metadata(str(source))
+    except (CheckpointingException, OSError, ValueError) as error:
+        raise InputError(f"{source} cannot be read ({error}): it is incomplete, copy it again") from None
+    state = _state(chunks)
+    apply_factories(state)
+    for tensor in nested_values(state):
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        if tensor.key not in found:
+            raise InputError(
+                f"{source} does not hold {tensor.key}, which the model has: the flags must describe the model that "
+                f"was saved"
+            )
+        shape = tuple(found[tensor.key].global_shape)
+        # Only the padding of a vocabulary may differ.
+        if shape != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
+            raise InputError(
+                f"{tensor.key} has shape {list(shape)} in {source} and {list(tensor.global_shape)} in the model: "
+                f"the flags must describe the model that was saved"
+            )
+
+
 def _read(chunks: list[PackedGPTModel], source: Path) -> dict[str, Any]:
-    # A tensor that is missing, or has another shape, fails on every rank alike.
     try:
         return dist_checkpointing.load(_state(chunks), str(source))
-    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+    except (CheckpointingException, CheckpointException, OSError) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(iter(error.failures.values()))[0]
-        raise InputError(
-            f"{source} does not hold this model ({cause}): the flags must describe the model that was saved"
-        ) from None
+        raise InputError(f"{source} cannot be read ({cause}): it is incomplete, copy it again") from None
 
 
 def _state(chunks: list[PackedGPTModel]) -> dict[str, Any]:

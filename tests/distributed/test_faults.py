@@ -1,0 +1,91 @@
+"""Faults planted in a conversion move the result by far more than any tolerance: the parity tests could not miss them."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.data.packing import pack_sequences
+from megatron_rl.types import Architecture
+from megatron_rl.weights.families import read_architecture
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, session_of
+
+LEAST_EFFECT = 1e-2
+SEQUENCES = hf_models.sequences([60, 9])
+
+
+def swapped(first: str, second: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if first in name]:
+            other = name.replace(first, second)
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    return change
+
+
+def neutral(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    """As if the model did not have these parameters."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if part in name]:
+            tensors[name] = torch.full_like(tensors[name], value)
+
+    return change
+
+
+TENSOR_FAULTS = {
+    "gate and up swapped": ("qwen3", swapped("gate_proj", "up_proj")),
+    "an expert's gate and up swapped": ("mixtral", swapped(".w1.", ".w3.")),
+    "keys and values swapped": ("llama", swapped("k_proj", "v_proj")),
+    "norm of queries left out": ("qwen3", neutral("q_norm", 1.0)),
+    "bias of values left out": ("qwen2", neutral("v_proj.bias", 0.0)),
+    "bias of the output projection left out": ("llama_biased", neutral("o_proj.bias", 0.0)),
+    "bias of the down projection left out": ("llama_biased", neutral("down_proj.bias", 0.0)),
+    "norms left out": ("mistral", neutral("layernorm", 1.0)),
+}
+ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
+    "rope of another base": (
+        "qwen3", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, base=a.rope.base * 2))
+    ),
+    "rope not scaled": (
+        "llama", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, factor=1.0))
+    ),
+    "yarn without its factor": (
+        "qwen2", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, attention_factor=1.0))
+    ),
+    "no sliding window": ("mistral", lambda a: dataclasses.replace(a, sliding_window=None)),
+    "another epsilon": ("qwen3", lambda a: dataclasses.replace(a, norm_epsilon=1e-2)),
+}  # fmt: skip
+
+
+def log_probs(folder: Path, architecture: Architecture) -> torch.Tensor:
+    with session_of(CASES["TP1"]) as session:
+        model = build(session, CASES["TP1"], folder, architecture)
+        return torch.cat(model.forward([pack_sequences(SEQUENCES)]))
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_a_fault_in_the_tensors_shows(fault: str, tmp_path: Path) -> None:
+    name, change = TENSOR_FAULTS[fault]
+    folder = hf_models.draw(name, tmp_path / name)
+    expected = torch.cat(hf_models.log_probs(folder, SEQUENCES))
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    effect = (log_probs(folder, read_architecture(folder)) - expected).abs().max().item()
+    print(f"{fault}: {effect:.3f}")
+    assert effect >= LEAST_EFFECT
+
+
+@pytest.mark.parametrize("fault", ARCHITECTURE_FAULTS)
+def test_a_fault_in_the_architecture_shows(fault: str, tmp_path: Path) -> None:
+    name, change = ARCHITECTURE_FAULTS[fault]
+    folder = hf_models.draw(name, tmp_path / name)
+    expected = torch.cat(hf_models.log_probs(folder, SEQUENCES))
+    effect = (log_probs(folder, change(read_architecture(folder))) - expected).abs().max().item()
+    print(f"{fault}: {effect:.3f}")
+    assert effect >= LEAST_EFFECT
