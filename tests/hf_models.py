@@ -46,6 +46,7 @@ WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral")
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Save a model of that kind with large random weights, uneven norms and biases that are not zero."""
+    transformers.utils.logging.disable_progress_bar()
     make, settings = CONFIGS[name]
     config = make(**{**_SIZES, **settings, **changes})
     config._attn_implementation = "eager"

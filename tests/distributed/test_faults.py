@@ -1,4 +1,4 @@
-"""Faults planted in a conversion move the result by far more than any tolerance: the parity tests could not miss them."""
+"""Faults planted in a conversion move the result by far more than any tolerance, so the parity tests would see them."""
 
 import dataclasses
 from collections.abc import Callable
