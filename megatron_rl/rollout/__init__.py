@@ -1,0 +1,1 @@
+"""What trainer and sidecar share: the wire format, seeds, rewards, the journal and the audit log."""

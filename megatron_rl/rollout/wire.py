@@ -1,0 +1,186 @@
+"""What crosses the boundary between trainer, sidecar and engines: typed, versioned, MessagePack, no pickle.
+
+Arrays travel as little-endian bytes; `tokens_of` and `log_probs_of` give them back without a copy.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from megatron_rl.errors import InputError
+
+WIRE_VERSION = 1
+MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
+
+T = TypeVar("T")
+
+FinishReason = Literal["stop", "length"]
+Order = Literal["completion", "prompt"]
+JSON = dict[str, Any]
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Sampling(Struct):
+    """How responses are sampled. Whatever would make the sampled policy another than the trained one is not here."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+class Prompt(Struct):
+    """One row of the data: its place in the iteration, its tokens, and what the rewards want of it."""
+
+    index: int
+    row: str
+    """The identity of the row in its data set, for logs."""
+    tokens: bytes
+    text: str | list[JSON] = ""
+    """Plain text, or chat messages."""
+    columns: JSON = {}
+
+
+class Plan(Struct):
+    """How an iteration's groups are divided into slots; the same on every rank of the trainer and in the sidecar."""
+
+    num_prompts: int
+    group_size: int
+    num_replicas: int
+    micro_batch_size: int
+    """Responses in a slot: a multiple of the group size, or a divisor of it that splits a group."""
+    num_updates: int = 1
+    order: Order = "completion"
+
+
+class Submission(Struct):
+    """An iteration: the prompts whose responses version `version` of the policy is to sample."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    plan: Plan
+    sampling: Sampling
+    prompts: list[Prompt]
+    deadline_seconds: float
+
+
+class Span(Struct):
+    """Tokens [start, end) of a response were sampled under this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Response(Struct):
+    """One sampled completion with its provenance."""
+
+    tokens: bytes
+    log_probs: bytes
+    """Of each token under the sampling distribution, at the sampling temperature; fp32."""
+    finish_reason: FinishReason
+    seed: int
+    engine: str
+    spans: list[Span]
+    fingerprint: str
+    """What the engine digested of the weights it sampled with."""
+    reward: float = 0.0
+    components: dict[str, float | None] = {}
+
+
+class Group(Struct):
+    """A prompt with all its responses, finished and scored."""
+
+    prompt: Prompt
+    responses: list[Response]
+
+
+class GroupPart(Struct):
+    """A group, or the part of it that one slot holds; `rewards` are those of the whole group."""
+
+    prompt_index: int
+    row: str
+    prompt_tokens: bytes
+    first_response: int
+    responses: list[Response]
+    rewards: list[float]
+
+
+class Slot(Struct):
+    """The answer to a slot request: the groups that one micro-batch of one replica is made of; none for an empty one."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    replica: int
+    index: int
+    parts: list[GroupPart]
+
+
+class Weights(Struct):
+    """A version of the policy as a transport delivers it to engines."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    transport: Literal["shm", "nccl", "hccl"]
+    dtype: str
+    location: str = ""
+    """shm: the folder that holds the safetensors files. nccl, hccl: the master's host:port."""
+    manifest: list[tuple[str, str, list[int]]] = []
+    """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
+
+
+class Failure(Struct):
+    """Why an iteration cannot be finished."""
+
+    wire: int = WIRE_VERSION
+    version: int
+    reason: str
+
+
+def encode(message: Struct) -> bytes:
+    """The bytes of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The message in the bytes; an InputError that names the field when they are something else."""
+    try:
+        message = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"not a {kind.__name__} of wire version {WIRE_VERSION}: {error}") from None
+    wire = getattr(message, "wire", WIRE_VERSION)
+    if wire != WIRE_VERSION:
+        raise InputError(f"wire version {wire}, this side speaks {WIRE_VERSION}: install the same megatron_rl on both")
+    return message
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Tokens as they travel."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def tokens_of(data: bytes) -> np.ndarray:
+    """Tokens that travelled."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def log_prob_bytes(log_probs: Sequence[float]) -> bytes:
+    """Log-probs as they travel."""
+    return np.asarray(log_probs, dtype="<f4").tobytes()
+
+
+def log_probs_of(data: bytes) -> np.ndarray:
+    """Log-probs that travelled."""
+    return np.frombuffer(data, dtype="<f4")

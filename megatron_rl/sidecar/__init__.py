@@ -1,0 +1,1 @@
+"""The process that supervises the engines and is the rollout service."""
