@@ -36,9 +36,9 @@ format: env ## format the code
 test-slow: env ## the tests that take too long for each change
 	$(VENV)/bin/python -m pytest -m slow
 
-test-megatron-lm: ## tests against megatron.training: Python 3.12, megatron-core 0.19.2, 6 GB of disk
+test-megatron-lm: ## the core on megatron-core 0.19.2 and against megatron.training: Python 3.12, 6 GB of disk
 	@tools/make_environment $(MEGATRON_LM_VENV) requirements/megatron-lm.lock 3.12 $(PYTHON312)
-	$(MEGATRON_LM_VENV)/bin/python -m pytest tests/megatron_lm
+	$(MEGATRON_LM_VENV)/bin/python -m pytest tests/megatron_lm tests/distributed tests/kernels
 
 demo: env ## what works so far, on two ranks
 	$(VENV)/bin/python -m examples.core_demo

@@ -1,0 +1,81 @@
+"""A checkpoint as Megatron's own training script writes it, and what our model reads from it."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+ARGUMENTS = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 16 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--global-batch-size 2 --train-iters 2 --lr 1e-3 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 --qk-layernorm "
+    "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-swiglu-fusion "
+    "--no-gradient-accumulation-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
+    "--vocab-size 131 --make-vocab-size-divisible-by 128 --tokenizer-type NullTokenizer --mock-data "
+    "--distributed-backend gloo --ckpt-format torch_dist --norm-epsilon 1e-6"
+)
+OURS = "--platform cpu"
+
+
+def write_and_read(folder: Path, tensor: int, pipeline: int) -> tuple[int, list[str]]:
+    """Save with megatron.training, load with ours in the same layout; the parameters that differ."""
+    layout = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
+    stock = _write(folder, f"{ARGUMENTS} {layout} --save {folder} --save-interval 1")
+    return _read(folder, layout, stock)
+
+
+def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
+    sys.argv = ["pretrain_gpt.py", *words.split()]
+    from megatron.core.datasets import utils
+
+    # The wheel holds the compiled helpers and no Makefile to build them with.
+    utils.compile_helpers = lambda: None
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+    from megatron.training.checkpointing import save_checkpoint
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.training import setup_model_and_optimizer
+
+    # Asked with tensor parallelism, of a CUDA device.
+    megatron_arguments.get_device_arch_version = lambda: 10
+    parse_and_validate_args()
+    initialize_megatron(allow_no_cuda=True)
+    arguments = get_args()
+
+    def provide(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        config = core_transformer_config_from_args(arguments)
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        return GPTModel(
+            config, spec, arguments.padded_vocab_size, 64, pre_process=pre_process, post_process=post_process,
+            share_embeddings_and_output_weights=False, position_embedding_type="rope", pg_collection=pg_collection,
+        )  # fmt: skip
+
+    model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, provide)
+    save_checkpoint(1, model, optimizer, scheduler, 0)
+    inner = model[0]
+    while hasattr(inner, "module"):
+        inner = inner.module
+    weights = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    return weights
+
+
+def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
+    from megatron_rl import arguments, platforms
+    from megatron_rl.mcore.build import model_of, session_of
+    from megatron_rl.mcore.checkpoint import load_model
+
+    described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
+    settings = arguments.parse(f"{OURS} {described} {layout} --load {folder}".split())
+    with session_of(settings) as session:
+        chunks = model_of(settings, platforms.select(settings.platform))
+        iteration = load_model(chunks, folder, session)
+        ours = dict(chunks[0].named_parameters())
+        assert ours.keys() == stock.keys()
+        return iteration, [name for name, values in stock.items() if not torch.equal(ours[name], values)]
