@@ -1,0 +1,136 @@
+"""The trainer's side of the rollout service. Every call may be repeated: none does anything twice."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import wire
+
+_POLL_SECONDS = 30.0
+_RETRY_SECONDS = 0.5
+
+
+class RolloutError(MegatronRLError):
+    """The sidecar refused, failed, or stayed away."""
+
+
+class IterationFailed(RolloutError):
+    """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
+
+
+class RolloutClient:
+    """One rank's connection. `patience` is how long a sidecar may stay away before that is an error."""
+
+    def __init__(
+        self, endpoint: str, token: str, patience: float = 120.0, transport: httpx.BaseTransport | None = None
+    ):
+        self._endpoint = endpoint
+        self._patience = patience
+        self._lease: int | None = None
+        self._http = httpx.Client(
+            base_url=endpoint,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(_POLL_SECONDS * 2, connect=5.0),
+            transport=transport,
+        )
+
+    def __enter__(self) -> "RolloutClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def take_lease(self, run: str) -> int:
+        """Make the sidecar work for this run. One rank does it and tells the others, which call `use_lease`."""
+        self.use_lease(self._call("POST", "/v1/lease", params={"run": run}).json()["lease"])
+        assert self._lease is not None
+        return self._lease
+
+    def use_lease(self, number: int) -> None:
+        """Speak for the holder of this lease."""
+        self._lease = number
+
+    def publish(self, weights: wire.Weights, deadline_seconds: float) -> None:
+        """Return when every engine holds the version."""
+        self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=deadline_seconds)
+
+    def submit(self, submission: wire.Submission) -> None:
+        """Start an iteration."""
+        self._call("POST", "/v1/iterations", content=wire.encode(submission))
+
+    def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
+        """Wait for a slot."""
+        path = f"/v1/iterations/{version}/slots/{replica}/{index}"
+        deadline = time.monotonic() + deadline_seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
+            if answer.status_code == 200:
+                return wire.decode(answer.content, wire.Slot)
+        raise RolloutError(
+            f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
+            f"ask {self._endpoint}/v1/status who waits for what"
+        )
+
+    def failure(self, version: int, patience: float = _POLL_SECONDS) -> str | None:
+        """Why the iteration failed, or None if it has not within `patience` seconds."""
+        answer = self._call("GET", f"/v1/iterations/{version}/failure", params={"patience": patience})
+        return wire.decode(answer.content, wire.Failure).reason if answer.status_code == 200 else None
+
+    def complete(self, version: int) -> None:
+        """Everything of the iteration was trained on."""
+        self._call("POST", f"/v1/iterations/{version}/complete")
+
+    def abort(self, version: int, reason: str) -> None:
+        """The iteration is not wanted any more."""
+        self._call("POST", f"/v1/iterations/{version}/abort", params={"reason": reason})
+
+    def status(self) -> dict[str, Any]:
+        """Who waits for what."""
+        return self._call("GET", "/v1/status").json()
+
+    def shutdown(self) -> None:
+        """End the sidecar."""
+        self._call("POST", "/v1/shutdown")
+
+    def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
+        """Ask until there is an answer: a connection that breaks says nothing about what was asked."""
+        headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                answer = self._http.request(method, path, headers=headers, **keywords)
+                break
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise RolloutError(
+                        f"the sidecar at {self._endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
+                        f"look at its log, or start one"
+                    ) from None
+                time.sleep(_RETRY_SECONDS)
+        if answer.is_success:
+            return answer
+        raise _error_of(answer, f"{method} {path}")
+
+
+def read_token(path: Path) -> str:
+    """The token of a sidecar, from a file that nobody else may read."""
+    mode = path.stat().st_mode & 0o077
+    if mode:
+        raise RolloutError(f"{path} can be read by others (mode {path.stat().st_mode & 0o777:o}): chmod 600 it")
+    return path.read_text().strip()
+
+
+def _error_of(answer: httpx.Response, what: str) -> RolloutError:
+    try:
+        text = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        text = answer.text[:300]
+    if answer.status_code == 410:
+        return IterationFailed(text)
+    return RolloutError(f"{what} was answered {answer.status_code}: {text}")
