@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,29 @@ class ModelWeights:
         system; the folder appears under its name when it is whole.
         """
         folder = Path(folder)
+        return self._write_folder(
+            folder, dtype, private=False, finish=lambda staged, plan: self._describe(staged, plan, source, dtype)
+        )
+
+    def write_files(self, folder: Path, dtype: str | None = None) -> str:
+        """Write nothing but the tensors, readable by this user alone, and return their fingerprint."""
+        return self._write_folder(folder, dtype, private=True, finish=lambda staged, plan: None)
+
+    def _write_folder(
+        self, folder: Path, dtype: str | None, private: bool, finish: Callable[[Path, files.Plan], None]
+    ) -> str:
         staged = folder.with_name(f".{folder.name}.partial")
         plan = files.Plan(self.mapping.manifest(dtype))
         session = self._session
-        session.agree(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
+
+        def publish() -> None:
+            finish(staged, plan)
+            files.publish(staged, folder)
+
+        session.agree(lambda: _stage(staged, folder, plan, private) if session.rank == 0 else None)
         try:
-            result = session.agree(lambda: self._write(staged, plan))
-            identity = self._combine(result)
-            session.agree(lambda: self._finish(staged, folder, plan, source, dtype) if session.rank == 0 else None)
+            identity = self._combine(session.agree(lambda: self._write(staged, plan)))
+            session.agree(lambda: publish() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -116,9 +131,7 @@ class ModelWeights:
     def _combine(self, digests: Digests) -> str:
         return fingerprint(digests.specs, digests.combine(self._session.control_group))
 
-    def _finish(
-        self, staged: Path, folder: Path, plan: files.Plan, source: Path | str | None, dtype: str | None
-    ) -> None:
+    def _describe(self, staged: Path, plan: files.Plan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
@@ -128,7 +141,6 @@ class ModelWeights:
         for name in _COMPANIONS:
             if source is not None and (Path(source) / name).exists():
                 shutil.copyfile(Path(source) / name, staged / name)
-        files.publish(staged, folder)
 
 
 def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
@@ -137,13 +149,13 @@ def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
     return checkpoint
 
 
-def _stage(staged: Path, folder: Path, plan: files.Plan) -> None:
+def _stage(staged: Path, folder: Path, plan: files.Plan, private: bool) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
     # Left behind by a run that was killed while it wrote.
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        files.create(staged, plan)
+        files.create(staged, plan, private)
     except OSError as error:
         raise InputError(f"{staged} cannot be created: {error}") from None
 

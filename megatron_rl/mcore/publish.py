@@ -1,0 +1,89 @@
+"""The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
+
+The files of a version are written anew and never written again: an engine may still map the ones before.
+"""
+
+import datetime
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.rollout.wire import Weights
+
+
+class Receiver(Protocol):
+    """What takes a version to the engines: the rollout client."""
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> None: ...
+
+
+class SharedMemoryPublisher:
+    """Publishes through files in a folder that trainer and engines share; rank 0 speaks with the sidecar."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        receiver: Receiver | None,
+        run: str,
+        root: Path,
+        dtype: str | None = None,
+        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+    ):
+        self._weights = weights
+        self._session = session
+        self._receiver = receiver
+        self._run = run
+        self._dtype = dtype
+        self._deadline = deadline
+        self._folder = root / run
+        self._current: Path | None = None
+        session.agree(lambda: _own_folder(root, self._folder) if session.rank == 0 else None)
+
+    def publish(self, version: int) -> str:
+        """Return the fingerprint of what all engines now sample with."""
+        folder = self._folder / f"version-{version}"
+        if self._session.rank == 0:
+            # Left by an attempt that failed.
+            shutil.rmtree(folder, ignore_errors=True)
+        fingerprint = self._weights.write_files(folder, self._dtype)
+        message = Weights(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            transport="shm",
+            dtype=self._dtype or self._weights.architecture.dtype,
+            location=str(folder),
+        )
+        self._session.agree(lambda: self._send(message))
+        # An engine that is restarted loads the current version; nobody wants the one before.
+        if self._session.rank == 0 and self._current not in (None, folder):
+            shutil.rmtree(self._current, ignore_errors=True)  # type: ignore[arg-type] # not None
+        self._current = folder
+        return fingerprint
+
+    def close(self) -> None:
+        """Remove the run's files."""
+        if self._session.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: Weights) -> None:
+        if self._session.rank == 0:
+            assert self._receiver is not None
+            self._receiver.publish(message, self._deadline.total_seconds())
+
+
+def _own_folder(root: Path, folder: Path) -> None:
+    """Make the folders for this user alone; one that somebody else made first is not used."""
+    for path in (root, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PlatformError(
+                f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: "
+                f"it must be this user's with mode 700; remove it or choose another folder"
+            )
