@@ -20,7 +20,7 @@ _PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 def family(name: str) -> Family:
     """The family of that name."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model_type {name!r} is not supported: the supported ones are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 

@@ -1,6 +1,7 @@
 """What a model family is: how its config.json reads, what it can express, and how its tensors are named."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,17 +64,19 @@ class Family:
         config = {**COMMON_DEFAULTS, **self.defaults, **{k: v for k, v in config.items() if v is not None}}
         config.setdefault("dtype", config.get("torch_dtype", "float32"))
         self._check_requirements(config)
-        heads = _required(config, "num_attention_heads")
+        heads = _count(config, "num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
-        config.setdefault("head_dim", _required(config, "hidden_size") // heads)
-        fields = {field: _required(config, key) for field, key in KEYS.items()}
+        config.setdefault("head_dim", _count(config, "hidden_size") // heads)
+        fields = {field: _field(config, field, key) for field, key in KEYS.items()}
         fields |= self.constants
         fields |= {field: self._switch(config, keys) for field, keys in self.switches.items()}
+        window = _count(config, "sliding_window", window) if self._is_windowed(config) and window is not None else None
+        _check_layers(config, window)
         return Architecture(
             family=self.name,
             rope=read_rope(config),
             experts=self._read_experts(config),
-            sliding_window=window if self._is_windowed(config) else None,
+            sliding_window=window,
             **fields,
         )
 
@@ -117,7 +120,12 @@ class Family:
         return None
 
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
-        for key, allowed in self.requires.items():
+        if "quantization_config" in config:
+            raise InputError(
+                f"config.json has a quantization_config: quantized checkpoints cannot be trained, "
+                f"use one in {', '.join(_DTYPES)}"
+            )
+        for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
             value = config.get(key, allowed[0])
             if value not in allowed:
                 wanted = " or ".join(repr(item) for item in allowed)
@@ -126,7 +134,7 @@ class Family:
                 )
 
     def _switch(self, config: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-        values = {key: bool(config.get(key, False)) for key in keys}
+        values = {key: _boolean(config, key) for key in keys}
         if len(set(values.values())) > 1:
             stated = ", ".join(f"{key} = {value}" for key, value in values.items())
             raise InputError(f"{stated} in config.json: Megatron can only have all of these biases, or none of them")
@@ -139,13 +147,16 @@ class Family:
         num_experts = next((config[key] for key in keys.num_experts if key in config), None)
         if num_experts is None:
             raise InputError(f"config.json has no {keys.num_experts[0]}: it is needed to build the model")
-        normalize = bool(config.get(keys.normalize_weights, False)) if keys.normalize_weights else True
+        normalize = _boolean(config, keys.normalize_weights) if keys.normalize_weights else True
         return Experts(
-            num_experts, _required(config, keys.num_active), _required(config, keys.ffn_hidden_size), normalize
+            _count(config, keys.num_experts[0], num_experts),
+            _count(config, keys.num_active),
+            _count(config, keys.ffn_hidden_size),
+            normalize,
         )
 
     def _is_windowed(self, config: Mapping[str, Any]) -> bool:
-        return self.has_window and (self.window_key is None or bool(config.get(self.window_key, False)))
+        return self.has_window and (self.window_key is None or _boolean(config, self.window_key))
 
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -156,10 +167,67 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 
 
+# What transformers or vLLM would compute otherwise for any family, with the value that changes nothing.
+COMMON_REQUIRES: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "logit_scale": (1,),
+    "partial_rotary_factor": (1,),
+    "per_layer_config": (None,),
+}
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_TYPES = {field.name: field.type for field in dataclasses.fields(Architecture)}
+
+
 def _required(config: Mapping[str, Any], key: str) -> Any:
     if key not in config:
         raise InputError(f"config.json has no {key}: it is needed to build the model")
     return config[key]
+
+
+def _field(config: Mapping[str, Any], field: str, key: str) -> Any:
+    """The value of an Architecture field, of the field's type."""
+    if field == "dtype":
+        if config[key] not in _DTYPES:
+            raise InputError(
+                f"{key} = {config[key]!r} in config.json is not supported: it must be {' or '.join(map(repr, _DTYPES))}"
+            )
+        return config[key]
+    if _TYPES[field] is bool:
+        return _boolean(config, key)
+    return _positive(config, key) if _TYPES[field] is float else _count(config, key)
+
+
+def _count(config: Mapping[str, Any], key: str, value: Any = None) -> int:
+    value = _required(config, key) if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{key} = {value!r} in config.json is not a whole number of at least 1")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str) -> float:
+    value = _required(config, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InputError(f"{key} = {value!r} in config.json is not a number above 0")
+    return float(value)
+
+
+def _boolean(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{key} = {value!r} in config.json is neither true nor false")
+    return value
+
+
+def _check_layers(config: Mapping[str, Any], window: int | None) -> None:
+    """All layers attend alike here, so a list that says what each does must say the same of all."""
+    wanted = "full_attention" if window is None else "sliding_attention"
+    types = config.get("layer_types", [])
+    if not isinstance(types, list) or any(kind != wanted for kind in types):
+        raise InputError(
+            f"layer_types in config.json does not say {wanted!r} of every layer, which is what the window of attention "
+            f"in it comes to: layers that differ from each other are not supported"
+        )
 
 
 _ROPE_KEYS = {
@@ -172,11 +240,18 @@ _ROPE_KEYS = {
     "attention_factor": "attention_factor",
     "truncate": "truncate",
 }
+_OTHER_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
+_ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
+    RopeKind.DEFAULT: (),
+    RopeKind.LINEAR: ("factor",),
+    RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"),
+    RopeKind.YARN: ("factor",),
+}
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
     """Both ways of writing it: rope_theta with rope_scaling, and the rope_parameters of transformers 5."""
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    parameters = _rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in list(RopeKind):
         supported = ", ".join(RopeKind)
@@ -184,17 +259,44 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     for key in ("mscale", "mscale_all_dim"):
         if parameters.get(key):
             raise InputError(f"{key} in config.json's rope parameters is not supported: write attention_factor instead")
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise InputError("partial_rotary_factor in config.json is not supported: it must be 1.0")
-    base = parameters.get("rope_theta", config["rope_theta"])
+    if parameters.get("partial_rotary_factor", 1) != 1:
+        raise InputError("partial_rotary_factor in config.json's rope parameters is not supported: it must be 1.0")
+    base = _positive({"rope_theta": config["rope_theta"], **parameters}, "rope_theta")
     if kind == RopeKind.DEFAULT:
-        return Rope(base=float(base))
-    fields = {field: parameters[key] for key, field in _ROPE_KEYS.items() if parameters.get(key) is not None}
-    if "factor" not in fields:
-        raise InputError(f"config.json's rope parameters have no factor, which {kind} needs")
+        return Rope(base=base)
+    if missing := [key for key in _ROPE_NEEDS[RopeKind(kind)] if key not in parameters]:
+        raise InputError(f"config.json's rope parameters have no {missing[0]}, which {kind} needs")
     if kind in (RopeKind.LLAMA3, RopeKind.YARN):
-        fields.setdefault("original_max_positions", config.get("max_position_embeddings"))
-    return Rope(base=float(base), kind=RopeKind(kind), **fields)
+        # Where the length of pretraining stands beside the rope parameters, transformers lets it win over theirs.
+        beside = config.get("original_max_position_embeddings")
+        length = beside or parameters.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+        parameters["original_max_position_embeddings"] = _count(config, "original_max_position_embeddings", length)
+    fields = {field: _rope_value(parameters, key) for key, field in _ROPE_KEYS.items() if key in parameters}
+    return Rope(base=base, kind=RopeKind(kind), **fields)
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The one dictionary in which they stand, without what is null in it."""
+    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, parameters in found.items():
+        if not isinstance(parameters, dict):
+            raise InputError(f"{key} = {parameters!r} in config.json is no dictionary")
+        if unknown := sorted(parameters.keys() - _ROPE_KEYS.keys() - set(_OTHER_ROPE_KEYS)):
+            raise InputError(f"{unknown[0]!r} in config.json's {key} is not supported: drop it if it has no effect")
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        raise InputError(
+            "rope_scaling and rope_parameters in config.json say different things: write all of it into "
+            "rope_parameters, rope_theta too, and drop rope_scaling"
+        )
+    parameters = next(iter(found.values()), {})
+    # A null that is false to transformers, not its default, is left to be refused.
+    return {key: value for key, value in parameters.items() if value is not None or key == "truncate"}
+
+
+def _rope_value(parameters: Mapping[str, Any], key: str) -> Any:
+    if key == "truncate":
+        return _boolean(parameters, key)
+    return parameters[key] if key == "original_max_position_embeddings" else _positive(parameters, key)
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""What a config.json says of a model, and what is refused because the model would be another one without an error."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.weights.families import FAMILIES, derive_config, read_architecture
+
+_BASE: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 131, "max_position_embeddings": 256,
+}  # fmt: skip
+_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": name, **_BASE, **_FAMILY.get(name, {}), **changes}
+
+
+def read(name: str, **changes: Any) -> Architecture:
+    return FAMILIES[name].read(config_of(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field", "value"),
+    [
+        ("llama", {}, "kv_channels", 8),
+        ("llama", {"head_dim": None}, "kv_channels", 8),
+        ("llama", {"head_dim": 32}, "kv_channels", 32),
+        ("qwen3", {}, "kv_channels", 128),
+        ("qwen3_moe", {"head_dim": None}, "kv_channels", 8),
+        ("llama", {"num_key_value_heads": None}, "num_query_groups", 8),
+        ("llama", {"rms_norm_eps": 1e-3}, "norm_epsilon", 1e-3),
+        ("qwen2", {}, "norm_epsilon", 1e-6),
+        ("mixtral", {}, "norm_epsilon", 1e-5),
+        ("qwen2", {}, "tied_embeddings", False),
+        ("qwen2", {"tie_word_embeddings": True}, "tied_embeddings", True),
+        ("qwen2", {}, "qkv_bias", True),
+        ("qwen2", {}, "linear_bias", False),
+        ("qwen3", {}, "qk_layernorm", True),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, "linear_bias", True),
+        ("mistral", {}, "sliding_window", 4096),
+        ("mistral", {"sliding_window": None}, "sliding_window", None),
+        ("mistral", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 4}, "sliding_window", 16),
+        ("mixtral", {}, "sliding_window", None),
+        ("mixtral", {"sliding_window": 16}, "sliding_window", 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, "sliding_window", None),
+        ("qwen3", {"layer_types": ["full_attention"] * 4}, "sliding_window", None),
+        ("llama", {}, "dtype", "float32"),
+        ("llama", {"torch_dtype": "float16"}, "dtype", "float16"),
+        ("llama", {"dtype": "bfloat16", "torch_dtype": "float16"}, "dtype", "bfloat16"),
+        ("mixtral", {}, "experts", Experts(4, 2, 96, True)),
+        ("qwen3_moe", {}, "experts", Experts(4, 2, 48, False)),
+        ("qwen3_moe", {"norm_topk_prob": True}, "experts", Experts(4, 2, 48, True)),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": 6}, "experts", Experts(6, 2, 48, False)),
+    ],
+)  # fmt: skip
+def test_a_key_says_this_of_the_model(name: str, changes: dict[str, Any], field: str, value: object) -> None:
+    assert getattr(read(name, **changes), field) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({}, Rope(1e4)),
+        ({"rope_theta": 1e6}, Rope(1e6)),
+        ({"rope_parameters": {"rope_theta": 1e6}}, Rope(1e6)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 3.0}, Rope(1e6)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, Rope(5e5, RopeKind.LINEAR, 2.0)),
+        ({"rope_scaling": _LLAMA3, "rope_parameters": _LLAMA3}, Rope(5e5, RopeKind.LLAMA3, 8.0, 256)),
+        ({"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 64}}, Rope(5e5, RopeKind.LLAMA3, 8.0, 64)),
+        # Beside the rope parameters it wins, as in transformers.
+        ({"rope_parameters": _LLAMA3, "original_max_position_embeddings": 32}, Rope(5e5, RopeKind.LLAMA3, 8.0, 32)),
+        (
+            {
+                "rope_parameters": {**_YARN, "original_max_position_embeddings": 64},
+                "original_max_position_embeddings": 32,
+            },
+            Rope(1e4, RopeKind.YARN, 4.0, 32),
+        ),
+        ({"rope_parameters": _YARN}, Rope(1e4, RopeKind.YARN, 4.0, 256)),
+        (
+            {"rope_parameters": {**_YARN, "beta_fast": 8, "attention_factor": 1.5, "truncate": False}},
+            Rope(1e4, RopeKind.YARN, 4.0, 256, beta_fast=8.0, attention_factor=1.5, truncate=False),
+        ),
+        ({"rope_parameters": {**_YARN, "beta_fast": None}}, Rope(1e4, RopeKind.YARN, 4.0, 256)),
+    ],
+)
+def test_rotary_positions_are_read_in_both_spellings(changes: dict[str, Any], rope: Rope) -> None:
+    assert read("llama", **changes).rope == rope
+
+
+def test_mixtral_has_a_rotary_base_of_its_own() -> None:
+    assert read("mixtral").rope == Rope(1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        # What transformers computes and this package does not.
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' in config.json is not supported for llama"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2"),
+        ("llama", {"attention_bias": True}, "all of these biases, or none"),
+        ("llama", {"mlp_bias": True}, "all of these biases, or none"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        ("llama", {"is_causal": False}, "is_causal = False"),
+        ("mistral", {"logit_scale": 0.5}, "logit_scale = 0.5"),
+        ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints cannot be trained"),
+        ("qwen2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}, "layer_types in config.json"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "does not say 'sliding_attention' of every layer"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1]}}, "'short_factor'"),
+        ("llama", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, "mscale"),
+        ("llama", {"rope_parameters": {**_YARN, "truncate": None}}, "truncate = None"),
+        ("qwen3", {"rope_parameters": _NESTED}, "'full_attention' in config.json's rope_parameters"),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+            "say different things",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "no factor, which linear needs"),
+        ("llama", {"rope_parameters": {**_LLAMA3, "low_freq_factor": None}}, "no low_freq_factor, which llama3 needs"),
+        # What is no number, or none that can be meant.
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 in config.json is not a whole number"),
+        ("llama", {"num_hidden_layers": "4"}, "num_hidden_layers = '4'"),
+        ("llama", {"hidden_size": 64.0}, "hidden_size = 64.0"),
+        ("llama", {"vocab_size": None}, "config.json has no vocab_size"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' in config.json is not a number above 0"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+        ("mixtral", {"num_experts_per_tok": True}, "num_experts_per_tok = True"),
+        ("qwen3_moe", {"num_experts": None}, "config.json has no num_experts"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1"),
+        ("llama", {"dtype": "float64"}, "dtype = 'float64' in config.json is not supported"),
+        ("llama", {"torch_dtype": "fp8"}, "dtype = 'fp8'"),
+        ("llama", {"rope_theta": 0}, "rope_theta = 0"),
+        ("llama", {"rope_scaling": "yarn"}, "rope_scaling = 'yarn' in config.json is no dictionary"),
+        ("llama", {"rope_parameters": {**_YARN, "beta_fast": 0}}, "beta_fast = 0"),
+        ("llama", {"rope_parameters": {**_YARN, "factor": "4"}}, "factor = '4'"),
+        ("llama", {"rope_parameters": {**_YARN, "original_max_position_embeddings": 1.5}}, "= 1.5"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_model_unseen_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(name, **changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> None:
+    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        config = config_of(name)
+        del config[key]
+        with pytest.raises(InputError, match=f"config.json has no {key}"):
+            FAMILIES[name].read(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(5e5),
+        Rope(5e5, RopeKind.LINEAR, 2.5),
+        Rope(5e5, RopeKind.LLAMA3, 8.0, 64, low_freq_factor=2.0),
+        Rope(5e5, RopeKind.YARN, 4.0, 64, beta_fast=8.0, attention_factor=1.25, truncate=False),
+    ],
+    ids=lambda rope: rope.kind,
+)
+def test_a_derived_config_reads_as_the_architecture_that_it_was_derived_from(name: str, rope: Rope) -> None:
+    architecture = dataclasses.replace(read(name), rope=rope, tied_embeddings=True, dtype="bfloat16")
+    assert FAMILIES[name].read(json.loads(json.dumps(derive_config(architecture)))) == architecture
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "cannot be read as JSON"),
+        ("\xff", "cannot be read as JSON"),
+        ("[1]", "names no model_type"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported: the supported ones are llama, "),
+        ('{"model_type": ["llama"]}', "model_type ['llama'] is not supported"),
+    ],
+)
+def test_a_folder_without_a_usable_config_is_an_error(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError) as caught:
+        read_architecture(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    with pytest.raises(InputError, match="model/config.json cannot be read"):
+        read_architecture(tmp_path / "model")
