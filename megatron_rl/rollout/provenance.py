@@ -1,0 +1,73 @@
+"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration."""
+
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout.seeds import group_seed
+from megatron_rl.rollout.wire import FinishReason, Group, Response, Submission, log_probs_of
+
+FINISH_REASONS = frozenset(get_args(FinishReason))
+
+
+class GroupRefused(MegatronRLError):
+    """A group is not what was submitted: it must be sampled again, never trained on."""
+
+
+def version_tag(version: int) -> str:
+    """What `Span.version` holds for tokens that were sampled under this version."""
+    return str(version)
+
+
+def check_group(submission: Submission, group: Group) -> None:
+    """GroupRefused, with what is wrong, unless every response is the one that the submission asked for."""
+    problem = next(_problems(submission, group), None)
+    if problem is not None:
+        raise GroupRefused(f"group of prompt {group.prompt.index} of version {submission.version}: {problem}")
+
+
+def _problems(submission: Submission, group: Group) -> Iterator[str]:
+    index = group.prompt.index
+    if not 0 <= index < len(submission.prompts):
+        yield f"there are {len(submission.prompts)} prompts only"
+        return
+    if group.prompt.tokens != submission.prompts[index].tokens:
+        yield "the tokens of its prompt are not those that were submitted"
+    if len(group.responses) != submission.plan.group_size:
+        yield f"it has {len(group.responses)} responses, wanted {submission.plan.group_size}"
+    seed = group_seed(submission.run, submission.version, index)
+    for number, response in enumerate(group.responses):
+        for problem in _response_problems(submission, response):
+            yield f"response {number} of engine {response.engine}: {problem}"
+        if response.seed != seed + number:
+            yield f"response {number} has seed {response.seed}, wanted {seed + number}"
+
+
+def _response_problems(submission: Submission, response: Response) -> Iterator[str]:
+    num_tokens, remainder = divmod(len(response.tokens), 4)
+    if remainder or len(response.log_probs) != len(response.tokens):
+        yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs, 4 each are wanted"
+        return
+    if response.fingerprint != submission.fingerprint:
+        yield f"its fingerprint is {response.fingerprint!r}, and {submission.fingerprint!r} was submitted"
+    tag, position = version_tag(submission.version), 0
+    for span in response.spans:
+        if span.version != tag:
+            yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
+        if span.start != position:
+            yield f"a span starts at token {span.start}, the one before ends at {position}"
+        position = span.end
+    if position != num_tokens:
+        yield f"its spans end at token {position} of {num_tokens}"
+    if response.finish_reason not in FINISH_REASONS:
+        yield f"its finish reason is {response.finish_reason!r}"
+    if response.finish_reason == "length" and num_tokens != submission.sampling.max_tokens:
+        yield f"it was cut off after {num_tokens} tokens, and {submission.sampling.max_tokens} were allowed"
+    if num_tokens > submission.sampling.max_tokens:
+        yield f"it has {num_tokens} tokens, and {submission.sampling.max_tokens} were allowed"
+    if not np.isfinite(log_probs_of(response.log_probs)).all():
+        yield "a log-prob is not finite"
+    if not np.isfinite(response.reward):
+        yield f"its reward is {response.reward}"

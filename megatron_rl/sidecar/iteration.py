@@ -1,0 +1,334 @@
+"""The state of one iteration: which prompts still want sampling, which groups are finished, who claimed them.
+
+Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from the order of the events. Invariants:
+
+1. A slot's first request asks for the next finished groups; requests that find too few wait in the order they came in,
+   and a finished group serves the one that has waited longest.
+2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
+   order "prompt" it takes the prompts that `Division.bound_prompts` binds to it, whatever finished when.
+3. With several updates a slot takes only groups of its own update.
+4. No slot waits while what it would take is finished.
+5. A slot that was answered is answered with the same bytes for ever after.
+6. No group is claimed twice; when every slot was answered, every group was claimed.
+7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
+   rewards of all of them.
+8. A group is recorded before it counts as finished, a claim before it can be answered: one whose recording raises has
+   not happened.
+9. A group is waiting, running, finished or claimed, one of them; it is finished once, and only when it is what was
+   submitted.
+10. An iteration that failed answers nothing but its failure.
+"""
+
+import dataclasses
+import enum
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.provenance import check_group
+from megatron_rl.rollout.slots import Claim, Place, divide
+from megatron_rl.rollout.wire import Group, GroupPart, Prompt, Slot, Submission
+
+
+class WrongVersion(MegatronRLError):
+    """A request is for another version than that of the iteration."""
+
+
+class NoSuchSlot(MegatronRLError):
+    """A request is for a slot that the plan does not have."""
+
+
+class IterationFailed(MegatronRLError):
+    """The iteration cannot be finished."""
+
+
+class GroupFinishedTwice(MegatronRLError):
+    """A group that is finished already finished again: the second one is not used."""
+
+
+class NotAllClaimed(MegatronRLError):
+    """The trainer says that it trained on all groups, and has not asked for all of them."""
+
+
+class ClaimConflict(MegatronRLError):
+    """A claim to be restored contradicts the groups or the claims that are there."""
+
+
+class Progress(enum.StrEnum):
+    """How far a group is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CLAIMED = "claimed"
+
+
+@dataclasses.dataclass
+class _Pool:
+    """What can be claimed by whom: an update's groups and units, or, in prompt order, those of one unit."""
+
+    # Both are sets in the order of insertion.
+    finished: dict[int, None] = dataclasses.field(default_factory=dict)
+    asked: dict[Place, None] = dataclasses.field(default_factory=dict)
+
+
+class Iteration:
+    """The state machine."""
+
+    def __init__(
+        self,
+        submission: Submission,
+        record_group: Callable[[Group], None] = lambda group: None,
+        record_claim: Callable[[Claim], None] = lambda claim: None,
+        dispatch: Sequence[int] | None = None,
+    ) -> None:
+        """`record_group` and `record_claim` are called before a group or a claim takes effect.
+
+        `dispatch` is the order in which prompts are wanted, within each update; by index if not given.
+        """
+        self.submission = submission
+        self.division = divide(submission.plan)
+        self.failure: str | None = None
+        self.claims: list[Claim] = []
+        self._is_complete = False
+        self._record_group = record_group
+        self._record_claim = record_claim
+        num_prompts = submission.plan.num_prompts
+        if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
+            raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
+        order = range(num_prompts) if dispatch is None else dispatch
+        if sorted(order) != list(range(num_prompts)):
+            raise InputError(f"the order of dispatch must name each of the {num_prompts} prompts once")
+        self._order = sorted(order, key=self.division.update_of_prompt)
+        self._rank = {prompt: rank for rank, prompt in enumerate(self._order)}
+        self._wanted = list(range(num_prompts))
+        self._progress = [Progress.WAITING] * num_prompts
+        self._counts = dict.fromkeys(Progress, 0) | {Progress.WAITING: num_prompts}
+        self._groups: dict[int, Group] = {}
+        self._pools: defaultdict[int | Place, _Pool] = defaultdict(_Pool)
+        self._answers: dict[Place, bytes] = {}
+
+    @property
+    def version(self) -> int:
+        return self.submission.version
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether every group was claimed."""
+        return self._counts[Progress.CLAIMED] == self.submission.plan.num_prompts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it failed, or the trainer has trained on all of it."""
+        return self.failure is not None or self._is_complete
+
+    def is_same(self, submission: Submission) -> bool:
+        """Whether this submission is what the iteration works on; one that failed works on nothing any more."""
+        return self.failure is None and self.submission == submission
+
+    def restore(self, groups: Iterable[Group], claims: Iterable[Claim]) -> None:
+        """Take over what a journal kept, in its order, before any other event; nothing of it is recorded again."""
+        for group in groups:
+            self._check_finished(group)
+            self._finish(group)
+        for claim in claims:
+            problem = self.division.problem(claim) or self._conflict(claim)
+            if problem:
+                raise ClaimConflict(f"a claim of version {self.version} cannot be restored: {problem}")
+            self._take(claim)
+
+    def next_prompt(self) -> Prompt | None:
+        """The next prompt to sample, which counts as running from now on; None if all are running or finished."""
+        while self._wanted:
+            prompt = self._order[heapq.heappop(self._wanted)]
+            if self._progress[prompt] is Progress.WAITING:
+                self._move(prompt, Progress.RUNNING)
+                return self.submission.prompts[prompt]
+        return None
+
+    def requeue(self, prompt: int) -> None:
+        """A running group was lost with its engine, or refused: it is wanted again, at its place in the order."""
+        if self._progress[prompt] is Progress.RUNNING:
+            self._move(prompt, Progress.WAITING)
+            heapq.heappush(self._wanted, self._rank[prompt])
+
+    def finished(self, group: Group) -> list[Place]:
+        """Take a finished group; the slots that were asked for before and can be answered now.
+
+        GroupRefused if it is not what was submitted, GroupFinishedTwice if it was there already: nothing changes then.
+        """
+        self._check_failure()
+        self._check_finished(group)
+        self._record_group(group)
+        self._finish(group)
+        return self._serve(self._pool_of_prompt(group.prompt.index))
+
+    def failed(self, reason: str) -> None:
+        """The iteration cannot be finished; the first reason stays."""
+        self.failure = reason if self.failure is None else self.failure
+
+    def complete(self) -> None:
+        """The trainer has trained on all groups. Slots are still answered: its answer may have been lost."""
+        self._check_failure()
+        if not self.is_claimed:
+            raise NotAllClaimed(f"iteration {self.version} cannot be complete: {self.missing()}")
+        self._is_complete = True
+
+    def claim(self, replica: int, index: int, version: int | None = None) -> bytes | None:
+        """The encoded `wire.Slot` of this place; None, and a place in the queue, while it cannot be answered."""
+        unit = self._checked_unit(replica, index, version)
+        place = Place(replica, index)
+        if place not in self._answers:
+            pool = self._pool_of_unit(unit)
+            pool.asked[unit] = None
+            self._serve(pool)
+        return self._answers.get(place)
+
+    def ready(self, replica: int, index: int, version: int | None = None) -> bool:
+        """Whether a request for this slot would be answered now; asks for nothing."""
+        unit = self._checked_unit(replica, index, version)
+        return unit in self._answers or len(self._pool_of_unit(unit).finished) >= self.division.groups_per_unit
+
+    def wants(self) -> list[Prompt]:
+        """What `next_prompt` will give, in that order."""
+        return [self.submission.prompts[prompt] for prompt in self.prompts_in(Progress.WAITING)]
+
+    def prompts_in(self, progress: Progress) -> list[int]:
+        """The prompts that are so far, in the order of dispatch."""
+        return [prompt for prompt in self._order if self._progress[prompt] is progress]
+
+    def counts(self) -> dict[Progress, int]:
+        """How many groups are how far."""
+        return dict(self._counts)
+
+    def asked(self) -> list[Place]:
+        """The units, by their first slots, that wait; those of an update in the order they were asked for."""
+        return [unit for pool in self._pools.values() for unit in pool.asked]
+
+    def missing(self) -> str:
+        """What keeps the iteration from its end, for people."""
+        unfinished = self.prompts_in(Progress.RUNNING) + self.prompts_in(Progress.WAITING)
+        shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
+        which = f" (prompts {shown})" if unfinished else ""
+        return (
+            f"{len(unfinished)} of {self.submission.plan.num_prompts} groups are not finished{which}, "
+            f"{self._counts[Progress.FINISHED]} finished ones are not claimed"
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "version": self.version,
+            "failure": self.failure,
+            "is_complete": self._is_complete,
+            "groups": {progress.value: count for progress, count in self._counts.items()},
+            "running": self.prompts_in(Progress.RUNNING),
+            "slots_waiting": [list(unit) for unit in self.asked()],
+            "num_units_claimed": len(self.claims),
+            "num_units": self.division.num_units,
+        }
+
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise IterationFailed(f"iteration {self.version} failed: {self.failure}")
+
+    def _check_finished(self, group: Group) -> None:
+        check_group(self.submission, group)
+        prompt = group.prompt.index
+        if self._progress[prompt] in (Progress.FINISHED, Progress.CLAIMED):
+            raise GroupFinishedTwice(f"the group of prompt {prompt} of version {self.version} finished twice")
+
+    def _checked_unit(self, replica: int, index: int, version: int | None) -> Place:
+        if version not in (None, self.version):
+            raise WrongVersion(f"a slot of version {version} was asked for, the iteration is of version {self.version}")
+        if not self.division.holds(replica, index):
+            raise NoSuchSlot(
+                f"slot ({replica}, {index}) was asked for, iteration {self.version} has "
+                f"{self.division.slots_per_replica} slots for each of {self.submission.plan.num_replicas} replicas: "
+                "the trainer and the submission must have the same plan"
+            )
+        self._check_failure()
+        return self.division.unit(replica, index)
+
+    def _pool_of_unit(self, unit: Place) -> _Pool:
+        is_bound = self.submission.plan.order == "prompt"
+        return self._pools[unit if is_bound else self.division.update_of_slot(unit.slot)]
+
+    def _pool_of_prompt(self, prompt: int) -> _Pool:
+        is_bound = self.submission.plan.order == "prompt"
+        return self._pools[self.division.bound_unit(prompt) if is_bound else self.division.update_of_prompt(prompt)]
+
+    def _move(self, prompt: int, progress: Progress) -> None:
+        self._counts[self._progress[prompt]] -= 1
+        self._counts[progress] += 1
+        self._progress[prompt] = progress
+
+    def _finish(self, group: Group) -> None:
+        prompt = group.prompt.index
+        self._groups[prompt] = group
+        self._pool_of_prompt(prompt).finished[prompt] = None
+        self._move(prompt, Progress.FINISHED)
+
+    def _serve(self, pool: _Pool) -> list[Place]:
+        served: list[Place] = []
+        while pool.asked and len(pool.finished) >= self.division.groups_per_unit:
+            unit = next(iter(pool.asked))
+            prompts = list(itertools.islice(pool.finished, self.division.groups_per_unit))
+            if self.submission.plan.order == "prompt":
+                prompts.sort()
+            claim = Claim(replica=unit.replica, index=unit.slot, prompts=prompts)
+            self._record_claim(claim)
+            self._take(claim)
+            served += self.division.slots(unit)
+        return served
+
+    def _conflict(self, claim: Claim) -> str | None:
+        if claim.place in self._answers:
+            return f"slot ({claim.replica}, {claim.index}) is claimed twice"
+        for prompt in claim.prompts:
+            progress = self._progress[prompt]
+            if progress is not Progress.FINISHED or claim.prompts.count(prompt) > 1:
+                return f"slot ({claim.replica}, {claim.index}) takes the group of prompt {prompt}, which is {progress}"
+        return None
+
+    def _take(self, claim: Claim) -> None:
+        # Encoded at once and kept as bytes only: they are the answer, and the groups need not be held twice.
+        groups = [self._groups[prompt] for prompt in claim.prompts]
+        for place, parts in zip(self.division.slots(claim.place), self._parts(groups), strict=True):
+            self._answers[place] = wire.encode(
+                Slot(
+                    run=self.submission.run,
+                    version=self.version,
+                    fingerprint=self.submission.fingerprint,
+                    replica=place.replica,
+                    index=place.slot,
+                    parts=parts,
+                )
+            )
+        pool = self._pool_of_unit(claim.place)
+        pool.asked.pop(claim.place, None)
+        for prompt in claim.prompts:
+            del self._groups[prompt], pool.finished[prompt]
+            self._move(prompt, Progress.CLAIMED)
+        self.claims.append(claim)
+
+    def _parts(self, groups: Sequence[Group]) -> list[list[GroupPart]]:
+        """The parts that each slot of a unit holds."""
+        group_size = self.submission.plan.group_size
+        size = min(self.submission.plan.micro_batch_size, group_size)
+        return [[_part(group, first, size) for group in groups] for first in range(0, group_size, size)]
+
+
+def _part(group: Group, first: int, size: int) -> GroupPart:
+    return GroupPart(
+        prompt_index=group.prompt.index,
+        row=group.prompt.row,
+        prompt_tokens=group.prompt.tokens,
+        first_response=first,
+        responses=group.responses[first : first + size],
+        rewards=[response.reward for response in group.responses],
+    )

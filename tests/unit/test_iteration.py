@@ -1,0 +1,445 @@
+"""One iteration: what is claimed by whom, in which order, exactly once."""
+
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.provenance import GroupRefused
+from megatron_rl.rollout.slots import Claim, Place, divide
+from megatron_rl.rollout.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
+from megatron_rl.sidecar.iteration import (
+    ClaimConflict,
+    GroupFinishedTwice,
+    Iteration,
+    IterationFailed,
+    NoSuchSlot,
+    NotAllClaimed,
+    Progress,
+    WrongVersion,
+)
+from tests.submissions import make_group, make_plan, make_submission, plans, with_response
+
+# What happens in an iteration: a group finishes, or a slot is asked for.
+Event = tuple[str, int | Place]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Plan, list[Event]]:
+    """A plan and its events in some order, each request at least once and some of them again."""
+    plan = draw(plans())
+    requests: list[Event] = [("ask", place) for place in all_places(plan)]
+    finishes: list[Event] = [("finish", prompt) for prompt in range(plan.num_prompts)]
+    again = draw(st.lists(st.sampled_from(requests), max_size=6))
+    return plan, draw(st.permutations(requests + again + finishes))
+
+
+def all_places(plan: Plan) -> list[Place]:
+    slots = divide(plan).slots_per_replica
+    return [Place(replica, index) for replica in range(plan.num_replicas) for index in range(slots)]
+
+
+def play(iteration: Iteration, event: Event) -> bytes | None:
+    kind, what = event
+    if kind == "finish":
+        iteration.finished(make_group(iteration.submission, what))
+        return None
+    return iteration.claim(*what)
+
+
+def answers_of(iteration: Iteration) -> dict[Place, bytes]:
+    answers = {place: iteration.claim(*place) for place in all_places(iteration.submission.plan)}
+    assert None not in answers.values()
+    return answers
+
+
+def prompts_of(answer: bytes) -> list[int]:
+    return [part.prompt_index for part in decode(answer, Slot).parts]
+
+
+def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
+    """The naive twin: after each event, look through everything for the first who can be served."""
+    division = divide(plan)
+    asked: list[Place] = []
+    finished: list[int] = []
+    claims: dict[Place, list[int]] = {}
+    for kind, what in events:
+        if kind == "finish":
+            finished.append(what)
+        elif (unit := division.unit(*what)) not in asked:
+            asked.append(unit)
+        for unit in asked:
+            if unit in claims:
+                continue
+            update = unit.slot // division.slots_per_update
+            if plan.order == "prompt":
+                fitting = [prompt for prompt in division.bound_prompts(unit) if prompt in finished]
+            else:
+                fitting = [prompt for prompt in finished if prompt // division.prompts_per_update == update]
+            if len(fitting) >= division.groups_per_unit:
+                claims[unit] = fitting[: division.groups_per_unit]
+                finished = [prompt for prompt in finished if prompt not in claims[unit]]
+    return claims
+
+
+@given(plans())
+def test_every_replica_has_the_slots_that_the_sizes_give_and_updates_share_them(plan: Plan) -> None:
+    division = divide(plan)
+    assert division.slots_per_replica * plan.num_replicas * plan.micro_batch_size == plan.num_prompts * plan.group_size
+    assert division.num_units * division.groups_per_unit == plan.num_prompts
+    assert {division.update_of_slot(index) for index in range(division.slots_per_replica)} == set(
+        range(plan.num_updates)
+    )
+
+
+@given(plans())
+def test_the_prompts_bound_to_units_are_all_prompts_once_and_of_the_units_update(plan: Plan) -> None:
+    division = divide(plan)
+    units = {division.unit(*place) for place in all_places(plan)}
+    assert sorted(prompt for unit in units for prompt in division.bound_prompts(unit)) == list(range(plan.num_prompts))
+    for unit in units:
+        for prompt in division.bound_prompts(unit):
+            assert division.bound_unit(prompt) == unit
+            assert division.update_of_prompt(prompt) == division.update_of_slot(unit.slot)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"micro_batch_size": 6}, "--micro-batch-size 6 is neither a multiple nor a divisor of --grpo-group-size 4"),
+        ({"num_updates": 3}, "--grpo-prompts-per-step 8 does not divide into 3 updates: set --global-batch-size to 32"),
+        ({"num_replicas": 3}, "make --grpo-prompts-per-step a multiple of 3"),
+        ({"micro_batch_size": 32}, "or --micro-batch-size smaller"),
+        ({"group_size": 0}, "group_size of the plan is 0"),
+    ],
+)
+def test_a_plan_that_does_not_divide_evenly_is_refused_with_the_flag_to_change(changes, remedy) -> None:
+    with pytest.raises(InputError) as caught:
+        Iteration(make_submission(make_plan(**changes)))
+    assert remedy in str(caught.value)
+
+
+def test_prompts_that_are_not_those_of_the_plan_are_refused() -> None:
+    submission = make_submission()
+    for prompts in (submission.prompts[:-1], submission.prompts[::-1], [submission.prompts[0]] * 8):
+        with pytest.raises(InputError, match="indices 0 to 7"):
+            Iteration(msgspec.structs.replace(submission, prompts=prompts))
+
+
+@given(histories())
+def test_claims_follow_from_the_order_of_the_events_as_the_naive_twin_makes_them(history) -> None:
+    plan, events = history
+    iteration = Iteration(make_submission(plan))
+    for number, event in enumerate(events):
+        play(iteration, event)
+        claims = {claim.place: claim.prompts for claim in iteration.claims}
+        assert claims == expected_claims(plan, events[: number + 1])
+
+
+@given(histories())
+def test_every_group_is_claimed_exactly_once_with_all_its_responses_in_order(history) -> None:
+    plan, events = history
+    iteration = Iteration(make_submission(plan))
+    for event in events:
+        play(iteration, event)
+    assert iteration.is_claimed
+    found: dict[int, list] = {}
+    for place in sorted(all_places(plan)):
+        slot = decode(iteration.claim(*place), Slot)
+        assert (slot.replica, slot.index) == place
+        assert sum(len(part.responses) for part in slot.parts) == plan.micro_batch_size
+        for part in slot.parts:
+            responses = found.setdefault(part.prompt_index, [])
+            assert part.first_response == len(responses)
+            assert part.rewards == [float(j) for j in range(plan.group_size)]
+            responses += part.responses
+    expected = [make_group(iteration.submission, prompt).responses for prompt in range(plan.num_prompts)]
+    assert [found[prompt] for prompt in sorted(found)] == expected
+
+
+@given(histories())
+def test_a_slot_asked_for_twice_gives_the_same_bytes(history) -> None:
+    plan, events = history
+    iteration = Iteration(make_submission(plan))
+    first: dict[Place, bytes] = {}
+    for event in events:
+        play(iteration, event)
+        for place in all_places(plan):
+            if iteration.division.unit(*place) in {claim.place for claim in iteration.claims}:
+                answer = iteration.claim(*place)
+                assert answer == first.setdefault(place, answer)
+    iteration.complete()
+    assert answers_of(iteration) == first
+
+
+@given(histories())
+def test_no_slot_waits_while_what_it_would_take_is_finished_and_those_served_are_told(history) -> None:
+    plan, events = history
+    iteration = Iteration(make_submission(plan))
+    for kind, what in events:
+        waiting = set(iteration.asked())
+        if kind == "finish":
+            served = iteration.finished(make_group(iteration.submission, what))
+            assert set(served) == {
+                s for unit in waiting - set(iteration.asked()) for s in iteration.division.slots(unit)
+            }
+        else:
+            was_ready = iteration.ready(*what)
+            assert was_ready == (iteration.claim(*what) is not None)
+        assert not any(iteration.ready(*unit) for unit in iteration.asked())
+
+
+@given(histories())
+def test_a_slot_of_an_update_holds_groups_of_this_update_only(history) -> None:
+    plan, events = history
+    iteration = Iteration(make_submission(plan))
+    for event in events:
+        play(iteration, event)
+    for place, answer in answers_of(iteration).items():
+        update = place.slot // iteration.division.slots_per_update
+        assert {prompt * plan.num_updates // plan.num_prompts for prompt in prompts_of(answer)} == {update}
+
+
+@given(histories(), st.randoms())
+def test_in_prompt_order_the_slots_do_not_depend_on_the_order_of_events(history, random) -> None:
+    plan, events = history
+    submission = make_submission(msgspec.structs.replace(plan, order="prompt"))
+    answers = []
+    for _ in range(2):
+        iteration = Iteration(submission)
+        for event in events:
+            play(iteration, event)
+        answers.append(answers_of(iteration))
+        random.shuffle(events)
+    assert answers[0] == answers[1]
+
+
+@given(histories(), st.data())
+def test_an_iteration_restored_from_what_was_recorded_answers_the_same_bytes(history, data) -> None:
+    plan, events = history
+    submission, groups, claims = make_submission(plan), [], []
+    iteration = Iteration(submission, groups.append, claims.append)
+    cut = data.draw(st.integers(0, len(events)))
+    for event in events[:cut]:
+        play(iteration, event)
+    before = {place: iteration.claim(*place) for claim in claims for place in iteration.division.slots(claim.place)}
+    recorded: list = []
+    restored = Iteration(submission, recorded.append, recorded.append)
+    restored.restore(list(groups), list(claims))
+    assert not recorded
+    assert {place: restored.claim(*place) for place in before} == before
+    assert restored.counts()[Progress.CLAIMED] == iteration.counts()[Progress.CLAIMED]
+    missing = set(range(plan.num_prompts)) - {group.prompt.index for group in groups}
+    assert [prompt.index for prompt in restored.wants()] == sorted(missing)
+
+
+def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
+    submission = make_submission()
+    groups = [make_group(submission, prompt) for prompt in range(4)]
+    first = Claim(replica=0, index=0, prompts=[1])
+    for claims, message in [
+        ([first, first], r"slot \(0, 0\) is claimed twice"),
+        ([first, Claim(replica=1, index=0, prompts=[1])], "prompt 1, which is claimed"),
+        ([Claim(replica=0, index=0, prompts=[5])], "prompt 5, which is waiting"),
+        ([Claim(replica=0, index=4, prompts=[1])], "not among the 4 slots"),
+        ([Claim(replica=0, index=0, prompts=[1, 2])], "takes 2 groups, and 1 belong in it"),
+        ([Claim(replica=0, index=0, prompts=[8])], "prompt 8 is not"),
+    ]:
+        with pytest.raises(ClaimConflict, match=message):
+            Iteration(submission).restore(groups, claims)
+    submission = make_submission(make_plan(order="prompt"))
+    with pytest.raises(ClaimConflict, match=r"takes prompts \[1\], and \[0\] are bound to it"):
+        Iteration(submission).restore([make_group(submission, 1)], [first])
+
+
+def test_requests_for_what_is_not_there_are_errors_of_their_own() -> None:
+    iteration = Iteration(make_submission())
+    for replica, index in [(2, 0), (0, 4), (-1, 0), (0, -1)]:
+        for ask in (iteration.claim, iteration.ready):
+            with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
+                ask(replica, index)
+    with pytest.raises(WrongVersion, match="of version 4 was asked for, the iteration is of version 3"):
+        iteration.claim(0, 0, version=4)
+    assert iteration.asked() == []
+    assert iteration.claim(0, 0, version=3) is None
+    assert iteration.asked() == [Place(0, 0)]
+
+
+def test_an_iteration_that_failed_answers_nothing_but_its_first_failure() -> None:
+    iteration = Iteration(make_submission())
+    iteration.finished(make_group(iteration.submission, 0))
+    assert iteration.claim(0, 0)
+    assert iteration.is_same(make_submission())
+    iteration.failed("no engine is left")
+    iteration.failed("and the disk is full")
+    for act in (
+        lambda: iteration.claim(0, 0),
+        lambda: iteration.ready(0, 1),
+        lambda: iteration.finished(make_group(iteration.submission, 1)),
+        iteration.complete,
+    ):
+        with pytest.raises(IterationFailed, match="iteration 3 failed: no engine is left$"):
+            act()
+    assert iteration.is_over
+    assert not iteration.is_same(make_submission())
+
+
+def test_it_is_complete_only_when_every_group_was_claimed() -> None:
+    iteration = Iteration(make_submission(make_plan(num_prompts=2)))
+    iteration.finished(make_group(iteration.submission, 1))
+    with pytest.raises(NotAllClaimed, match=r"1 of 2 groups are not finished \(prompts 0\), 1 finished ones are not"):
+        iteration.complete()
+    iteration.finished(make_group(iteration.submission, 0))
+    answers = answers_of(iteration)
+    iteration.complete()
+    iteration.complete()
+    assert iteration.is_over
+    assert answers_of(iteration) == answers
+
+
+@given(plans(), st.data())
+def test_a_prompt_is_wanted_until_it_runs_and_again_when_it_is_lost_in_the_order_of_dispatch(plan, data) -> None:
+    order = data.draw(st.permutations(range(plan.num_prompts)))
+    iteration = Iteration(make_submission(plan), dispatch=order)
+    update_of = iteration.division.update_of_prompt
+    waiting = sorted(order, key=update_of)
+    running: list[int] = []
+    rank = {prompt: place for place, prompt in enumerate(waiting)}
+    for action in data.draw(st.lists(st.sampled_from(["next", "next", "lose", "finish"]), max_size=30)):
+        if action == "next":
+            prompt = iteration.next_prompt()
+            assert (prompt.index if prompt else None) == (waiting[0] if waiting else None)
+            running += waiting[:1]
+            waiting = waiting[1:]
+        elif running:
+            prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            if action == "lose":
+                iteration.requeue(prompt)
+                waiting = sorted([*waiting, prompt], key=rank.__getitem__)
+            else:
+                iteration.finished(make_group(iteration.submission, prompt))
+                iteration.requeue(prompt)
+        assert [prompt.index for prompt in iteration.wants()] == waiting
+        assert sorted(iteration.prompts_in(Progress.RUNNING)) == sorted(running)
+        counts = iteration.counts()
+        assert sum(counts.values()) == plan.num_prompts
+        assert all(count == len(iteration.prompts_in(progress)) for progress, count in counts.items())
+
+
+def test_a_group_that_finishes_twice_is_said_and_the_first_is_kept() -> None:
+    iteration = Iteration(make_submission())
+    for place in [None, (0, 0)]:
+        if place is None:
+            iteration.finished(make_group(iteration.submission, 0, engine="first"))
+        else:
+            iteration.claim(*place)
+        with pytest.raises(GroupFinishedTwice, match="prompt 0 of version 3 finished twice"):
+            iteration.finished(make_group(iteration.submission, 0, engine="second"))
+    assert decode(iteration.claim(0, 0), Slot).parts[0].responses[0].engine == "first"
+
+
+SUBMISSION = make_submission()
+GROUP = make_group(SUBMISSION, 2)
+
+
+def moved(index: int) -> Group:
+    """The group, said to be of another prompt."""
+    return msgspec.structs.replace(GROUP, prompt=msgspec.structs.replace(GROUP.prompt, index=index))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (msgspec.structs.replace(GROUP, responses=GROUP.responses[:3]), "it has 3 responses, wanted 4"),
+        (moved(9), "there are 8 prompts only"),
+        (moved(1), "tokens of its prompt are not those that were submitted"),
+        (with_response(GROUP, 1, fingerprint="e" * 64), "response 1 of engine engine-0: its fingerprint"),
+        (with_response(GROUP, 1, seed=7), "response 1 has seed 7"),
+        (with_response(GROUP, 1, tokens=b"abc"), "3 bytes of tokens"),
+        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0])), "12 bytes of tokens and 4 of log-probs"),
+        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
+        (with_response(GROUP, 1, reward=float("inf")), "its reward is inf"),
+        (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
+        (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
+        (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
+        (with_response(GROUP, 1, spans=[Span(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
+        (with_response(GROUP, 1, spans=[Span(version="3", start=1, end=3)]), "a span starts at token 1"),
+        (
+            with_response(GROUP, 1, spans=[Span(version="3", start=0, end=2), Span(version="4", start=2, end=3)]),
+            "tokens 2 to 3 are of version '4', wanted '3'",
+        ),
+    ],
+)
+def test_a_group_that_is_not_what_was_submitted_is_refused_by_name_and_changes_nothing(group, message) -> None:
+    recorded: list = []
+    iteration = Iteration(SUBMISSION, recorded.append)
+    with pytest.raises(GroupRefused) as caught:
+        iteration.finished(group)
+    assert message in str(caught.value)
+    assert not recorded
+    assert len(iteration.wants()) == 8
+    iteration.finished(GROUP)
+
+
+def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() -> None:
+    submission = make_submission(sampling=Sampling(max_tokens=2))
+    iteration = Iteration(submission)
+    with pytest.raises(GroupRefused, match="it has 3 tokens, and 2 were allowed"):
+        iteration.finished(make_group(submission, 0))
+    cut = make_group(submission, 0, num_tokens=2)
+    empty = with_response(cut, 0, tokens=b"", log_probs=b"", spans=[])
+    iteration.finished(with_response(empty, 1, finish_reason="length"))
+
+
+def test_a_group_or_a_claim_whose_recording_fails_has_not_happened() -> None:
+    full = True
+
+    def record(what: object) -> None:
+        if full:
+            raise OSError("no space left on device")
+
+    iteration = Iteration(make_submission(), record_group=record)
+    with pytest.raises(OSError, match="no space"):
+        iteration.finished(make_group(iteration.submission, 0))
+    assert iteration.counts()[Progress.FINISHED] == 0
+
+    iteration = Iteration(make_submission(), record_claim=record)
+    assert iteration.claim(0, 0) is None
+    with pytest.raises(OSError, match="no space"):
+        iteration.finished(make_group(iteration.submission, 0))
+    with pytest.raises(OSError, match="no space"):
+        iteration.claim(0, 0)
+    assert iteration.claims == []
+    assert iteration.counts()[Progress.FINISHED] == 1
+    full = False
+    assert prompts_of(iteration.claim(0, 0)) == [0]
+
+
+def test_a_group_costs_at_most_half_of_the_five_milliseconds_that_the_service_has() -> None:
+    plan = Plan(num_prompts=512, group_size=16, num_replicas=64, micro_batch_size=4)
+    submission = make_submission(plan, sampling=Sampling(max_tokens=256))
+    groups = [make_group(submission, prompt, num_tokens=256) for prompt in range(plan.num_prompts)]
+    places = all_places(plan)
+    start = time.perf_counter()
+    iteration = Iteration(submission)
+    for group in groups:
+        iteration.next_prompt()
+        iteration.finished(group)
+    for _ in range(8):
+        for place in places:
+            assert iteration.claim(*place)
+    milliseconds = (time.perf_counter() - start) * 1000 / plan.num_prompts
+    assert milliseconds < 2.5, milliseconds
+
+
+def test_tokens_and_log_probs_reach_the_slot_unchanged() -> None:
+    iteration = Iteration(make_submission())
+    iteration.finished(make_group(iteration.submission, 0))
+    part = decode(iteration.claim(1, 3), Slot).parts[0]
+    assert part.responses[2].tokens == token_bytes([2, 3, 4])
+    assert part.responses[2].log_probs == log_prob_bytes([-2.5] * 3)
+    assert part.responses[2].components == {"exact": 2.0, "other": None}
+    assert (part.row, part.prompt_tokens) == ("row-0", token_bytes([0, 1]))
