@@ -1,0 +1,151 @@
+"""The routes of the rollout service: binary bodies, a token on every one of them but health."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import JSONResponse
+
+from megatron_rl.errors import InputError, MegatronRLError, UsageError
+from megatron_rl.rollout import wire
+from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
+from megatron_rl.sidecar.service import Conflict, RolloutService
+
+MAX_BODY_BYTES = 1 << 30
+MAX_PATIENCE_SECONDS = 60.0
+_OPEN = "/health"
+_STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
+    ((IterationFailed,), 410),
+    ((Conflict, WrongVersion, NotAllClaimed, ClaimConflict), 409),
+    ((NoSuchSlot,), 404),
+    ((InputError, UsageError), 400),
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
+    app.middleware("http")(_guard(token))
+    app.add_exception_handler(MegatronRLError, _report)
+    _trainer_routes(app, service)
+    _operator_routes(app, service, shutdown)
+    return app
+
+
+def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
+    expected = f"Bearer {token}".encode()
+
+    async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        if request.url.path != _OPEN and not hmac.compare_digest(given, expected):
+            return JSONResponse({"error": "the token is missing or wrong"}, status_code=401)
+        return await proceed(request)
+
+    return guard
+
+
+async def _report(_: Request, error: Exception) -> Response:
+    status = next((code for kinds, code in _STATUS if isinstance(error, kinds)), 500)
+    return JSONResponse({"error": str(error), "kind": type(error).__name__}, status_code=status)
+
+
+async def _body(request: Request, kind: type[T]) -> T:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise InputError(f"a body of more than {MAX_BODY_BYTES} bytes: send fewer prompts an iteration")
+    return wire.decode(bytes(data), kind)
+
+
+def _lease_of(request: Request) -> int:
+    text = request.headers.get("x-lease", "")
+    if not text.isdigit():
+        raise InputError("the header X-Lease is missing or no number: take a lease with POST /v1/lease")
+    return int(text)
+
+
+def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
+    @app.post("/v1/lease")
+    async def take_lease(run: str) -> dict[str, int]:
+        """Work for this run from now on; the number goes into X-Lease of its requests."""
+        return {"lease": await service.take_lease(run)}
+
+    @app.post("/v1/publish")
+    async def publish(request: Request) -> dict[str, Any]:
+        """Body: Weights. Answers when every engine holds the version, or none does."""
+        service.renew_lease(_lease_of(request))
+        weights = await _body(request, wire.Weights)
+        await service.publish(weights)
+        return {"version": weights.version, "seconds": service.counters.publish_seconds}
+
+    @app.post("/v1/iterations")
+    async def submit(request: Request) -> dict[str, int]:
+        """Body: Submission. Answers at once; slots come as groups finish."""
+        service.renew_lease(_lease_of(request))
+        submission = await _body(request, wire.Submission)
+        await service.submit(submission)
+        return {"version": submission.version}
+
+    @app.get("/v1/iterations/{version}/slots/{replica}/{index}")
+    async def slot(request: Request, version: int, replica: int, index: int, patience: float = 30.0) -> Response:
+        """A Slot; 204 when there was none within `patience` seconds, 410 when the iteration has failed."""
+        service.renew_lease(_lease_of(request))
+        data = await service.slot(version, replica, index, _bounded(patience))
+        return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
+
+    @app.get("/v1/iterations/{version}/failure")
+    async def failure(request: Request, version: int, patience: float = 30.0) -> Response:
+        """A Failure as soon as the iteration fails; 204 when it has not within `patience` seconds."""
+        service.renew_lease(_lease_of(request))
+        reason = await service.failure(version, _bounded(patience))
+        if reason is None:
+            return Response(status_code=204)
+        return Response(wire.encode(wire.Failure(version=version, reason=reason)), media_type=wire.MEDIA_TYPE)
+
+    @app.post("/v1/iterations/{version}/complete")
+    async def complete(request: Request, version: int) -> dict[str, int]:
+        """The trainer has trained on every slot."""
+        service.renew_lease(_lease_of(request))
+        service.complete(version)
+        return {"version": version}
+
+    @app.post("/v1/iterations/{version}/abort")
+    async def abort(request: Request, version: int, reason: str = "the trainer aborted it") -> dict[str, int]:
+        """End the iteration; every wait for it ends with the reason."""
+        service.renew_lease(_lease_of(request))
+        await service.abort(version, reason)
+        return {"version": version}
+
+
+def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
+    @app.get(_OPEN)
+    async def health() -> dict[str, str]:
+        """Whether the service runs; asks for no token and says nothing else."""
+        return {"status": "ok"}
+
+    @app.get("/v1/status")
+    async def status() -> dict[str, Any]:
+        """Who waits for what."""
+        return service.status()
+
+    @app.post("/v1/shutdown")
+    async def end() -> dict[str, str]:
+        """End the sidecar and its engines."""
+        asyncio.get_running_loop().call_later(0.05, shutdown)
+        return {"status": "ending"}
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
+
+
+def _bounded(patience: float) -> float:
+    """NaN and negative numbers are no patience at all."""
+    return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0

@@ -1,0 +1,341 @@
+"""The rollout service: takes an iteration's prompts, hands back slots of finished, scored, on-policy groups.
+
+What it promises is held by the objects it is made of: the iteration (`sidecar/iteration.py`) decides what each slot
+holds, the pool finds an engine for each group, the scorer rewards it, the journal and the audit log remember it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import seeds, wire
+from megatron_rl.rollout.provenance import GroupRefused, check_group
+from megatron_rl.rollout.slots import Claim, Place
+from megatron_rl.sidecar.engine import GroupRequest, WeightReport
+from megatron_rl.sidecar.iteration import Iteration
+
+_log = logging.getLogger(__name__)
+
+# How often a group is sampled that does not come back as it was asked for.
+_MAX_ATTEMPTS = 3
+
+
+class Conflict(MegatronRLError):
+    """The caller is not the one that this service works for now, or asks for what is past."""
+
+
+class Engines(Protocol):
+    """The engines, all together."""
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
+
+    async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+
+class Scorer(Protocol):
+    """Rewards for the responses of a group."""
+
+    async def score(self, group: wire.Group) -> wire.Group: ...
+
+
+class Recorder(Protocol):
+    """What is remembered of an iteration, and given back after a restart."""
+
+    def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None: ...
+
+    def submitted(self, submission: wire.Submission) -> None:
+        """Ends what was recorded of the iteration before."""
+        ...
+
+    def restored(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
+        """What was recorded of this very submission, by this process or one before it."""
+        ...
+
+    def finished(self, group: wire.Group) -> None: ...
+
+    def claimed(self, claim: Claim) -> None: ...
+
+    def completed(self, version: int) -> None: ...
+
+    def failed(self, version: int, reason: str) -> None: ...
+
+
+@dataclasses.dataclass
+class Lease:
+    """Whom the service works for. A run that comes back takes the lease over; its former holder is told so."""
+
+    run: str = ""
+    number: int = 0
+    renewed: float = 0.0
+
+
+@dataclasses.dataclass
+class Counters:
+    """What /metrics shows beside the iteration's own counts."""
+
+    groups: int = 0
+    tokens: int = 0
+    retried: int = 0
+    reused: int = 0
+    publishes: int = 0
+    publish_seconds: float = 0.0
+
+
+class RolloutService:
+    """The state of a sidecar and the operations on it; `sidecar/http.py` gives it routes."""
+
+    def __init__(self, engines: Engines, scorer: Scorer, recorder: Recorder, lease_seconds: float = 60.0):
+        self._engines = engines
+        self._scorer = scorer
+        self._recorder = recorder
+        self._lease_seconds = lease_seconds
+        self.lease = Lease()
+        self.counters = Counters()
+        self.iteration: Iteration | None = None
+        self.weights: wire.Weights | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._publishing = asyncio.Lock()
+        # One future for all ranks of a replica that wait for the same slot.
+        self._waiting: dict[Place, asyncio.Future[None]] = {}
+        self._failed = asyncio.Event()
+
+    async def take_lease(self, run: str) -> int:
+        """Work for this run from now on, and return the number that its requests must carry.
+
+        An iteration that runs is ended: whoever asked for it is gone, or told so. What it has finished is recorded,
+        and given back when the same iteration is submitted again.
+        """
+        lease, now = self.lease, time.monotonic()
+        if lease.run not in ("", run) and now - lease.renewed < self._lease_seconds:
+            raise Conflict(
+                f"this sidecar works for the run {lease.run!r}: start another sidecar, end that run, or wait "
+                f"{self._lease_seconds:.0f} s after its last request"
+            )
+        self.lease = Lease(run, lease.number + 1, now)
+        if self.iteration is not None and not self.iteration.is_over:
+            self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
+            await self._stop()
+        return self.lease.number
+
+    def renew_lease(self, number: int) -> None:
+        """Every request of the trainer does this; it is refused to all but the newest holder."""
+        if number != self.lease.number:
+            raise Conflict(
+                f"lease {number} is over, {self.lease.number} is held: another trainer has taken this sidecar"
+            )
+        self.lease.renewed = time.monotonic()
+
+    async def publish(self, weights: wire.Weights) -> None:
+        """Bring a version to every engine, all or none."""
+        if weights.run != self.lease.run:
+            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
+        self._must_not_run("publishing")
+        async with self._publishing:
+            start = time.monotonic()
+            # Until all of them have it, nobody knows what the engines hold.
+            self.weights = None
+            reports = await self._engines.publish(weights)
+            self._recorder.published(weights, reports)
+            self.weights = weights
+            self.counters.publishes += 1
+            self.counters.publish_seconds = time.monotonic() - start
+
+    async def submit(self, submission: wire.Submission) -> None:
+        """Start an iteration. The same submission again changes nothing; another one replaces what is over."""
+        if self.iteration is not None and self.iteration.is_same(submission):
+            return
+        self._check(submission)
+        await self._stop()
+        iteration = Iteration(submission, record_group=self._recorder.finished, record_claim=self._recorder.claimed)
+        self._recorder.submitted(submission)
+        groups, claims = self._recorder.restored(submission)
+        iteration.restore(groups, claims)
+        self.counters.reused += len(groups)
+        self.iteration = iteration
+        self._failed.clear()
+        self._task = asyncio.create_task(self._run(iteration))
+
+    async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
+        """The slot's bytes, as soon as there is one; None when `patience` seconds were not enough."""
+        deadline = time.monotonic() + patience
+        while True:
+            iteration = self._iteration_of(version)
+            answer = iteration.claim(replica, index, version)
+            remaining = deadline - time.monotonic()
+            if answer is not None or remaining <= 0:
+                return answer
+            place = Place(replica, index)
+            if place not in self._waiting:
+                self._waiting[place] = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._waiting[place]], timeout=remaining)
+
+    async def failure(self, version: int, patience: float) -> str | None:
+        """Why the iteration failed, as soon as it does; None when it has not within `patience` seconds."""
+        iteration = self._iteration_of(version)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._failed.wait(), patience)
+        return iteration.failure
+
+    def complete(self, version: int) -> None:
+        """The trainer says that it has trained on all of it."""
+        iteration = self._iteration_of(version)
+        if not iteration.is_over:
+            iteration.complete()
+            self._recorder.completed(version)
+
+    async def abort(self, version: int, reason: str) -> None:
+        """End an iteration that is not wanted any more."""
+        self._fail(self._iteration_of(version), reason)
+        await self._stop()
+
+    async def close(self) -> None:
+        """Stop whatever runs."""
+        if self.iteration is not None and not self.iteration.is_over:
+            self._fail(self.iteration, "the sidecar was asked to end")
+        await self._stop()
+
+    def status(self) -> dict[str, Any]:
+        """Who waits for what."""
+        iteration = self.iteration
+        return {
+            "run": self.lease.run,
+            "lease": self.lease.number,
+            "version": self.weights.version if self.weights else None,
+            "fingerprint": self.weights.fingerprint if self.weights else None,
+            "iteration": iteration.status() if iteration else None,
+            "slots_waited_for": [list(place) for place in self._waiting],
+            "engines": self._engines.status(),
+            "counters": dataclasses.asdict(self.counters),
+        }
+
+    def _check(self, submission: wire.Submission) -> None:
+        if submission.run != self.lease.run:
+            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {submission.run!r}")
+        held = self.weights
+        if held is None or (held.version, held.fingerprint) != (submission.version, submission.fingerprint):
+            text = f"{held.version} ({held.fingerprint[:12]})" if held else "none"
+            raise Conflict(
+                f"version {submission.version} ({submission.fingerprint[:12]}) is submitted, and the engines hold "
+                f"{text}: publish it first"
+            )
+        self._must_not_run(f"submitting iteration {submission.version}")
+
+    def _must_not_run(self, before: str) -> None:
+        if self.iteration is not None and not self.iteration.is_over:
+            raise Conflict(
+                f"iteration {self.iteration.submission.version} is running: complete or abort it before {before}"
+            )
+
+    def _iteration_of(self, version: int) -> Iteration:
+        if self.iteration is None:
+            raise Conflict(f"there is no iteration {version}: submit it first")
+        if self.iteration.submission.version != version:
+            raise Conflict(
+                f"iteration {version} is not the current one, {self.iteration.submission.version}: it is past, or "
+                f"not submitted yet"
+            )
+        return self.iteration
+
+    async def _run(self, iteration: Iteration) -> None:
+        """Make every group that is still wanted, or fail the iteration by name."""
+        seconds = iteration.submission.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._make_groups(iteration)
+        except TimeoutError:
+            self._fail(iteration, f"{iteration.missing()} after {seconds:g} s, its deadline")
+        except MegatronRLError as error:
+            self._fail(iteration, str(error))
+        except OSError as error:
+            self._fail(iteration, f"the journal cannot be written: {error}; make room for it")
+        except Exception as error:
+            _log.exception("iteration %d failed", iteration.submission.version)
+            self._fail(iteration, f"a fault of the sidecar: {error!r}; its log has the traceback")
+
+    async def _make_groups(self, iteration: Iteration) -> None:
+        in_flight = asyncio.Semaphore(self._engines.max_in_flight)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await in_flight.acquire()
+                    prompt = iteration.next_prompt()
+                    if prompt is None:
+                        break
+                    tasks.create_task(self._make_group(iteration, prompt, in_flight))
+        except BaseExceptionGroup as group:
+            # The first to fail is the reason; the others were cancelled for it.
+            raise group.exceptions[0] from None
+
+    async def _make_group(self, iteration: Iteration, prompt: wire.Prompt, in_flight: asyncio.Semaphore) -> None:
+        """Sample until the group is what was submitted, then score, record and hand it out."""
+        submission = iteration.submission
+        request = GroupRequest(
+            request_id=f"{submission.run}-{submission.version}-{prompt.index}",
+            prompt_tokens=tuple(wire.tokens_of(prompt.tokens).tolist()),
+            group_size=submission.plan.group_size,
+            seed=seeds.group_seed(submission.run, submission.version, prompt.index),
+            sampling=submission.sampling,
+        )
+        try:
+            group = await self._sample(submission, prompt, request)
+        finally:
+            # Scoring overlaps with the next group's sampling.
+            in_flight.release()
+        group = await self._scorer.score(group)
+        for place in iteration.finished(group):
+            self._answer(place)
+        self.counters.groups += 1
+        self.counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
+
+    async def _sample(self, submission: wire.Submission, prompt: wire.Prompt, request: GroupRequest) -> wire.Group:
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            group = wire.Group(prompt=prompt, responses=await self._engines.generate(request))
+            try:
+                check_group(submission, group)
+                return group
+            except GroupRefused as refusal:
+                _log.warning("attempt %d: %s", attempt, refusal)
+                self.counters.retried += 1
+                reason = str(refusal)
+        raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
+
+    def _answer(self, place: Place) -> None:
+        future = self._waiting.pop(place, None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _fail(self, iteration: Iteration, reason: str) -> None:
+        if iteration.failure is None:
+            iteration.failed(reason)
+            # The log may be what failed; the reason reaches the trainer all the same.
+            with contextlib.suppress(OSError, MegatronRLError):
+                self._recorder.failed(iteration.submission.version, reason)
+        self._failed.set()
+        for place in list(self._waiting):
+            self._answer(place)
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+
+@contextlib.asynccontextmanager
+async def running(service: RolloutService) -> AsyncIterator[RolloutService]:
+    """The service, closed at the end."""
+    try:
+        yield service
+    finally:
+        await service.close()

@@ -1,0 +1,105 @@
+"""What the tests of the service are made of: scripted engines, a reward, a memory in place of a journal."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.slots import Claim
+from megatron_rl.sidecar.engine import EngineLost, GroupRequest, WeightReport
+from megatron_rl.sidecar.scripted import Script, ScriptedEngine
+
+PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=2, micro_batch_size=4)
+
+
+class Engines:
+    """Scripted engines behind the interface of the pool and the supervisor: the next one in turn takes a group."""
+
+    max_in_flight = 4
+
+    def __init__(self, *engines: ScriptedEngine):
+        self.engines = engines
+        self._turn = 0
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]:
+        for _ in self.engines:
+            self._turn += 1
+            try:
+                return await self.engines[self._turn % len(self.engines)].generate(request)
+            except EngineLost:
+                continue
+        raise EngineLost(f"no engine is left for {request.request_id}")
+
+    async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]:
+        reports = []
+        for engine in self.engines:
+            await engine.pause()
+            report = await engine.load(weights)
+            await engine.commit(report)
+            await engine.resume()
+            reports.append((engine.name, report))
+        return reports
+
+    def status(self) -> dict[str, Any]:
+        return {engine.name: str(engine.state) for engine in self.engines}
+
+
+class RewardLength:
+    async def score(self, group: wire.Group) -> wire.Group:
+        responses = [msgspec.structs.replace(r, reward=float(len(r.tokens) // 4)) for r in group.responses]
+        return wire.Group(prompt=group.prompt, responses=responses)
+
+
+@dataclasses.dataclass
+class Memory:
+    """Remembers what a journal would, for as long as the test runs."""
+
+    events: list[tuple] = dataclasses.field(default_factory=list)
+    groups: list[wire.Group] = dataclasses.field(default_factory=list)
+    claims: list[Claim] = dataclasses.field(default_factory=list)
+    full: bool = False
+
+    def published(self, weights, reports) -> None:
+        self.events.append(("published", weights.version))
+
+    def submitted(self, submission) -> None:
+        self.events.append(("submitted", submission.version))
+
+    def restored(self, submission) -> tuple[list[wire.Group], list[Claim]]:
+        return list(self.groups), list(self.claims)
+
+    def finished(self, group) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.groups.append(group)
+
+    def claimed(self, claim) -> None:
+        self.claims.append(claim)
+
+    def completed(self, version) -> None:
+        self.events.append(("completed", version))
+
+    def failed(self, version, reason) -> None:
+        self.events.append(("failed", version))
+
+
+def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
+    prompts = [
+        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
+        for index in range(plan.num_prompts)
+    ]
+    return wire.Submission(
+        run="run", version=version, fingerprint=f"weights-{version}", plan=plan,
+        sampling=wire.Sampling(max_tokens=8), prompts=prompts, deadline_seconds=deadline,
+    )  # fmt: skip
+
+
+def weights(version: int = 0, run: str = "run") -> wire.Weights:
+    return wire.Weights(
+        run=run, version=version, fingerprint=f"weights-{version}", transport="shm", dtype="float32"
+    )  # fmt: skip
+
+
+def engine(name: str = "0", **script: Any) -> ScriptedEngine:
+    return ScriptedEngine(name, Script(**{"lengths": (1, 8), **script}))

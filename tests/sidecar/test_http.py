@@ -1,0 +1,199 @@
+"""The rollout service as ranks reach it: over HTTP, with a token, from many threads at once."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi.routing import APIRoute
+
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.client import IterationFailed, RolloutClient, RolloutError, read_token
+from megatron_rl.sidecar.http import application
+from megatron_rl.sidecar.scripted import ScriptedEngine
+from megatron_rl.sidecar.service import RolloutService
+from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
+
+TOKEN = "secret"
+
+
+class Server:
+    """A service on a unix socket, in a thread of this process."""
+
+    def __init__(self, socket: Path, engines: tuple[ScriptedEngine, ...]):
+        self.socket = socket
+        self.service: RolloutService | None = None
+        self._engines = engines
+        self._server: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self) -> None:
+        self.service = RolloutService(Engines(*self._engines), RewardLength(), Memory())
+        app = application(self.service, TOKEN, shutdown=self.stop)
+        self._server = uvicorn.Server(uvicorn.Config(app, uds=str(self.socket), log_level="warning"))
+        await self._server.serve()
+        await self.service.close()
+
+    def start(self) -> None:
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not (self._server and self._server.started):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def client(self, token: str = TOKEN, patience: float = 5.0) -> RolloutClient:
+        return RolloutClient("http://sidecar", token, patience, httpx.HTTPTransport(uds=str(self.socket)))
+
+    def raw(self) -> httpx.Client:
+        return httpx.Client(base_url="http://sidecar", transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=10)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *engines: ScriptedEngine) -> Iterator[Server]:
+    server = Server(folder / "socket", engines or (engine("0"), engine("1")))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.join()
+
+
+def started(server: Server) -> RolloutClient:
+    client = server.client()
+    client.take_lease("run")
+    client.publish(weights(), 10)
+    return client
+
+
+def test_ranks_in_many_threads_get_the_same_bytes_for_the_same_slot(tmp_path: Path) -> None:
+    with serving(tmp_path, engine("0", delay=lambda r: 0.02), engine("1")) as server, started(server) as client:
+        lease = client.take_lease("run")
+        client.publish(weights(), 10)
+
+        def rank(seed: int) -> dict[tuple[int, int], wire.Slot]:
+            with server.client() as mine:
+                mine.use_lease(lease)
+                places = [(replica, index) for replica in range(2) for index in range(2)]
+                return {place: mine.slot(0, *place, 10) for place in random.Random(seed).sample(places, 4)}
+
+        with ThreadPoolExecutor(8) as pool:
+            ranks = [pool.submit(rank, seed) for seed in range(8)]
+            client.submit(submission())
+            answers = [future.result() for future in ranks]
+        assert all(answer == answers[0] for answer in answers)
+        assert sorted(p.prompt_index for slot in answers[0].values() for p in slot.parts) == list(range(8))
+        client.complete(0)
+        assert client.status()["iteration"]["groups"]["claimed"] == 8
+
+
+def test_a_failed_iteration_reaches_every_rank_with_its_reason(tmp_path: Path) -> None:
+    faults = {f"run-0-{i}": "die" for i in range(8)}
+    with serving(tmp_path, engine("0", group_faults=faults)) as server, started(server) as client:
+        client.submit(submission())
+        assert "no engine is left" in (client.failure(0, 10) or "")
+        with pytest.raises(IterationFailed, match="no engine is left"):
+            client.slot(0, 1, 1, 10)
+
+
+def test_without_the_token_every_route_but_health_answers_401(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, server.raw() as raw:
+        assert server.service is not None
+        app = application(server.service, TOKEN, shutdown=lambda: None)
+        routes = [
+            (method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods
+        ]
+        assert len(routes) >= 10
+        for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/no/such/route")]:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+                expected = 200 if path == "/health" else 401
+                assert (
+                    raw.request(method, path.replace("{", "").replace("}", ""), headers=headers).status_code == expected
+                )
+        with pytest.raises(RolloutError, match="401"), server.client(token="wrong") as wrong:
+            wrong.status()
+
+
+def test_a_thousand_malformed_requests_are_answered_and_change_nothing(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    valid = wire.encode(submission())
+    paths = [
+        "/v1/publish",
+        "/v1/iterations",
+        "/v1/iterations/0/slots/0/0",
+        "/v1/iterations/x/slots/-1/99999999999999999",
+    ]
+    with serving(tmp_path) as server, started(server) as client, server.raw() as raw:
+        before = client.status()
+        seen: dict[int, int] = {}
+        for number in range(1000):
+            body = bytearray(valid[: generator.randrange(len(valid))] if number % 2 else generator.randbytes(200))
+            for _ in range(3):
+                if body:
+                    body[generator.randrange(len(body))] = generator.randrange(256)
+            headers = {"Authorization": f"Bearer {TOKEN}", "X-Lease": generator.choice(["1", "0", "9", "-1", "x", ""])}
+            answer = raw.request(
+                generator.choice(["POST", "GET", "PUT", "DELETE"]),
+                generator.choice(paths),
+                params={"patience": generator.choice(["0", "nan", "-5", "inf", "x"])},
+                headers=headers,
+                content=bytes(body),
+            )
+            seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        assert set(seen) <= {400, 404, 405, 409, 422}, seen
+        after = client.status()
+        before["counters"], after["counters"] = {}, {}
+        assert before == after
+
+
+def test_a_sidecar_that_stays_away_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with (
+        RolloutClient("http://sidecar", TOKEN, 0.6, httpx.HTTPTransport(uds=str(tmp_path / "none"))) as client,
+        pytest.raises(RolloutError, match="did not answer for 1 s.*look at its log, or start one"),
+    ):
+        client.status()
+
+
+def test_a_client_waits_for_a_sidecar_that_is_only_late(tmp_path: Path) -> None:
+    server = Server(tmp_path / "socket", (engine(),))
+    late = threading.Timer(0.7, server.start)
+    late.start()
+    with server.client() as client:
+        assert client.take_lease("run") == 1
+        client.shutdown()
+    late.join()
+    server.join()
+
+
+def test_a_token_that_others_can_read_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    path.chmod(0o644)
+    with pytest.raises(RolloutError, match="chmod 600"):
+        read_token(path)
+    path.chmod(0o600)
+    assert read_token(path) == "secret"
+
+
+def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, server.raw() as raw:
+        headers: dict[str, Any] = {"Authorization": f"Bearer {TOKEN}"}
+        description = raw.get("/openapi.json", headers=headers).json()
+        assert "/v1/iterations/{version}/slots/{replica}/{index}" in description["paths"]
+        assert raw.get("/docs", headers=headers).status_code == 200

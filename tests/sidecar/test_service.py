@@ -1,0 +1,210 @@
+"""The rollout service over scripted engines: what every rank of a trainer is promised."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import wire
+from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
+from megatron_rl.sidecar.scripted import ScriptedEngine
+from megatron_rl.sidecar.service import Conflict, RolloutService
+from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
+
+
+def serve(check: Callable[..., Awaitable[None]], *engines: ScriptedEngine, memory: Memory | None = None) -> Memory:
+    """Run the check with a service that holds version 0, within a deadline of its own."""
+    memory = memory or Memory()
+
+    async def run() -> None:
+        service = RolloutService(Engines(*(engines or (engine(),))), RewardLength(), memory)
+        await service.take_lease("run")
+        await service.publish(weights())
+        try:
+            await asyncio.wait_for(check(service), 30)
+        finally:
+            await service.close()
+
+    asyncio.run(run())
+    return memory
+
+
+async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 3) -> dict[tuple[int, int], wire.Slot]:
+    """Every rank of every replica asks for every slot, in an order of its own."""
+    places = [(replica, index) for replica in range(2) for index in range(2)]
+    answers: dict[tuple[int, int], set[bytes]] = {place: set() for place in places}
+
+    async def rank(seed: int) -> None:
+        for place in random.Random(seed).sample(places, len(places)):
+            answer = await service.slot(version, *place, patience=10)
+            assert answer is not None
+            answers[place].add(answer)
+
+    await asyncio.gather(*(rank(seed) for seed in range(num_ranks)))
+    assert all(len(different) == 1 for different in answers.values())
+    return {place: wire.decode(different.pop(), wire.Slot) for place, different in answers.items()}
+
+
+def trained(slots: dict[tuple[int, int], wire.Slot]) -> list[int]:
+    return sorted(part.prompt_index for slot in slots.values() for part in slot.parts)
+
+
+def test_every_group_is_answered_once_and_every_rank_gets_the_same_bytes() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        slots = await all_slots(service)
+        assert trained(slots) == list(range(8))
+        for slot in slots.values():
+            for part in slot.parts:
+                assert part.rewards == [len(r.tokens) / 4 for r in part.responses]
+        service.complete(0)
+
+    memory = serve(check, engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002))
+    assert memory.events == [("published", 0), ("submitted", 0), ("completed", 0)]
+
+
+def test_a_group_of_an_engine_that_dies_is_sampled_by_another_with_the_same_tokens() -> None:
+    async def tokens(service: RolloutService) -> list[bytes]:
+        await service.submit(submission())
+        slots = await all_slots(service)
+        parts = sorted((part for slot in slots.values() for part in slot.parts), key=lambda part: part.prompt_index)
+        return [response.tokens for part in parts for response in part.responses]
+
+    results: list[list[bytes]] = []
+
+    async def check(service: RolloutService) -> None:
+        results.append(await tokens(service))
+
+    serve(check, engine("0"), engine("1"))
+    serve(check, engine("0", group_faults={"run-0-3": "die", "run-0-2": "die"}), engine("1"))
+    assert results[0] == results[1]
+
+
+def test_what_claims_the_version_and_was_sampled_under_other_weights_is_never_handed_out() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.publish(weights(1))
+        await service.submit(submission(1))
+        with pytest.raises(IterationFailed, match="fingerprint is 'weights-0'.*sampled 3 times"):
+            await all_slots(service, version=1)
+
+    serve(check, engine("0", keeps_old_weights=True))
+
+
+def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        waits = await asyncio.gather(
+            *(service.slot(0, replica, index, 10) for replica in range(2) for index in range(2)),
+            service.failure(0, 10),
+            return_exceptions=True,
+        )
+        *slots, reason = waits
+        assert "no engine is left" in reason
+        assert all(isinstance(slot, IterationFailed) and "no engine is left" in str(slot) for slot in slots)
+
+    serve(check, engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)}))
+
+
+def test_an_iteration_that_takes_too_long_fails_by_name() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(deadline=0.3))
+        reason = await service.failure(0, 10)
+        assert reason is not None
+        assert "after 0.3 s, its deadline" in reason
+
+    serve(check, engine("0", group_faults={"run-0-1": "hang"}))
+
+
+def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        reason = await service.failure(0, 10)
+        assert reason is not None
+        assert "the journal cannot be written" in reason
+
+    serve(check, memory=Memory(full=True))
+
+
+def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refused() -> None:
+    memory = Memory()
+    first, second = engine("0", group_faults={"run-0-6": "hang"}), engine("0")
+
+    async def until_it_hangs(service: RolloutService) -> None:
+        await service.submit(submission())
+        assert await service.slot(0, 0, 0, 10) is not None
+        while len(memory.groups) < 6:
+            await asyncio.sleep(0.01)
+        zombie = service.lease.number
+        await service.take_lease("run")
+        with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
+            service.renew_lease(zombie)
+        with pytest.raises(IterationFailed, match="was started again"):
+            await service.slot(0, 0, 1, 10)
+
+    async def again(service: RolloutService) -> None:
+        claimed = memory.claims[0].prompts
+        num_kept = len(memory.groups)
+        await service.submit(submission())
+        slots = await all_slots(service)
+        assert [part.prompt_index for part in slots[0, 0].parts] == claimed
+        assert trained(slots) == list(range(8))
+        assert service.counters.reused == num_kept
+        assert second.num_served == 8 - num_kept
+
+    serve(until_it_hangs, first, memory=memory)
+    serve(again, second, memory=memory)
+
+
+def test_another_run_is_refused_while_the_lease_is_held() -> None:
+    async def check(service: RolloutService) -> None:
+        with pytest.raises(Conflict, match="works for the run 'run'"):
+            await service.take_lease("other")
+        with pytest.raises(Conflict, match="the lease is held by the run 'run'"):
+            await service.publish(weights(1, run="other"))
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda s: s.submit(submission(1)), "publish it first"),
+        (lambda s: s.slot(3, 0, 0, 1), "there is no iteration 3"),
+        (lambda s: asyncio.to_thread(s.complete, 0), "there is no iteration 0"),
+    ],
+)
+def test_what_comes_out_of_turn_is_refused_with_what_to_do(act: Callable, message: str) -> None:
+    async def check(service: RolloutService) -> None:
+        with pytest.raises(MegatronRLError, match=message):
+            await act(service)
+
+    serve(check)
+
+
+def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        await service.submit(submission())
+        with pytest.raises(Conflict, match="complete or abort it before publishing"):
+            await service.publish(weights(1))
+        with pytest.raises(NotAllClaimed, match="8 of 8 groups are not finished"):
+            service.complete(0)
+        await service.abort(0, "enough")
+        await service.publish(weights(1))
+        await service.submit(submission(1))
+        assert trained(await all_slots(service, 1)) == list(range(8))
+        with pytest.raises(Conflict, match="iteration 0 is not the current one, 1"):
+            await service.slot(0, 0, 0, 1)
+
+    serve(check, engine("0", delay=lambda r: 0.05))
+
+
+def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        assert await service.slot(0, 0, 0, 0.05) is None
+        assert service.status()["iteration"]["slots_waiting"] == [[0, 0]]
+
+    serve(check, engine("0", delay=lambda r: 5.0))
