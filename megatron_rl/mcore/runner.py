@@ -1,10 +1,11 @@
 """Packs through Megatron's own schedules, whatever the pipeline's shape."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
@@ -31,6 +32,9 @@ def _run(
 ) -> list[torch.Tensor]:
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads if loss is not None else None
+    # Without it an overlapped reduction starts after as many micro-batches as the first call had, and what the later
+    # ones add is lost.
+    config.no_sync_func = _no_sync(chunks)
     # The schedule divides by the micro-batches and the gradient buffers by the replicas: undo both.
     scale = len(packs) * parallel_state.get_data_parallel_world_size()
 
@@ -54,3 +58,11 @@ def _run(
         forward_only=loss is None,
     )
     return [result["log_probs"] for result in results]
+
+
+def _no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
+    """What keeps gradients from being reduced before the last micro-batch, in the form that the schedules want."""
+    functions = [chunk.no_sync for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    if not functions:
+        return None
+    return functions if len(chunks) > 1 else functions[0]
