@@ -30,7 +30,10 @@ class VocabularyShard:
 def vocabulary_parallel_log_probs(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, shard: VocabularyShard, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) at each row's target, fp32; padded columns count for nothing."""
+    """log softmax(logits / temperature) at each row's target, fp32; padded columns count for nothing.
+
+    A target outside the vocabulary gives NaN: what is not a token has no probability.
+    """
     return _LogProbs.apply(logits_NV, targets_N, shard, temperature)
 
 
@@ -49,11 +52,12 @@ class _LogProbs(torch.autograd.Function):
         local_N = local_N.clamp(0, scaled_NV.shape[1] - 1)
         chosen_N = scaled_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~is_here_N, 0.0)
         softmax_NV = scaled_NV.exp_()
-        sum_and_chosen_2N = shard.all_reduce(torch.stack((softmax_NV.sum(dim=1), chosen_N)))
-        softmax_NV /= sum_and_chosen_2N[0][:, None]
+        # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
+        sum_N, chosen_N, holders_N = shard.all_reduce(torch.stack((softmax_NV.sum(dim=1), chosen_N, is_here_N.float())))
+        softmax_NV /= sum_N[:, None]
         ctx.save_for_backward(softmax_NV, local_N, is_here_N)
         ctx.temperature, ctx.logits_dtype = temperature, logits_NV.dtype
-        return sum_and_chosen_2N[1] - sum_and_chosen_2N[0].log()
+        return (chosen_N - sum_N.log()).masked_fill(holders_N == 0, float("nan"))
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]

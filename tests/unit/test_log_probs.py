@@ -65,3 +65,10 @@ def test_no_targets_give_no_log_probs() -> None:
     result = vocabulary_parallel_log_probs(logits, torch.zeros(0, dtype=torch.long), VocabularyShard(0, 8))
     result.sum().backward()
     assert result.shape == (0,)
+
+
+def test_a_target_outside_the_vocabulary_has_no_log_prob() -> None:
+    logits, targets, _ = inputs()
+    targets[:3] = torch.tensor([REAL, PADDED + 100, -1])
+    log_probs = vocabulary_parallel_log_probs(logits, targets, VocabularyShard(0, REAL))
+    assert log_probs.isnan().tolist() == [True] * 3 + [False] * 6
