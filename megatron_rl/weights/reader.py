@@ -13,6 +13,7 @@ from megatron_rl.weights.mapping import Mapping, TensorSpec
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Tensors that old checkpoints carry and no model reads: they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
 
 
@@ -30,7 +31,12 @@ class Checkpoint:
                 raise InputError(
                     f"{path} cannot be read ({error}): it is truncated or no safetensors file, copy it again"
                 ) from None
-            self._file_of |= dict.fromkeys(handle.keys(), handle)
+            names = handle.keys()
+            if twice := sorted(self._file_of.keys() & names):
+                raise InputError(
+                    f"{_some(twice)} in more than one file of {self.folder}: keep the files of one checkpoint only"
+                )
+            self._file_of |= dict.fromkeys(names, handle)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -58,8 +64,9 @@ class Checkpoint:
         """Raise unless the folder holds exactly the architecture's tensors, in their shapes."""
         wanted = {spec.name: spec.shape for spec in mapping.manifest()}
         found = {name for name in self._file_of if not name.endswith(_DERIVED)}
-        if mapping.architecture.tied_embeddings:
-            found.discard("lm_head.weight")
+        has_head = mapping.architecture.tied_embeddings and _HEAD in found
+        if has_head:
+            found.discard(_HEAD)
         where = f"{self.folder} does not hold what its config.json describes"
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
@@ -74,18 +81,32 @@ class Checkpoint:
                     f"{where}: {name} has shape {list(actual)} and should have {list(shape)}; "
                     f"use the config.json that belongs to these weights"
                 )
+        # A copy of the embedding is harmless; anything else is a head of its own, which tying would drop.
+        if has_head and not self._are_equal(_HEAD, _EMBEDDING):
+            raise InputError(
+                f"{where}: tie_word_embeddings is true and {_HEAD} is another tensor than {_EMBEDDING}; "
+                f"set it to false, or remove the tensor"
+            )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        spec = self.spec(name)
+        same_kind = (spec.shape, spec.dtype) == (self.spec(other).shape, self.spec(other).dtype)
+        return same_kind and torch.equal(self.tensor(name), self.tensor(other))
 
     def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
+        whole, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
         if not index.exists():
-            paths = sorted(self.folder.glob("*.safetensors"))
+            # Beside the weights there may be others: adapters, or another release's format.
+            paths = [whole] if whole.exists() else sorted(self.folder.glob("*.safetensors"))
             if not paths:
                 raise InputError(f"{self.folder} holds no *.safetensors: convert the weights to that format first")
             return paths
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            files = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{index} is not an index of safetensors files: {error!r}") from None
+        if whole.exists() and whole.name not in files:
+            raise InputError(f"{self.folder} holds {whole.name} and an index of other files: remove one of the two")
         if missing := [name for name in files if not (self.folder / name).exists()]:
             raise InputError(f"{self.folder} lacks files that its index names: {_some(missing)} missing; copy it again")
         return [self.folder / name for name in files]

@@ -36,6 +36,14 @@ class Shard:
             source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
         self.zero_padding()
+        # Of the copy, so that a value which its dtype cannot hold is found too; the extremes of the whole are finite
+        # when everything is, and cost a fraction of the copy.
+        if not _is_finite(target):
+            broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
+            raise InputError(
+                f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in {target.dtype}: "
+                f"use a checkpoint without them, or train in the dtype that it is stored in"
+            )
 
     def zero_padding(self) -> None:
         """Clear what no piece covers: the last rows, where the vocabulary is padded."""
@@ -71,6 +79,10 @@ def shards_of(
             )
         shards.append(Shard(name, parameter, shard_map))
     return shards
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 class Digests:
