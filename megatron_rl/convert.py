@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megatron_rl import arguments, platforms
 from megatron_rl.config import Settings
-from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.errors import ExitCode, InputError, UsageError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("nothing to write: name a folder with --save (Megatron's format) or --save-hf")
     if checkpoint.load is None and settings.model.hf_model is None:
         raise UsageError("nothing to read: name a folder with --hf-model or --load")
+    # Said before hours of reading, and before --save has been written.
+    if checkpoint.save_hf is not None and checkpoint.save_hf.exists():
+        raise InputError(f"--save-hf {checkpoint.save_hf} exists already: choose another folder, or remove it")
     fingerprint = _convert(settings)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"fingerprint {fingerprint}", file=sys.stdout)

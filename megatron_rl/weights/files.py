@@ -61,6 +61,14 @@ class Plan:
 def create(folder: Path, plan: Plan, private: bool = False) -> None:
     """Lay the plan's files out in a new folder: their full size, and their headers. Private: for this user only."""
     folder.mkdir(parents=True, mode=0o700 if private else 0o777)
+    try:
+        _lay_out(folder, plan, private)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _lay_out(folder: Path, plan: Plan, private: bool) -> None:
     free = shutil.disk_usage(folder).free
     if free < plan.num_bytes:
         raise InputError(
