@@ -2,13 +2,14 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.rollout import wire
@@ -18,6 +19,7 @@ from megatron_rl.sidecar.service import Conflict, RolloutService
 MAX_BODY_BYTES = 1 << 30
 MAX_PATIENCE_SECONDS = 60.0
 _OPEN = "/health"
+_PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
 _STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
     ((IterationFailed,), 410),
     ((Conflict, WrongVersion, NotAllClaimed, ClaimConflict), 409),
@@ -31,23 +33,27 @@ T = TypeVar("T", bound=msgspec.Struct)
 def application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
     """The ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
-    app.middleware("http")(_guard(token))
+    app.add_middleware(_Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)
     _trainer_routes(app, service)
     _operator_routes(app, service, shutdown)
     return app
 
 
-def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    expected = f"Bearer {token}".encode()
+class _Guard:
+    """Asks every request for the token before anything reads it. A plain ASGI layer: it stands before each slot."""
 
-    async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if request.url.path != _OPEN and not hmac.compare_digest(given, expected):
-            return JSONResponse({"error": "the token is missing or wrong"}, status_code=401)
-        return await proceed(request)
+    def __init__(self, app: ASGIApp, token: str):
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
 
-    return guard
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _OPEN:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def _report(_: Request, error: Exception) -> Response:
@@ -93,11 +99,14 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         await service.submit(submission)
         return {"version": submission.version}
 
-    @app.get("/v1/iterations/{version}/slots/{replica}/{index}")
-    async def slot(request: Request, version: int, replica: int, index: int, patience: float = 30.0) -> Response:
+    # Asked for more often than everything else together: its parameters are read without FastAPI's machinery.
+    @app.get("/v1/iterations/{version:int}/slots/{replica:int}/{index:int}", openapi_extra=_PATIENCE)
+    async def slot(request: Request) -> Response:
         """A Slot; 204 when there was none within `patience` seconds, 410 when the iteration has failed."""
         service.renew_lease(_lease_of(request))
-        data = await service.slot(version, replica, index, _bounded(patience))
+        place = request.path_params
+        patience = _bounded(_number(request.query_params.get("patience", "30")))
+        data = await service.slot(place["version"], place["replica"], place["index"], patience)
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
     @app.get("/v1/iterations/{version}/failure")
@@ -144,6 +153,13 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"patience={text} is no number: write seconds") from None
 
 
 def _bounded(patience: float) -> float:

@@ -59,6 +59,7 @@ class Memory:
     groups: list[wire.Group] = dataclasses.field(default_factory=list)
     claims: list[Claim] = dataclasses.field(default_factory=list)
     full: bool = False
+    keeps: bool = True
 
     def published(self, weights, reports) -> None:
         self.events.append(("published", weights.version))
@@ -72,7 +73,8 @@ class Memory:
     def finished(self, group) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
-        self.groups.append(group)
+        if self.keeps:
+            self.groups.append(group)
 
     def claimed(self, claim) -> None:
         self.claims.append(claim)

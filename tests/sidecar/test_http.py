@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -124,7 +125,7 @@ def test_without_the_token_every_route_but_health_answers_401(tmp_path: Path) ->
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
                 expected = 200 if path == "/health" else 401
                 assert (
-                    raw.request(method, path.replace("{", "").replace("}", ""), headers=headers).status_code == expected
+                    raw.request(method, re.sub(r"{(\w+)(:int)?}", "0", path), headers=headers).status_code == expected
                 )
         with pytest.raises(RolloutError, match="401"), server.client(token="wrong") as wrong:
             wrong.status()
@@ -195,5 +196,5 @@ def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
     with serving(tmp_path) as server, server.raw() as raw:
         headers: dict[str, Any] = {"Authorization": f"Bearer {TOKEN}"}
         description = raw.get("/openapi.json", headers=headers).json()
-        assert "/v1/iterations/{version}/slots/{replica}/{index}" in description["paths"]
+        assert "/v1/iterations/{version}/slots/{replica}/{index}" in str(description["paths"]).replace(":int", "")
         assert raw.get("/docs", headers=headers).status_code == 200

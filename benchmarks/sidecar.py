@@ -1,0 +1,147 @@
+"""The rollout service over scripted engines: what a group costs, from submission until every rank has its slot.
+
+4,096 groups of 16 responses of 256 tokens, for 64 replicas of 8 ranks that all pull. The ranks are connections of one
+other process, which does nothing but ask and count bytes.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import report
+from megatron_rl.rollout import wire
+from megatron_rl.sidecar.http import application
+from megatron_rl.sidecar.scripted import Script, ScriptedEngine
+from megatron_rl.sidecar.server import serve
+from megatron_rl.sidecar.service import RolloutService
+from tests.sidecar.scripted_service import Engines, Memory, RewardLength, weights
+
+NUM_REPLICAS, RANKS_OF_A_REPLICA = 64, 8
+GROUP_SIZE, NUM_TOKENS = 16, 256
+TOKEN = "benchmark"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    rounds = [_measure(arguments.groups) for _ in range(arguments.rounds)]
+    milliseconds = [1e3 * seconds / arguments.groups for seconds, _ in rounds]
+    memory = [peak / 2**30 for _, peak in rounds]
+    print(
+        f"{arguments.groups} groups of {GROUP_SIZE} responses of {NUM_TOKENS} tokens, "
+        f"{NUM_REPLICAS} replicas of {RANKS_OF_A_REPLICA} ranks"
+    )
+    report.table("service", {"ms a group": milliseconds, "peak memory of the service, GiB": memory}, "")
+    report.finish({"ms_per_group_scripted": sorted(milliseconds)[len(milliseconds) // 2], "gib_scripted": max(memory)})
+
+
+def _measure(num_groups: int) -> tuple[float, float]:
+    """Seconds from submission until the last rank has its last slot, and the service's peak memory in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder) / "socket"
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=_service, args=(socket, theirs), daemon=True)
+        process.start()
+        try:
+            assert ours.recv() == "ready"
+            seconds = asyncio.run(_pull(socket, num_groups))
+            ours.send("end")
+            peak = ours.recv()
+        finally:
+            process.join(30)
+    return seconds, peak
+
+
+def _service(socket: Path, connection: Connection) -> None:
+    script = Script(lengths=(NUM_TOKENS, NUM_TOKENS))
+    engines = Engines(*(ScriptedEngine(str(number), script) for number in range(4)))
+    engines.max_in_flight = 64
+    asyncio.run(_serve(RolloutService(engines, RewardLength(), Memory(keeps=False)), socket, connection))
+
+
+async def _serve(service: RolloutService, socket: Path, connection: Connection) -> None:
+    ended = asyncio.Event()
+    server = asyncio.create_task(serve(application(service, TOKEN, ended.set), uds=socket, until=ended))
+    while not socket.exists():
+        await asyncio.sleep(0.01)
+    connection.send("ready")
+    process, peak = psutil.Process(os.getpid()), 0
+    while not connection.poll():
+        peak = max(peak, process.memory_info().rss)
+        await asyncio.sleep(0.05)
+    connection.send(peak)
+    ended.set()
+    await server
+
+
+async def _pull(socket: Path, num_groups: int) -> float:
+    plan = wire.Plan(
+        num_prompts=num_groups, group_size=GROUP_SIZE, num_replicas=NUM_REPLICAS, micro_batch_size=GROUP_SIZE
+    )
+    prompts = [
+        wire.Prompt(index=index, row=str(index), tokens=wire.token_bytes(range(index, index + 64)))
+        for index in range(num_groups)
+    ]
+    submission = wire.Submission(
+        run="run", version=0, fingerprint="weights-0", plan=plan, prompts=prompts, deadline_seconds=600,
+        sampling=wire.Sampling(max_tokens=NUM_TOKENS),
+    )  # fmt: skip
+    control = await _Rank.connect(socket)
+    await control.ask("POST", "/v1/lease?run=run", b"")
+    await control.ask("POST", "/v1/publish", wire.encode(weights()))
+    ranks = [
+        (replica, await _Rank.connect(socket)) for replica in range(NUM_REPLICAS) for _ in range(RANKS_OF_A_REPLICA)
+    ]
+    start = time.monotonic()
+    await control.ask("POST", "/v1/iterations", wire.encode(submission))
+    await asyncio.gather(*(rank.pull(replica, num_groups // NUM_REPLICAS) for replica, rank in ranks))
+    return time.monotonic() - start
+
+
+class _Rank:
+    """A connection that asks and reads; a client library would cost more than the service."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, socket: Path) -> "_Rank":
+        return cls(*await asyncio.open_unix_connection(str(socket), limit=1 << 20))
+
+    async def pull(self, replica: int, num_slots: int) -> None:
+        for index in range(num_slots):
+            while not await self.ask("GET", f"/v1/iterations/0/slots/{replica}/{index}?patience=30", b""):
+                pass
+
+    async def ask(self, method: str, path: str, body: bytes) -> bytes:
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: sidecar\r\nAuthorization: Bearer {TOKEN}\r\nX-Lease: 1\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        status = int(answer.split(b" ", 2)[1])
+        fields: dict[str, Any] = dict(
+            line.decode().lower().split(": ", 1) for line in answer.split(b"\r\n")[1:] if b": " in line
+        )
+        data = await self._reader.readexactly(int(fields.get("content-length", 0)))
+        if status not in (200, 204):
+            raise RuntimeError(f"{method} {path} was answered {status}: {data[:300]!r}")
+        return data
+
+
+if __name__ == "__main__":
+    # Under its importable name, where the other process finds what it runs.
+    from benchmarks.sidecar import main as importable_main
+
+    importable_main()
