@@ -12,6 +12,8 @@ class EngineState(enum.StrEnum):
     """Where an engine is between its start and its end."""
 
     STARTING = "starting"
+    WAITING = "waiting"
+    """It is there, and holds no version of this run yet: the next publish brings it one."""
     READY = "ready"
     PUBLISHING = "publishing"
     DIRTY = "dirty"

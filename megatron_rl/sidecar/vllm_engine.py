@@ -1,0 +1,287 @@
+"""A vLLM server as an engine: requests over its unix socket, weights replaced in place."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from typing import Any
+
+import httpx
+import msgspec
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.rollout.wire import Response, Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.launcher import Handle
+from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses
+
+# Long enough that attention, norms and the output layer all have a say, short enough to cost nothing.
+_PROBE_TOKENS = 32
+_LOG_PROBS_MODE = "processed_logprobs"
+_POLL_SECONDS = 0.1
+_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Seconds that each thing may take before the engine counts as lost."""
+
+    start: float = 600
+    pause: float = 60
+    load: float = 600
+    commit: float = 60
+    verify: float = 60
+    probe: float = 120
+    resume: float = 60
+    health: float = 10
+    group: float = 7200
+    """A whole group, queueing included."""
+    stall: float = 120
+    """Without one more token while something is in flight."""
+
+
+class VllmEngine:
+    """One vLLM server, started by us (with a handle) or adopted. Satisfies `megatron_rl.sidecar.engine.Engine`."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        handle: Handle | None = None,
+        deadlines: Deadlines = Deadlines(),
+        stream_place: streams.Place | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.state = EngineState.STARTING
+        self.limits = Limits(max_model_len=0, max_num_seqs=0, vocab_size=0)
+        self.facts: dict[str, Any] = {}
+        self.stream_place = stream_place
+        self._handle = handle
+        self._deadlines = deadlines
+        self._version = -1
+        self._tag = ""
+        self._num_in_flight = 0
+        self._progress = (0.0, 0.0)
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=address, limits=httpx.Limits(max_connections=None)),
+            base_url="http://engine",
+            timeout=None,
+        )
+
+    async def start(self) -> None:
+        """Wait until the server answers and its workers are ready for us; EngineLost with its last lines otherwise."""
+        deadline = time.monotonic() + self._deadlines.start
+        while not await self._answers_health():
+            if self._handle and (end := self._handle.poll()):
+                raise EngineLost(f"engine {self.name} {end} before it was ready; its last lines:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise EngineLost(
+                    f"engine {self.name} was not ready after {self._deadlines.start} s; its last lines:\n"
+                    f"{self.log_tail()}"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._prepare()
+        self.state = EngineState.WAITING
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        if self.state is not EngineState.READY:
+            # A paused vLLM would keep the request, and sample it from whatever comes next.
+            raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
+        version, tag = self._version, self._tag
+        content = body(request, self.limits, tag)
+        if not self._num_in_flight:
+            self._progress = (-1.0, time.monotonic())
+        self._num_in_flight += 1
+        try:
+            data = await self._send("generate", "POST", "/inference/v1/generate", self._deadlines.group, content)
+        finally:
+            self._num_in_flight -= 1
+        try:
+            answer = msgspec.json.decode(data, type=Answer)
+        except msgspec.DecodeError as error:
+            raise EngineRefused(f"engine {self.name}: the answer to {request.request_id} is not one: {error}") from None
+        return responses(answer, request, self.name, version, tag)
+
+    async def pause(self) -> None:
+        self.state = EngineState.PUBLISHING
+        await self._post("pause", "/pause?mode=wait")
+
+    async def load(self, weights: Weights) -> WeightReport:
+        self.state = EngineState.DIRTY
+        # Until the next commit nothing that this engine samples is of a version.
+        self._version, self._tag = -1, ""
+        deadline = time.monotonic() + self._deadlines.load
+        if weights.transport == "shm":
+            answers = await self._load_files(weights, deadline)
+        else:
+            answers = await self._load_stream(weights, deadline)
+        return WeightReport(weights.version, self._common("load", answers, "fingerprint"))
+
+    async def commit(self, report: WeightReport) -> None:
+        tag = f"{report.version}:{report.fingerprint}"
+        reset = await self._post("commit", "/reset_prefix_cache")
+        if reset.get("success") is not True:
+            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, something still holds it")
+        await self._post("commit", "/update_weight_version", {"new_version": tag})
+        self._version, self._tag = report.version, tag
+        self.state = EngineState.PUBLISHING
+
+    async def verify(self) -> WeightReport:
+        data = await self._send("verify", "GET", "/weight_info", self._deadlines.verify)
+        tag = str(json.loads(data)["weight_version"])
+        version, _, fingerprint = tag.partition(":")
+        held = self._common("verify", await self._workers("verify", "megatron_rl_report"), "fingerprint")
+        if held != fingerprint or not version.isdecimal():
+            raise EngineRefused(
+                f"engine {self.name} is tagged {tag!r}, and its workers hold the weights of fingerprint {held!r}"
+            )
+        return WeightReport(int(version), fingerprint)
+
+    async def probe(self) -> list[float]:
+        # A paused vLLM takes no step, so it runs for this one request; nobody else sends it any before `resume`.
+        tokens = [1 + position * 7919 % (self.limits.vocab_size - 1) for position in range(_PROBE_TOKENS)]
+        tokens = tokens[: self.limits.max_model_len - 1]
+        content = {
+            "request_id": f"probe-{self.name}-{self._version}",
+            "token_ids": tokens,
+            "sampling_params": {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0},
+            "cache_salt": f"probe {time.monotonic_ns()}",
+        }
+        await self._post("probe", "/resume")
+        try:
+            data = await self._send("probe", "POST", "/inference/v1/generate", self._deadlines.probe, content)
+        finally:
+            await self._post("probe", "/pause?mode=wait")
+        answer = json.loads(data)
+        pairs = zip(tokens, answer["prompt_logprobs"], strict=True)
+        prompt = [entry[str(token)]["logprob"] for token, entry in pairs if entry]
+        sampled = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+        return [*prompt, sampled]
+
+    async def resume(self) -> None:
+        await self._post("resume", "/resume")
+        self.state = EngineState.READY
+
+    async def is_alive(self) -> bool:
+        """Whether the process is there, answers, and gets on with what is in flight."""
+        if self._handle and self._handle.poll():
+            return False
+        return await self._answers_health() and await self._makes_progress()
+
+    async def close(self) -> None:
+        """End what was started by us; leave alone what was adopted."""
+        self.state = EngineState.DEAD
+        await self._http.aclose()
+        if self._handle:
+            await asyncio.to_thread(self._handle.kill)
+
+    def log_tail(self) -> str:
+        return self._handle.log_tail() if self._handle else "(started by somebody else: its output is not here)"
+
+    async def _prepare(self) -> None:
+        answers = await self._workers("prepare", "megatron_rl_prepare")
+        self.facts = facts = answers[0]
+        if facts["logprobs_mode"] != _LOG_PROBS_MODE:
+            raise PlatformError(
+                f"engine {self.name} gives {facts['logprobs_mode']}, and the trainer's log-probs are of logits/T: "
+                f"start it with --logprobs-mode {_LOG_PROBS_MODE}"
+            )
+        self.limits = Limits(
+            max_model_len=int(facts["max_model_len"]),
+            max_num_seqs=int(facts["max_num_seqs"]),
+            vocab_size=int(facts["vocab_size"]),
+            eos_token_ids=tuple(facts["eos_token_ids"]),
+        )
+
+    async def _load_files(self, weights: Weights, deadline: float) -> list[dict[str, Any]]:
+        received = await self._workers(
+            "load", "megatron_rl_receive", weights.location, str(os.getuid()), until=deadline
+        )
+        digests = {name: lanes for answer in received for name, lanes in answer["digests"].items()}
+        arguments = (weights.fingerprint, json.dumps(digests))
+        return await self._workers("load", "megatron_rl_load", *arguments, until=deadline)
+
+    async def _load_stream(self, weights: Weights, deadline: float) -> list[dict[str, Any]]:
+        if self.stream_place is None:
+            raise EngineRefused(
+                f"engine {self.name} has no place in a stream: start it with the {weights.transport} transport"
+            )
+        for call in streams.before(weights, self.stream_place):
+            await self._post("load", call.route, call.content, until=deadline)
+        await self._workers("load", "megatron_rl_begin_stream", until=deadline)
+        for call in streams.during(weights, self.stream_place):
+            await self._post("load", call.route, call.content, until=deadline)
+        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint, until=deadline)
+
+    async def _workers(
+        self, step: str, method: str, *arguments: str, until: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Call a method of our extension in every worker."""
+        content = {"method": method, "args": list(arguments)}
+        answers = (await self._post(step, "/collective_rpc", content, until=until))["results"]
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise EngineRefused(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
+        return answers
+
+    def _common(self, step: str, answers: list[dict[str, Any]], key: str) -> str:
+        values = {str(answer[key]) for answer in answers}
+        if len(values) != 1:
+            raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
+        return values.pop()
+
+    async def _post(self, step: str, route: str, content: object = None, until: float | None = None) -> Any:
+        seconds = getattr(self._deadlines, step, self._deadlines.load)
+        if until is not None:
+            seconds = max(0.0, until - time.monotonic())
+        return json.loads(await self._send(step, "POST", route, seconds, content) or b"null")
+
+    async def _send(self, step: str, method: str, route: str, seconds: float, content: object = None) -> bytes:
+        """The body of the answer. EngineLost where none comes in time, EngineRefused where it is an error."""
+        if content is None:
+            request = self._http.build_request(method, route)
+        else:
+            headers = {"content-type": "application/json"}
+            request = self._http.build_request(method, route, content=msgspec.json.encode(content), headers=headers)
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._http.send(request)
+        except TimeoutError:
+            raise EngineLost(f"engine {self.name}: {step} did not finish within {seconds:g} s") from None
+        except (httpx.HTTPError, RuntimeError) as error:
+            raise EngineLost(f"engine {self.name}: {step} got no answer: {self._end() or repr(error)}") from None
+        if answer.status_code != 200:
+            text = f"engine {self.name}: {step} was answered {answer.status_code}: {answer.text[:1000]}"
+            # vLLM answers so when its core or a worker is gone.
+            lost = answer.status_code >= 500 and not await self._answers_health()
+            raise (EngineLost if lost else EngineRefused)(text)
+        return answer.content
+
+    async def _answers_health(self) -> bool:
+        try:
+            async with asyncio.timeout(self._deadlines.health):
+                return (await self._http.get("/health")).status_code == 200
+        except (TimeoutError, httpx.HTTPError, RuntimeError):
+            return False
+
+    async def _makes_progress(self) -> bool:
+        """/health says nothing about a core that hangs: while something is in flight tokens must be counted."""
+        if not self._num_in_flight or self.state is not EngineState.READY:
+            return True
+        try:
+            async with asyncio.timeout(self._deadlines.health):
+                text = (await self._http.get("/metrics")).text
+        except (TimeoutError, httpx.HTTPError, RuntimeError):
+            return False
+        count = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(_COUNTERS))
+        known, since = self._progress
+        if count != known:
+            self._progress = (count, time.monotonic())
+            return True
+        return time.monotonic() - since < self._deadlines.stall
+
+    def _end(self) -> str | None:
+        return self._handle.poll() if self._handle else None

@@ -1,0 +1,50 @@
+"""One real vLLM server for all tests of a session; it takes some twenty seconds to start."""
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.vllm_engine import VllmEngine
+from megatron_rl.sidecar.vllm_factory import VllmFactory
+from megatron_rl.sidecar.vllm_server import run_folder
+from tests.sidecar import vllm_models
+from tests.sidecar.vllm_models import Models
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """Runs a coroutine on the one event loop of the session, where the engine's connections live."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return vllm_models.draw("qwen3", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def sockets() -> Iterator[Path]:
+    """A private folder whose path is short enough for sockets."""
+    folder = run_folder()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def engine(run: Run, models: Models, sockets: Path) -> Iterator[VllmEngine]:
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
+    engine = VllmFactory(config, sockets, LocalLauncher()).create("engine-0")
+    try:
+        run(engine.start())
+        yield engine
+    finally:
+        run(engine.close())

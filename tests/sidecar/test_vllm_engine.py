@@ -1,0 +1,224 @@
+"""One real vLLM server: it samples from what was published, says so, and refuses what it cannot load."""
+
+import asyncio
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.wire import log_probs_of, tokens_of
+from megatron_rl.sidecar.engine import EngineRefused, EngineState
+from megatron_rl.sidecar.vllm_engine import VllmEngine
+from tests.sidecar.conftest import Run
+from tests.sidecar.vllm_models import (
+    VOCAB_SIZE,
+    Reference,
+    described,
+    in_shared_memory,
+    publish,
+    request,
+)
+
+NUM_PROMPTS, NUM_TOKENS = 24, 16
+
+
+def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
+    with in_shared_memory(model, version) as weights:
+        return run(publish(engine, weights))
+
+
+def generate(run: Run, engine: VllmEngine, *requests):
+    async def all_of_them():
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return run(all_of_them())
+
+
+def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, engine, models):
+    requests = [request(number, temperature=0.0, max_tokens=NUM_TOKENS) for number in range(NUM_PROMPTS)]
+    continuations = {}
+    for version, model in enumerate((models.first, models.second)):
+        put(run, engine, model, version)
+        groups = generate(run, engine, *requests)
+        reference = Reference(model)
+        counts = [reference.num_greedy(req, group[0]) for req, group in zip(requests, groups, strict=True)]
+        assert sum(counts) == NUM_PROMPTS * NUM_TOKENS
+        continuations[version] = [group[0].tokens for group in groups]
+    different = sum(old != new for old, new in zip(*continuations.values(), strict=True))
+    assert different >= 0.9 * NUM_PROMPTS
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_log_probs_are_those_of_logits_over_temperature(run, engine, models, temperature):
+    put(run, engine, models.second, 2)
+    reference = Reference(models.second)
+    requests = [request(number, 4, temperature=temperature, max_tokens=24) for number in range(6)]
+    groups = generate(run, engine, *requests)
+    worst = max(
+        reference.worst_log_prob(req, response)
+        for req, group in zip(requests, groups, strict=True)
+        for response in group
+    )
+    assert worst < 1e-4
+
+
+def test_a_response_says_where_it_comes_from(run, engine, models):
+    with in_shared_memory(models.first, 7) as weights:
+        run(publish(engine, weights))
+    (group,) = generate(run, engine, request(1, 3))
+    for sample, response in enumerate(group):
+        assert response.seed == request(1).seed + sample
+        assert (response.engine, response.fingerprint) == (engine.name, weights.fingerprint)
+        assert [(span.version, span.start, span.end) for span in response.spans] == [("7", 0, 16)]
+        assert len(log_probs_of(response.log_probs)) == len(tokens_of(response.tokens)) == 16
+
+
+def test_a_group_sampled_again_is_the_same_alone_or_among_others(run, engine, models):
+    put(run, engine, models.first, 8)
+    (alone,) = generate(run, engine, request(3, 4))
+    among = generate(run, engine, *(request(number, 4) for number in range(8)))[3]
+    assert [response.tokens for response in alone] == [response.tokens for response in among]
+
+
+def test_a_long_prompt_with_a_seed_is_split_and_sampled(run, engine, models):
+    assert engine.facts["seed_patch"].startswith("applied")
+    put(run, engine, models.first, 9)
+    requests = [request(number, 2, length=400, temperature=1.0) for number in range(4)]
+    groups = generate(run, engine, *requests)
+    reference = Reference(models.first)
+    assert all(reference.worst_log_prob(requests[i], response) < 1e-4 for i in range(4) for response in groups[i])
+
+
+def test_stop_tokens_end_a_response_and_are_part_of_it(run, engine, models):
+    put(run, engine, models.first, 10)
+    stops = list(range(0, VOCAB_SIZE, 8))
+    (group,) = generate(run, engine, request(5, 16, temperature=1.5, stop_token_ids=stops))
+    reasons = {response.finish_reason for response in group}
+    assert "stop" in reasons
+    for response in group:
+        tokens = tokens_of(response.tokens).tolist()
+        assert (tokens[-1] in stops) == (response.finish_reason == "stop")
+        assert not set(tokens[:-1]) & set(stops)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(length=500, max_tokens=13), "500 tokens and 13 more are beyond the engines' 512"),
+        (request(group_size=65), "more than the 64"),
+        (request(length=0), "empty prompt"),
+        (request(max_tokens=0), "of 0 tokens"),
+    ],
+)
+def test_what_vllm_would_clamp_is_an_error(run, engine, bad, message):
+    with pytest.raises(InputError, match=message):
+        generate(run, engine, bad)
+
+
+def test_a_cancelled_group_is_aborted_in_the_engine(run, engine, models):
+    put(run, engine, models.first, 11)
+
+    async def metric(name: str) -> float:
+        transport = httpx.AsyncHTTPTransport(uds=engine.address)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+    async def until_running(wanted: float) -> None:
+        async with asyncio.timeout(10):
+            while await metric("vllm:num_requests_running") != wanted:
+                await asyncio.sleep(0.02)
+
+    async def cancel() -> float:
+        before = await metric("vllm:generation_tokens_total")
+        task = asyncio.create_task(engine.generate(request(6, 32, max_tokens=500, ignore_eos=True)))
+        await until_running(32)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until_running(0)
+        return await metric("vllm:generation_tokens_total") - before
+
+    assert run(cancel()) < 32 * 400
+
+
+def test_a_published_engine_probes_the_same_for_the_same_weights_only(run, engine, models):
+    first, second, again = (put(run, engine, model, 12) for model in (models.first, models.second, models.first))
+    assert first == again
+    assert first != second
+
+
+def edited(folder: Path, change) -> Path:
+    """A copy of a model's weights with a change to its tensors, in shared memory's place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    copy = Path(shutil.copytree(folder, folder.parent / "edited", dirs_exist_ok=True))
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def refusal(run: Run, engine: VllmEngine, weights) -> str:
+    async def attempt() -> None:
+        await engine.pause()
+        await engine.load(weights)
+
+    with pytest.raises(EngineRefused) as caught:
+        run(attempt())
+    assert engine.state is EngineState.DIRTY
+    return str(caught.value)
+
+
+def test_weights_that_are_not_what_was_announced_are_not_loaded(run, engine, models):
+    before = put(run, engine, models.first, 13)
+    one_bit = edited(models.second, lambda tensors: tensors["model.norm.weight"].view(-1)[3:4].mul_(1.0000001))
+    with in_shared_memory(models.second, 14) as announced, in_shared_memory(one_bit, 14) as other:
+        wrong = refusal(run, engine, msgspec.structs.replace(announced, location=other.location))
+    assert "engine-0, worker 0, load" in wrong
+    assert announced.fingerprint in wrong
+    with pytest.raises(EngineRefused, match="takes no groups"):
+        # Tagged as before, it holds what it held, but nobody is to believe it.
+        generate(run, engine, request())
+    assert put(run, engine, models.first, 14) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "1 tensors are missing: .*k_proj"),
+        (lambda tensors: tensors.update(extra=tensors["model.norm.weight"].clone()), "not in this model: extra"),
+        (lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:8].clone()}), "another shape"),
+    ],
+)
+def test_weights_that_are_not_all_of_the_model_are_not_loaded(run, engine, models, change, message):
+    with in_shared_memory(edited(models.second, change), 15) as weights:
+        assert re.search(message, refusal(run, engine, weights))
+    put(run, engine, models.first, 15)
+
+
+def test_weights_that_others_could_have_written_are_refused(run, engine, models):
+    with in_shared_memory(models.second, 16) as weights:
+        path = Path(weights.location) / "model.safetensors"
+        path.chmod(0o644)
+        assert "is not private to user" in refusal(run, engine, weights)
+        path.chmod(0o600)
+        run(publish(engine, described(Path(weights.location), 16)))
+
+
+def test_the_engine_listens_in_a_private_folder_and_torch_on_loopback_only(engine, sockets):
+    assert stat.S_IMODE(os.stat(engine.address).st_mode) & 0o077 == 0
+    assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+    process = psutil.Process(engine._handle.pid)
+    for member in (process, *process.children(recursive=True)):
+        listening = [c.laddr for c in member.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+        # gloo's, one for each of torch's groups; vLLM's own are below the folder.
+        assert not listening or "Worker" in member.cmdline()[0]
+        assert {address.ip for address in listening} <= {"127.0.0.1"}
+        paths = [c.laddr for c in member.net_connections(kind="unix") if c.laddr]
+        assert all(Path(path).is_relative_to(sockets) for path in paths)

@@ -1,0 +1,118 @@
+"""Small models for real engines, what a publish of them looks like, and what transformers says of their responses."""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron_rl.rollout.wire import Response, Sampling, Weights, log_probs_of, tokens_of
+from megatron_rl.sidecar.engine import Engine, GroupRequest
+from megatron_rl.sidecar.vllm_extension import _mapped, _specs
+from megatron_rl.sidecar.vllm_server import ServerConfig
+from megatron_rl.weights.fingerprint import digest, fingerprint
+from tests import hf_models
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 512
+# vLLM wants heads of at least 32 on a CPU.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 1024,
+}  # fmt: skip
+# So few tokens a step that prompts of some hundreds are split.
+CONFIG = ServerConfig(model="", max_model_len=MAX_MODEL_LEN, flags=("--max-num-batched-tokens", "128"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Two sets of weights of one architecture; engines start from the first."""
+
+    first: Path
+    second: Path
+
+
+def draw(family: str, folder: Path) -> Models:
+    first, second = (hf_models.draw(family, folder / str(seed), seed, **SIZES) for seed in (0, 1))
+    return Models(first, second)
+
+
+@contextmanager
+def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
+    """The model's weights as the trainer's publisher leaves them: a private folder in shared memory."""
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        for path in model.glob("*.safetensors"):
+            shutil.copyfile(path, folder / path.name)
+            (folder / path.name).chmod(0o600)
+        yield described(folder, version)
+    finally:
+        shutil.rmtree(folder)
+
+
+def described(folder: Path, version: int) -> Weights:
+    tensors = _mapped(folder)
+    digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
+    return Weights(
+        run="test",
+        version=version,
+        fingerprint=fingerprint(_specs(tensors), digests),
+        transport="shm",
+        dtype="float32",
+        location=str(folder),
+    )
+
+
+async def publish(engine: Engine, weights: Weights) -> list[float]:
+    """What the supervisor does to one engine; the probe's log-probs."""
+    await engine.pause()
+    report = await engine.load(weights)
+    assert (report.version, report.fingerprint) == (weights.version, weights.fingerprint)
+    await engine.commit(report)
+    assert await engine.verify() == report
+    probe = await engine.probe()
+    await engine.resume()
+    return probe
+
+
+def request(number: int = 0, group_size: int = 1, length: int = 9, **sampling: Any) -> GroupRequest:
+    """A group for a prompt of random tokens that its number decides."""
+    generator = torch.Generator().manual_seed(number)
+    prompt = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return GroupRequest(
+        request_id=f"request-{number}",
+        prompt_tokens=tuple(prompt),
+        group_size=group_size,
+        seed=1_000_000 * (number + 1),
+        sampling=Sampling(**{"max_tokens": 16, **sampling}),
+    )
+
+
+class Reference:
+    """The same weights in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def num_greedy(self, request: GroupRequest, response: Response) -> int:
+        """How many of the response's tokens transformers would have chosen in their place."""
+        tokens = torch.from_numpy(tokens_of(response.tokens).copy())
+        return int((self._logits(request, response).argmax(-1) == tokens).sum())
+
+    def worst_log_prob(self, request: GroupRequest, response: Response) -> float:
+        """The greatest difference between the engine's log-probs and those of logits/T."""
+        tokens = torch.from_numpy(tokens_of(response.tokens).copy()).long()
+        logits = self._logits(request, response) / request.sampling.temperature
+        expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        return float((expected - torch.from_numpy(log_probs_of(response.log_probs).copy())).abs().max())
+
+    def _logits(self, request: GroupRequest, response: Response) -> torch.Tensor:
+        ids = torch.tensor([[*request.prompt_tokens, *tokens_of(response.tokens).tolist()]])
+        with torch.no_grad():
+            return self._model(ids).logits[0, len(request.prompt_tokens) - 1 : -1]
