@@ -1,0 +1,134 @@
+"""A file that only grows, by whole records, with one writer; what the journal and the audit log are written with.
+
+What `append` returned from survives the death of the process, kill -9 included: the bytes are with the kernel. It
+survives the loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
+"""
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_rl.errors import InputError, MegatronRLError
+
+
+class AppendFailed(MegatronRLError):
+    """A record could not be written; the file holds what it held before."""
+
+
+class FileInUse(MegatronRLError):
+    """Another process, or another object of this one, writes to the file."""
+
+
+class AppendFile:
+    """Open for appending until `close`; locked against other writers, readable by its owner only."""
+
+    def __init__(self, path: Path, sync: bool = False) -> None:
+        self.path = path
+        self._sync = sync
+        self._is_torn = False
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Not through a link, and not inherited: a child that outlives this process would keep the lock.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise AppendFailed(f"{path} cannot be opened: {error.strerror}") from None
+        try:
+            _check_private(path, os.fstat(self._descriptor))
+            self._lock()
+            self.size = os.fstat(self._descriptor).st_size
+            if sync:
+                os.fsync(self._descriptor)
+                _sync_folder(path.parent)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> "AppendFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(self, *pieces: bytes) -> None:
+        """Write the pieces as one record. AppendFailed leaves the file as it was."""
+        if self._is_torn:
+            self.cut(self.size)
+        try:
+            _write_all(self._descriptor, pieces)
+            if self._sync:
+                os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._is_torn = True
+            with contextlib.suppress(AppendFailed):
+                self.cut(self.size)
+            raise AppendFailed(
+                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; make room there, then go on"
+            ) from None
+        self.size += sum(map(len, pieces))
+
+    def cut(self, size: int) -> None:
+        """Take away what lies behind the first `size` bytes."""
+        try:
+            os.ftruncate(self._descriptor, size)
+            if self._sync:
+                os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise AppendFailed(f"{self.path} cannot be cut to {size} bytes: {error.strerror}") from None
+        self.size = size
+        self._is_torn = False
+
+    def read(self, offset: int, size: int) -> bytes:
+        """The bytes there; fewer at the end of the file."""
+        return os.pread(self._descriptor, size, offset)
+
+    def close(self) -> None:
+        """Give up the lock; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileInUse(
+                f"{self.path} is written by another process: end that sidecar, or give this one another folder"
+            ) from None
+
+
+def make_private_folder(folder: Path) -> None:
+    """The folder, for its owner only; InputError if it is there and others can look into it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder, folder.stat())
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise InputError(f"{path} belongs to user {status.st_uid}: name a folder of your own")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise InputError(f"{path} is open to others (mode {mode:o}): chmod go= {path}")
+
+
+def _write_all(descriptor: int, pieces: Sequence[bytes]) -> None:
+    # One call in all but the rarest case; a full disk or a limit shows first as a short count, then as an error.
+    written = os.writev(descriptor, pieces)
+    if written < sum(map(len, pieces)):
+        rest = memoryview(b"".join(pieces))[written:]
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
