@@ -53,12 +53,8 @@ class Recorder(Protocol):
 
     def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None: ...
 
-    def submitted(self, submission: wire.Submission) -> None:
-        """Ends what was recorded of the iteration before."""
-        ...
-
-    def restored(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """What was recorded of this very submission, by this process or one before it."""
+    def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
+        """Record an iteration, and give back what was recorded of it before, by this process or an earlier one."""
         ...
 
     def finished(self, group: wire.Group) -> None: ...
@@ -157,8 +153,7 @@ class RolloutService:
         self._check(submission)
         await self._stop()
         iteration = Iteration(submission, record_group=self._recorder.finished, record_claim=self._recorder.claimed)
-        self._recorder.submitted(submission)
-        groups, claims = self._recorder.restored(submission)
+        groups, claims = self._recorder.begin(submission)
         iteration.restore(groups, claims)
         self.counters.reused += len(groups)
         self.iteration = iteration

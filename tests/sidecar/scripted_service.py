@@ -64,10 +64,8 @@ class Memory:
     def published(self, weights, reports) -> None:
         self.events.append(("published", weights.version))
 
-    def submitted(self, submission) -> None:
+    def begin(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         self.events.append(("submitted", submission.version))
-
-    def restored(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         return list(self.groups), list(self.claims)
 
     def finished(self, group) -> None:
