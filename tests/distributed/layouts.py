@@ -31,6 +31,7 @@ class Case:
     sizes: ParallelSizes = ParallelSizes()
     config: tuple[tuple[str, Any], ...] = ()
     distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
 
 
 _SP = (("sequence_parallel", True),)
@@ -139,7 +140,13 @@ def build(
     chunks = model.build_chunks(config, architecture)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        # Several buckets even for a tiny model; megatron allows them for overlapped reductions only.
+        bucket_size=5000 if case.overlap_grad_reduce else None,
+    )
     return Model(session, architecture, chunks, weights, model.wrap(chunks, config, ddp))
 
 
