@@ -1,0 +1,14 @@
+"""A function written for verl, unchanged, and the line that makes it a reward here.
+
+--reward examples/rewards/from_verl.py:reward
+"""
+
+from megatron_rl.rollout.rewards.verl import from_verl
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature: one response at a time."""
+    return 1.0 if solution_str.strip().endswith(str(ground_truth)) else 0.0
+
+
+reward = from_verl(compute_score)

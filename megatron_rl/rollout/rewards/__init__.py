@@ -1,0 +1,1 @@
+"""Rewards: functions of people, run in confined processes, and the ready-made ones."""

@@ -1,0 +1,144 @@
+"""What is asked of rewards, what comes back, and how a reward fails. Nothing here starts anything."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_rl.errors import InputError, MegatronRLError
+
+# What a function is given beside the columns of the data.
+GIVEN = ("prompts", "completions", "completion_ids")
+
+Values = list[float | None]
+
+
+class RewardError(MegatronRLError):
+    """A reward function failed for one group: which function, which prompt, why."""
+
+    def __init__(self, function: str, prompt_index: int, reason: str) -> None:
+        super().__init__(
+            f"reward {function} failed for prompt {prompt_index}: {reason}; mend the function, or give failures a "
+            f"value with --reward-on-error"
+        )
+        self.function = function
+        self.prompt_index = prompt_index
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSpec:
+    """One function: where it comes from, and how much it counts."""
+
+    name: str
+    source: str
+    """A file, or the name of a ready-made one."""
+    function: str | None = None
+    """The function in the file; None for a ready-made one."""
+    argument: str | None = None
+    """What a ready-made one is made with."""
+    weight: float = 1.0
+    timeout: float = 30.0
+
+    @property
+    def is_file(self) -> bool:
+        return self.function is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardRequest:
+    """One group to score. The prompt is text, or a list of chat messages; columns hold the row's own values."""
+
+    index: int
+    prompt: str | Sequence[Mapping[str, Any]]
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The request as one line."""
+        clashing = sorted(set(GIVEN) & set(self.columns))
+        if clashing:
+            raise InputError(f"prompt {self.index}: rewards get {', '.join(clashing)} themselves; rename these columns")
+        if len(self.completion_ids) != len(self.completions):
+            raise InputError(
+                f"prompt {self.index}: {len(self.completions)} completions with {len(self.completion_ids)} lists of ids"
+            )
+        content = {
+            "prompt": self.prompt if isinstance(self.prompt, str) else [dict(message) for message in self.prompt],
+            "completions": list(self.completions),
+            "completion_ids": [list(ids) for ids in self.completion_ids],
+            "columns": dict(self.columns),
+        }
+        try:
+            return json.dumps(content).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise InputError(f"prompt {self.index}: a column cannot be handed to rewards as JSON: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+    """A scored group. A component holds what a function gave each sample, unweighted; None is "does not apply"."""
+
+    rewards: list[float]
+    components: dict[str, Values]
+    seconds: float
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Functions whose failure was replaced by a value, and why they failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSettings:
+    """How reward functions are run."""
+
+    num_workers: int = 2
+    on_error: float | None = None
+    """What a function that fails is taken to have given each sample of the group; None fails the group."""
+    start_timeout: float = 120.0
+    memory_bytes: int | None = None
+    """The most address space of a worker."""
+    confine: Literal["auto", "require", "off"] = "auto"
+    """auto confines as far as the kernel can and says what it cannot; require refuses to start then."""
+    private: tuple[Path, ...] = ()
+    """Folders that functions must not see, wherever they lie: the run's, which holds the token."""
+    readable: tuple[Path, ...] = ()
+    """Files and folders that functions read, beside Python's, the system's and the folders of their own files."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that functions are given, beside those that programs need to run at all."""
+    log: Path | None = None
+    """Where what functions print goes; without it only the last line is kept, for the error."""
+    namespace: bool = True
+    """Give each worker its own process namespace, where the system lets us."""
+
+
+def checked_values(values: object, num_samples: int) -> Values:
+    """The values that a function returned; ValueError says what is wrong with them.
+
+    Runs in the worker, so that a function's mistake is described where its result still is, and once more on the other
+    side of the pipe, because what a worker sends is its word only.
+    """
+    to_list = getattr(values, "tolist", None)
+    values = to_list() if callable(to_list) else values
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"returned {type(values).__name__}, not a list of numbers")
+    if len(values) != num_samples:
+        raise ValueError(f"returned {len(values)} rewards for {num_samples} completions")
+    return [_checked_value(index, value) for index, value in enumerate(values)]
+
+
+def _checked_value(index: int, value: object) -> float | None:
+    item = getattr(value, "item", None)
+    value = item() if callable(item) else value
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise ValueError(f"completion {index} got {repr(value)[:100]} ({type(value).__name__}), not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"completion {index} got {repr(value)[:40]}, not a finite number")
+    return number

@@ -1,0 +1,43 @@
+"""Lets functions written for verl run here: `reward = from_verl(compute_score)` is all that a file needs."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function of TRL's signature around verl's `compute_score(data_source, solution_str, ground_truth,
+    extra_info)`, sync or async.
+
+    The rows are verl's: `data_source`, `extra_info`, `reward_model` with its `ground_truth`, or a column
+    `ground_truth`.
+    A score that is a dict counts with its "score".
+    """
+
+    async def reward(completions: Sequence[Any], **columns: Any) -> list[Any]:
+        scores = []
+        for index, completion in enumerate(completions):
+            text = completion if isinstance(completion, str) else completion[-1]["content"]
+            score = compute_score(
+                data_source=_of(columns, "data_source", index),
+                solution_str=text,
+                ground_truth=_ground_truth(columns, index),
+                extra_info=_of(columns, "extra_info", index),
+            )
+            score = await score if inspect.isawaitable(score) else score
+            scores.append(score["score"] if isinstance(score, dict) else score)
+        return scores
+
+    return reward
+
+
+def _of(columns: dict[str, Any], name: str, index: int) -> Any:
+    return columns[name][index] if name in columns else None
+
+
+def _ground_truth(columns: dict[str, Any], index: int) -> Any:
+    if "ground_truth" in columns:
+        return columns["ground_truth"][index]
+    if "reward_model" in columns:
+        return columns["reward_model"][index]["ground_truth"]
+    raise ValueError("the data has neither a column ground_truth nor verl's reward_model")

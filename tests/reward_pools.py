@@ -1,0 +1,84 @@
+"""Pools of reward functions written down in a test, and the proof that they leave nothing behind."""
+
+import asyncio
+import os
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.rollout.rewards.pool import RewardPool
+from megatron_rl.rollout.rewards.spec import parse_specs
+from megatron_rl.rollout.rewards.types import PoolSettings, RewardRequest, RewardResult
+
+
+def write(folder: Path, code: str, name: str = "mine.py") -> Path:
+    """A file with reward functions."""
+    file = folder / name
+    file.write_text(textwrap.dedent(code))
+    return file
+
+
+def request(
+    index: int = 0, completions: Sequence[str] = ("a", "bb"), prompt: Any = "p", **columns: Any
+) -> RewardRequest:
+    """A group whose completions have as many ids as letters."""
+    return RewardRequest(index, prompt, completions, [list(range(len(text))) for text in completions], columns)
+
+
+def with_pool(
+    specs: Sequence[str], use: Callable[[RewardPool], Awaitable[Any]], timeout: float = 5, **settings: Any
+) -> Any:
+    """What `use` makes of a started pool; fails if a process or an open file is left when the pool is closed."""
+    before = open_files()
+
+    async def run() -> Any:
+        pool = RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))
+        await pool.start()
+        scratch = pool._scratch
+        try:
+            return await use(pool)
+        finally:
+            await pool.close()
+            assert not scratch.exists()
+            assert leftovers() == []
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert open_files() == before
+
+
+def score(specs: Sequence[str], *requests: RewardRequest, **settings: Any) -> list[RewardResult]:
+    """All groups scored at once; a RewardError stands in the place of the group that failed."""
+
+    async def use(pool: RewardPool) -> list[RewardResult]:
+        return await asyncio.gather(*map(pool.score, requests), return_exceptions=True)
+
+    return with_pool(specs, use, **settings)
+
+
+def open_files() -> dict[int, str]:
+    """This process's open files."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def leftovers(marker: str | None = None) -> list[str]:
+    """Workers of this process that still run, and whatever else has the marker in its command line."""
+    marks = [f"rewards.worker {os.getpid()} ", *([marker] if marker else [])]
+    deadline = time.monotonic() + 0.2
+    while True:
+        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        left = [line for line in lines if any(mark in line for mark in marks)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)

@@ -1,0 +1,364 @@
+"""Reward functions that fail or mean harm: the group fails by name in time, no other group notices, nothing is left."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.errors import ExitCode, PlatformError
+from megatron_rl.rollout.rewards import kernel
+from megatron_rl.rollout.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement
+from megatron_rl.rollout.rewards.types import RewardError
+from tests.processes import ROOT
+from tests.reward_pools import leftovers, request, score, with_pool
+
+FAULTS = {
+    "raises": ("raise KeyError('lost')", r"KeyError: 'lost' \(.*mine.py:10\)"),
+    "exits politely": ("import sys; sys.exit(7)", "SystemExit: 7"),
+    "hangs": ("import time; time.sleep(60)", "did not end within 0.7 seconds"),
+    "spins": ("while True: pass", "did not end within 0.7 seconds"),
+    "ignores signals": (
+        "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(60)",
+        "did not end within",
+    ),
+    "gives too few": ("return [1.0]", "returned 1 rewards for 2 completions"),
+    "gives too many": ("return [1.0] * 10**6", "returned 1000000 rewards for 2 completions"),
+    "gives text": ("return ['1', '2']", r"completion 0 got '1' \(str\)"),
+    "gives NaN": ("return [1.0, float('nan')]", "completion 1 got nan"),
+    "gives nothing": ("return None", "returned NoneType"),
+    "ends its process": ("import os; os._exit(5)", "ended with exit code 5"),
+    "is killed": ("import os; os.kill(os.getpid(), 9); import time; time.sleep(9)", "SIGKILL|did not end"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "was killed by SIGSEGV"),
+    "aborts with a last word": (
+        "import sys, os; print('goodbye', file=sys.stderr, flush=True); os._exit(1)",
+        "exit code 1; its last line: goodbye",
+    ),
+    "closes everything": ("import os; os.closerange(0, 100)", "ended with exit code|closed the channel"),
+    "recurses": ("return fn(completions, bad)", "RecursionError"),
+    "writes into the channel": (
+        "write_everywhere(b'{}\\n')\n    return [1.0, 1.0]",
+        "wrote into the channel",
+    ),
+    "floods the channel": (
+        "write_everywhere(b'x' * (1 << 22))\n    return [1.0, 1.0]",
+        "wrote into the channel",
+    ),
+    "asks for a column that is not there": ("pass", "it asks for gold"),
+}
+CODE = """
+import os
+def write_everywhere(data):
+    for number in range(3, 20):
+        try: os.write(number, data)
+        except OSError: pass
+def fn(completions, bad=None, **kwargs):
+    if not (bad and bad[0]):
+        return [float(len(text)) for text in completions]
+    {body}
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_its_group_by_name_in_time_and_no_other(tmp_path, fault):
+    body, message = FAULTS[fault]
+    code = CODE.format(body=body)
+    if "asks for" in fault:
+        code = "def fn(completions, gold): return [1.0, 2.0]"
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    groups = [request(index, bad=index == 3, **({"gold": 1} if index != 3 else {})) for index in range(8)]
+    begin = time.monotonic()
+    results = score([f"{file}:fn@0.7"], *groups)
+    assert time.monotonic() - begin < 5
+    error = results.pop(3)
+    assert isinstance(error, RewardError), error
+    assert (error.function, error.prompt_index, error.exit_code) == ("fn", 3, ExitCode.RUN)
+    assert re.search(f"reward fn failed for prompt 3: .*({message})", str(error)), error
+    assert [result.rewards for result in results] == [[1.0, 2.0]] * 7
+
+
+def test_a_slow_function_delays_its_own_group_only(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="import time; time.sleep(0.5); return [0.0, 0.0]"))
+
+    async def use(pool):
+        begin = time.monotonic()
+        slow = asyncio.create_task(pool.score(request(0, bad=True)))
+        await asyncio.sleep(0)
+        await asyncio.gather(*(pool.score(request(index)) for index in range(1, 20)))
+        others = time.monotonic() - begin
+        return (await slow).rewards, others, time.monotonic() - begin
+
+    rewards, others, all_of_it = with_pool([f"{file}:fn"], use)
+    assert rewards == [0.0, 0.0]
+    assert others < 0.4
+    assert all_of_it >= 0.5
+
+
+def test_printing_without_end_neither_blocks_nor_reaches_the_channel(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="print('{\"job\": 1}\\n' * 2**21); return [0.0, 0.0]"))
+    log = tmp_path / "log"
+    results = score([f"{file}:fn"], request(0, bad=True), request(1), log=log)
+    assert [result.rewards for result in results] == [[0.0, 0.0], [1.0, 2.0]]
+    assert log.stat().st_size < 17 << 20
+    assert "what follows is dropped" in log.read_text()
+
+
+def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, time\n"
+        "def dies(completions, how, **kwargs):\n"
+        "    if how[0] == 'die': os._exit(1)\n"
+        "    if how[0] == 'hang': time.sleep(60)\n"
+        "    if how[0] == 'raise': raise ValueError('no')\n"
+        "    return [1.0] * len(completions)\n"
+        "def other(completions, **kwargs): return [10.0] * len(completions)\n"
+    )
+
+    async def use(pool):
+        hows = ["well", "die", "hang", "raise"]
+        return await asyncio.gather(*(pool.score(request(0, how=how)) for how in hows)), pool.errors
+
+    specs = [f"{file}:dies=2@0.5", f"{file}:other"]
+    results, errors = with_pool(specs, use, on_error=-0.5)
+    assert results[0].rewards == [12.0, 12.0]
+    for result in results[1:]:
+        assert result.rewards == [9.0, 9.0]
+        assert result.components["dies"] == [-0.5, -0.5]
+        assert list(result.errors) == ["dies"]
+    assert errors == {"dies": 3}
+
+
+def test_what_one_group_leaves_behind_does_not_fail_the_next(tmp_path):
+    file = tmp_path / "mine.py"
+    later = "threading.Timer(0.1, lambda: os._exit(9)).start()"
+    file.write_text("import os, threading\n" + CODE.format(body=f"{later}; return [0.0, 0.0]"))
+
+    async def use(pool):
+        first = await pool.score(request(0, bad=True))
+        await asyncio.sleep(0.2)
+        return [first.rewards, (await pool.score(request(1))).rewards]
+
+    assert with_pool([f"{file}:fn"], use, num_workers=1) == [[0.0, 0.0], [1.0, 2.0]]
+
+
+def test_memory_beyond_the_limit_fails_the_group(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="return [float(len(bytearray(1 << 30)))] * 2"))
+    [error, result] = score([f"{file}:fn"], request(0, bad=True), request(1), memory_bytes=512 << 20)
+    assert "MemoryError" in str(error)
+    assert result.rewards == [1.0, 2.0]
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A token as the sidecar keeps it: in the run's folder, beside the reward file; and in the environment."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    file = folder / "token"
+    file.touch(0o600)
+    file.write_text("s3cret")
+    (folder / "journal").write_text("groups")
+    (tmp_path / "link").symlink_to(file)
+    monkeypatch.setenv("MEGATRON_RL_TOKEN", "s3cret")
+    with file.open() as held:
+        os.set_inheritable(held.fileno(), True)
+        yield file
+
+
+ATTACKS = {
+    "reads the token": ("open({token!r}).read()", "PermissionError"),
+    "reads the token through a link": ("open({link!r}).read()", "PermissionError"),
+    "lists the folder's neighbour": ("__import__('os').listdir('/root/..')", "PermissionError"),
+    "reads the token by way of another program": (
+        "import subprocess; subprocess.run(['cat', {token!r}], check=True)",
+        "CalledProcessError",
+    ),
+    "links to the token": ("__import__('os').link({token!r}, __import__('os').environ['TMPDIR'] + '/t')", "Error"),
+    "changes the journal": ("open({journal!r}, 'a').write('x')", "PermissionError"),
+    "removes the journal": ("__import__('os').remove({journal!r})", "PermissionError"),
+    "replaces its own file": ("open(__file__, 'w').write('')", "PermissionError"),
+    "reads its parent's environment": ("open('/proc/{parent}/environ').read()", "PermissionError"),
+    "reads its parent's memory": ("open('/proc/{parent}/mem', 'rb')", "PermissionError"),
+    "reads its parent's open files": ("open('/proc/{parent}/fd/{held}').read()", "PermissionError"),
+    "may signal its parent": ("import os; os.kill({parent}, 0)", "PermissionError|ProcessLookupError"),
+    "kills its keeper": (
+        "import os; os.kill(os.getppid(), 9); import time; time.sleep(9)",
+        "Error|SIGKILL|did not end",
+    ),
+    "kills all that it may": (
+        "import os; assert os.getpid() == 1, 'only in a namespace'; os.kill(-1, 9); raise OSError('nobody')",
+        "ProcessLookupError|nobody|only in a namespace",
+    ),
+    "continues its parent": ("import os; os.kill({parent}, 18)", "PermissionError|ProcessLookupError"),
+    "connects to an engine": (
+        "import socket; socket.socket(socket.AF_UNIX).connect({socket!r})",
+        "PermissionError",
+    ),
+    "traces its parent": (
+        "import ctypes, os\n    c = ctypes.CDLL(None, use_errno=True)\n"
+        "    if c.ptrace(16, {parent}, None, None) < 0: raise OSError(ctypes.get_errno(), 'refused')",
+        "refused",
+    ),
+    "leaves by a mount": (
+        "import ctypes\n    c = ctypes.CDLL(None, use_errno=True)\n"
+        "    if c.mount(b'/', b'/tmp', None, 4096, None) < 0: raise OSError('refused')",
+        "refused",
+    ),
+    "looks for secrets in its environment": (
+        "import os; assert not any('s3cret' in v for v in os.environ.values()); raise OSError('none there')",
+        "none there",
+    ),
+    "looks for its parent's files among its own": (
+        "import os\n    links = [os.readlink(f'/proc/self/fd/{{n}}') for n in range(50)"
+        " if os.path.lexists(f'/proc/self/fd/{{n}}')]\n"
+        "    raise OSError(sorted({{link.split(':')[0] for link in links}}))",
+        r"OSError: \['/dev/null', 'anon_inode', 'pipe', 'socket'\]",
+    ),
+}
+
+
+def needs_landlock():
+    try:
+        version = kernel.landlock_version()
+    except OSError as error:
+        pytest.skip(str(error))
+    if version < 6:
+        pytest.skip(f"version {version} of Landlock does not scope signals")
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_what_means_harm_is_refused(tmp_path, token, namespace):
+    """All attacks in one pool, one group each; each says of itself that it was refused."""
+    needs_landlock()
+    with token.open() as held:
+        os.set_inheritable(held.fileno(), True)
+        facts = {
+            "token": str(token),
+            "link": str(tmp_path / "link"),
+            "journal": str(token.parent / "journal"),
+            "socket": str(token.parent / "engine.sock"),
+            "parent": os.getpid(),
+            "held": held.fileno(),
+        }
+        lines = [f"def attack_{n}():\n    {code.format(**facts)}" for n, (code, _) in enumerate(ATTACKS.values())]
+        lines.append(
+            "def fn(completions, attack, **kwargs):\n    globals()[f'attack_{attack[0]}']()\n    return [0.0] * 2"
+        )
+        file = tmp_path / "mine.py"
+        file.write_text("\n".join(lines))
+        groups = [request(index, attack=index) for index in range(len(ATTACKS))]
+        results = score([f"{file}:fn@2"], *groups, private=(token.parent,), namespace=namespace)
+    for name, result, (_, message) in zip(ATTACKS, results, ATTACKS.values(), strict=True):
+        assert isinstance(result, RewardError), f"{name}: nothing stopped it: {result}"
+        assert re.search(message, str(result)), f"{name}: {result}"
+    assert token.read_text() == "s3cret"
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_processes_that_a_function_leaves_behind_end_with_its_worker(tmp_path, namespace):
+    file = tmp_path / "mine.py"
+    marker = f"97{os.getpid()}"
+    file.write_text(
+        "import os, subprocess, time\n"
+        "def fn(completions, **kwargs):\n"
+        f"    subprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        "        if os.fork() == 0: time.sleep(900)\n"
+        "        os._exit(0)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+
+    async def use(pool):
+        result = await pool.score(request())
+        return result.rewards, len(leftovers(marker))
+
+    rewards, during = with_pool([f"{file}:fn"], use, num_workers=1, namespace=namespace)
+    assert rewards == [1.0, 1.0]
+    # Keeper, worker, the program and the fork: the check that finds nothing afterwards can find them.
+    assert during == 4
+    assert leftovers(marker) == []
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_workers_end_with_a_parent_that_is_killed(tmp_path, namespace):
+    marker = f"98{os.getpid()}"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import subprocess, time\n"
+        "def fn(completions, **kwargs):\n"
+        f"    subprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
+        "    time.sleep(900)\n"
+    )
+    code = (
+        "import asyncio\n"
+        "from tests.reward_pools import score, request\n"
+        f"score([{str(file)!r} + ':fn@900'], request(), namespace={namespace})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        wait_until(lambda: leftovers(marker))
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) >= 4
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(process.is_running() for process in family))
+    assert leftovers(marker) == []
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_the_kernel_cannot_confine_is_said_and_refused_where_confinement_is_required(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="pass"))
+
+    needs_landlock()
+
+    async def use(pool):
+        return pool.missing
+
+    assert with_pool([f"{file}:fn"], use) == {}
+    assert list(with_pool([f"{file}:fn"], use, namespace=False)) == ["processes"]
+    assert "everything" in with_pool([f"{file}:fn"], use, confine="off")
+    with pytest.raises(PlatformError, match=r"cannot be confined in processes \(no namespace .*; write auto"):
+        with_pool([f"{file}:fn"], use, confine="require", namespace=False)
+
+
+def test_a_kernel_without_the_calls_leaves_its_reasons():
+    code = """
+from megatron_rl.rollout.rewards import confinement, kernel
+def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
+kernel.landlock_version = kernel.forbid_unix_sockets = refuse
+limits = confinement.Confinement((), (), ())
+print(confinement.confine(limits))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(repr(name) in printed for name in (FILES, SIGNALS, SOCKETS))
+    assert "Function not implemented" in printed
+
+
+def test_a_private_folder_inside_a_readable_one_is_left_out_by_naming_its_neighbours(tmp_path):
+    for name in ("run/private", "run/open", "data"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "shortcut").symlink_to(tmp_path / "run/private")
+    limits = confinement([tmp_path], [tmp_path / "run/private"], tmp_path / "data", [])
+    mine = [path for path in limits.read if path.startswith(str(tmp_path))]
+    assert sorted(mine) == [f"{tmp_path}/data", f"{tmp_path}/run/open"]
+    assert limits.listed == (str(tmp_path), f"{tmp_path}/run")
+    assert not any(path == str(ROOT) for path in limits.read)

@@ -1,0 +1,241 @@
+"""Reward functions in workers: signatures, weights, determinism, speed, files that do not load."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import UsageError
+from megatron_rl.rollout.rewards.pool import RewardPool
+from megatron_rl.rollout.rewards.spec import parse_specs
+from megatron_rl.rollout.rewards.types import PoolSettings, RewardError, RewardSpec
+from tests.reward_pools import request, score, with_pool, write
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "rewards"
+TRL_STYLE = """
+    import re
+
+    def format_reward(completions, **kwargs):
+        pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+
+    def reward_num_unique_letters(prompts, completions, completion_ids, ground_truth, **kwargs):
+        assert [prompt[-1]["content"] for prompt in prompts] == ["spell"] * len(completions)
+        assert [len(ids) for ids in completion_ids] == [len(completion[0]["content"]) for completion in completions]
+        return [len(set(c[0]["content"])) - truth for c, truth in zip(completions, ground_truth)]
+"""
+
+
+def test_functions_in_trls_style_run_unchanged_on_chat_data(tmp_path):
+    file = write(tmp_path, TRL_STYLE)
+    group = request(
+        completions=["<think>a</think><answer>b</answer>", "aab"],
+        prompt=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "spell"}],
+        ground_truth=2,
+    )
+    [result] = score([f"{file}:format_reward", f"{file}:reward_num_unique_letters=0.5"], group)
+    assert result.components == {"format_reward": [1.0, 0.0], "reward_num_unique_letters": [14 - 2, 0.0]}
+    assert result.rewards == [1.0 + 0.5 * 12, 0.0]
+    assert result.errors == {}
+    assert result.seconds > 0
+
+
+def test_text_data_gives_functions_plain_strings_and_only_what_they_name(tmp_path):
+    file = write(
+        tmp_path,
+        """
+        async def both(prompts, completions):
+            import asyncio
+            await asyncio.sleep(0)
+            return [float(prompt == "p") * len(text) for prompt, text in zip(prompts, completions)]
+        """,
+    )
+    [result] = score([f"{file}:both"], request(answer=1))
+    assert result.rewards == [1.0, 2.0]
+
+
+def test_none_leaves_a_sample_to_the_other_functions_and_fails_where_there_is_no_other(tmp_path):
+    file = write(
+        tmp_path,
+        """
+        def short(completions, **kwargs):
+            return [1.0 if len(text) == 1 else None for text in completions]
+        def constant(completions, **kwargs):
+            return [0.5] * len(completions)
+        """,
+    )
+    [result] = score([f"{file}:short", f"{file}:constant=2"], request())
+    assert result.components["short"] == [1.0, None]
+    assert result.rewards == [2.0, 1.0]
+    [error] = score([f"{file}:short"], request(index=9))
+    assert isinstance(error, RewardError)
+    assert "reward short failed for prompt 9: no function applies to completion 1" in str(error)
+    [result] = score([f"{file}:short"], request(), on_error=-1.0)
+    assert result.rewards == [1.0, -1.0]
+    assert result.errors == {"short": "no function applies to completion 1"}
+
+
+def test_a_weight_of_zero_only_measures(tmp_path):
+    file = write(tmp_path, "def length(completions, **kwargs): return [len(text) for text in completions]")
+    [result] = score([f"{file}:length=0"], request())
+    assert result.rewards == [0.0, 0.0]
+    assert result.components == {"length": [1.0, 2.0]}
+
+
+def test_functions_get_copies_of_their_own_and_the_same_random_numbers_on_every_worker(tmp_path):
+    file = write(
+        tmp_path,
+        """
+        import random
+        def greedy(completions, notes, **kwargs):
+            completions.append("more")
+            notes[0]["seen"] = True
+            assert "seen" not in notes[1]
+            return [0.0] * (len(completions) - 1)
+        def drawn(completions, notes, **kwargs):
+            assert len(completions) == 2 and notes[0] == {}
+            return [random.random() + hash(text) % 7 for text in completions]
+        """,
+    )
+    specs = [f"{file}:greedy", f"{file}:drawn"]
+    groups = [request(index, notes={}) for index in range(6)]
+    first = score(specs, *groups, num_workers=1)
+    second = score(specs, *reversed(groups), num_workers=3)[::-1]
+    assert [result.rewards for result in first] == [result.rewards for result in second]
+    assert first[0].rewards != first[1].rewards
+
+
+def test_examples_and_ready_made_rewards_run_in_workers():
+    specs = [
+        "gsm8k",
+        "length:2=0.5",
+        f"{EXAMPLES}/brevity.py:brevity=0",
+        f"{EXAMPLES}/brevity.py:answers_in_time",
+        f"{EXAMPLES}/from_verl.py:reward",
+    ]
+    [result] = score(specs, request(completions=["it is 7", "8"], answer="#### 7", data_source="gsm8k", ground_truth=7))
+    assert result.components["gsm8k"] == [1.0, 0.0]
+    assert result.components["length"] == [-1.0, 0.0]
+    assert result.components["answers_in_time"] == [None, None]
+    assert result.components["reward"] == [1.0, 0.0]
+    assert result.rewards == [1.5, 0.0]
+
+
+def test_math_verify_works_inside_the_confinement():
+    pytest.importorskip("math_verify")
+    [result] = score(["math"], request(completions=[r"$\boxed{\frac12}$", "$2$"], solution="$0.5$"), timeout=30)
+    assert result.rewards == [1.0, 0.0]
+
+
+def test_a_file_imports_its_neighbours_and_its_print_goes_to_the_log(tmp_path):
+    write(tmp_path, "WORTH = 3.0", "neighbour.py")
+    file = write(
+        tmp_path,
+        """
+        import neighbour
+        def fn(completions, **kwargs):
+            print("hello from the function")
+            return [neighbour.WORTH] * len(completions)
+        """,
+    )
+    log = tmp_path / "rewards.log"
+    [result] = score([f"{file}:fn"], request(), log=log)
+    assert result.rewards == [3.0, 3.0]
+    assert log.read_text() == "hello from the function\n"
+
+
+def test_an_edit_in_mid_run_changes_nothing_even_for_workers_that_start_later(tmp_path):
+    file = write(
+        tmp_path,
+        """
+        import os
+        def fn(completions, end=None, **kwargs):
+            if end: os._exit(3)
+            return [1.0] * len(completions)
+        """,
+    )
+
+    async def use(pool):
+        file.write_text("def fn(completions, **kwargs): return [2.0] * len(completions)")
+        with pytest.raises(RewardError, match="exit code 3"):
+            await pool.score(request(end=True))
+        return await pool.score(request())
+
+    assert with_pool([f"{file}:fn"], use, num_workers=1).rewards == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "message"),
+    [
+        ("x = 1\ny = nothing", "fn", r"mine.py:2 does not import: NameError: name 'nothing'"),
+        ("def f(:\n  pass", "fn", r"mine.py:1 does not import: SyntaxError"),
+        ("import not_there", "fn", "mine.py:1 does not import: ModuleNotFoundError"),
+        ("def fun(): pass", "fn", "has no function fn, did you mean fun?"),
+        ("import os; os._exit(4)", "fn", "its process ended with exit code 4"),
+        ("import time; time.sleep(60)", "fn", "did not finish importing within 0.5 seconds"),
+    ],
+)
+def test_a_file_that_does_not_load_ends_the_start_by_name_and_leaves_nothing(tmp_path, code, function, message):
+    file = write(tmp_path, code)
+    limit = 0.5 if "sleep" in code else 20
+    with pytest.raises(UsageError, match=message):
+        score([f"{file}:{function}"], request(), start_timeout=limit)
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(UsageError, match="nowhere.py cannot be read"):
+        score(["nowhere.py:fn"], request())
+
+
+def test_two_thousand_groups_of_eight_take_less_than_ten_seconds(tmp_path):
+    file = write(tmp_path, "def fn(completions, **kwargs): return [float(len(text)) for text in completions]")
+    groups = [request(index, ["x" * 400] * 8, answer="#### 1") for index in range(2000)]
+
+    async def use(pool):
+        begin = time.perf_counter()
+        results = await asyncio.gather(*map(pool.score, groups))
+        return results, time.perf_counter() - begin
+
+    results, seconds = with_pool([f"{file}:fn"], use)
+    print(f"{seconds / len(groups) * 1000:.3f} ms a group of 8 with 400 tokens each")
+    assert all(result.rewards == [400.0] * 8 for result in results)
+    assert seconds < 10
+
+
+def test_groups_that_wait_when_the_pool_closes_fail_and_so_does_a_cancelled_one_cleanly(tmp_path):
+    file = write(
+        tmp_path,
+        """
+        import time
+        def fn(completions, seconds, **kwargs):
+            time.sleep(seconds[0])
+            return [1.0] * len(completions)
+        """,
+    )
+
+    async def use(pool):
+        tasks = [asyncio.create_task(pool.score(request(index, seconds=30))) for index in range(3)]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        after = await pool.score(request(seconds=0)) if tasks[2].done() else None
+        await pool.close()
+        return after, await asyncio.gather(*tasks, return_exceptions=True)
+
+    _, ends = with_pool([f"{file}:fn"], use, num_workers=2, timeout=60)
+    assert isinstance(ends[0], asyncio.CancelledError)
+    assert all(isinstance(end, RewardError) and "the run is ending" in str(end) for end in ends[1:])
+
+
+def test_no_function_and_no_worker_are_refused():
+    with pytest.raises(UsageError, match="no reward"):
+        RewardPool([])
+    with pytest.raises(UsageError, match="--reward-workers 0"):
+        RewardPool(parse_specs(["exact"]), PoolSettings(num_workers=0))
+
+
+def test_a_spec_says_whether_it_is_a_file():
+    assert RewardSpec("f", "a.py", "f").is_file
+    assert not RewardSpec("exact", "exact").is_file
