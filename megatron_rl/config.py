@@ -165,6 +165,131 @@ class DistributedConfig:
     ] = True
 
 
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """The sidecar: its engines, and how it is reached."""
+
+    engine: Annotated[
+        Literal["vllm", "scripted"],
+        Option(
+            "What samples; scripted rehearses without a model: tokens by chance.",
+            names=("--rollout-engine",),
+            megatron=False,
+        ),
+    ] = "vllm"
+    num_engines: Annotated[
+        int, Option("Engines that are started.", names=("--rollout-num-engines",), megatron=False)
+    ] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        Option("Devices that an engine is divided over.", names=("--rollout-tensor-parallel-size",), megatron=False),
+    ] = 1
+    devices: Annotated[
+        list[int] | None,
+        Option(
+            "The accelerators of the engines, in order; all that vLLM sees if not given.",
+            names=("--rollout-devices",),
+            megatron=False,
+        ),
+    ] = None
+    num_threads: Annotated[
+        int, Option("Threads of an engine, on a CPU.", names=("--rollout-num-threads",), megatron=False)
+    ] = 1
+    python: Annotated[
+        Path | None,
+        Option(
+            "The interpreter of the environment that vLLM is installed in; this one if not given.",
+            names=("--rollout-python",),
+            megatron=False,
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option(
+            "The precision that engines compute in; that of the stored weights if not given.",
+            names=("--rollout-dtype",),
+            megatron=False,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "The most tokens of a prompt and its response; `--seq-length` if not given.",
+            names=("--rollout-max-model-len",),
+            megatron=False,
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int, Option("Responses that an engine samples at a time.", names=("--rollout-max-num-seqs",), megatron=False)
+    ] = 64
+    max_in_flight: Annotated[
+        int | None,
+        Option(
+            "Groups that an engine is given at a time; found by measurement if not given.",
+            names=("--rollout-max-in-flight",),
+            megatron=False,
+        ),
+    ] = None
+    folder: Annotated[
+        Path | None,
+        Option(
+            "The run's folder: token, address, journal, audit log, logs of the engines.",
+            names=("--rollout-folder",),
+            megatron=False,
+        ),
+    ] = None
+    listen: Annotated[
+        str,
+        Option(
+            "Where the sidecar listens, HOST:PORT; port 0 takes a free one.",
+            names=("--rollout-listen",),
+            megatron=False,
+        ),
+    ] = "127.0.0.1:0"
+    retain_journals: Annotated[
+        int, Option("Iterations whose groups are kept.", names=("--rollout-retain-journals",), megatron=False)
+    ] = 2
+    lease_seconds: Annotated[
+        float,
+        Option(
+            "How long a silent trainer keeps another run from taking the sidecar.",
+            names=("--rollout-lease-seconds",),
+            megatron=False,
+        ),
+    ] = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """What responses are rewarded for."""
+
+    functions: Annotated[
+        list[str] | None,
+        Option(
+            "Functions, each FILE.py:FUNCTION or a ready-made name, then =WEIGHT, then @SECONDS.",
+            names=("--reward",),
+            megatron=False,
+        ),
+    ] = None
+    on_error: Annotated[
+        str,
+        Option(
+            "stop, or the value that a function that fails is taken to have given.",
+            names=("--reward-on-error",),
+            megatron=False,
+        ),
+    ] = "stop"
+    workers: Annotated[int, Option("Processes that rewards run in.", names=("--reward-workers",), megatron=False)] = 2
+    confine: Annotated[
+        Literal["auto", "require", "off"],
+        Option(
+            "Keep rewards from the run's folder and from other processes; auto as far as possible.",
+            names=("--reward-confine",),
+            megatron=False,
+        ),
+    ] = "auto"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subjects:
     """The table of our own configuration: a field a subject."""
@@ -175,6 +300,8 @@ class Subjects:
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     distributed: DistributedConfig = DistributedConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
