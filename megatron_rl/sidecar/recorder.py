@@ -1,0 +1,87 @@
+"""What the service remembers of a run: groups and claims in the journal, everything that happened in the audit log.
+
+The journal is written first: what the audit log says happened can be given back.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.audit import FILE_NAME, AuditLog
+from megatron_rl.rollout.journal import Journal, JournalFolder
+from megatron_rl.rollout.slots import Claim
+from megatron_rl.sidecar.engine import WeightReport
+
+
+class RunRecorder:
+    """The records of one run, in its folder. Satisfies `megatron_rl.sidecar.service.Recorder`."""
+
+    def __init__(
+        self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None
+    ):
+        self._journals = JournalFolder(folder / "journal", retain, scoring=scoring)
+        try:
+            self.audit = AuditLog(folder / FILE_NAME, run, details)
+        except BaseException:
+            self._journals.close()
+            raise
+        self._journal: Journal | None = None
+        self._submission: wire.Submission | None = None
+
+    def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None:
+        """All engines hold a version."""
+        self.audit.publish(
+            weights.version,
+            weights.fingerprint,
+            [(name, report.version, report.fingerprint) for name, report in reports],
+        )
+
+    def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
+        """An iteration begins; what an earlier attempt at it has left comes back."""
+        self._end_journal()
+        self._journal, self._submission = self._journals.open(submission), submission
+        recovered = self._journal.recovered
+        self.audit.submit(submission)
+        for group in recovered.groups:
+            self.audit.group(submission.version, group, is_restored=True)
+        for claim in recovered.claims:
+            self.audit.claim(submission.version, claim)
+        return recovered.groups, recovered.claims
+
+    def finished(self, group: wire.Group) -> None:
+        """A group was taken into the iteration."""
+        journal, submission = self._current()
+        journal.append_group(group)
+        self.audit.group(submission.version, group)
+
+    def claimed(self, claim: Claim) -> None:
+        """A claim is about to be answered."""
+        journal, submission = self._current()
+        journal.append_claim(claim)
+        self.audit.claim(submission.version, claim)
+
+    def completed(self, version: int) -> None:
+        """The trainer has trained on all of it."""
+        _, submission = self._current()
+        num_groups = submission.plan.num_prompts
+        self.audit.complete(version, num_groups, num_groups * submission.plan.group_size)
+
+    def failed(self, version: int, reason: str) -> None:
+        """The iteration ended without an update."""
+        self.audit.fail(version, reason)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._end_journal()
+        self._journals.close()
+        self.audit.close()
+
+    def _current(self) -> tuple[Journal, wire.Submission]:
+        assert self._journal is not None
+        assert self._submission is not None
+        return self._journal, self._submission
+
+    def _end_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None

@@ -1,0 +1,101 @@
+"""The service with its real records: an iteration, a kill in the middle of one, and the audit over both."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.rollout import wire
+from megatron_rl.sidecar.iteration import IterationFailed
+from megatron_rl.sidecar.recorder import RunRecorder
+from megatron_rl.sidecar.service import RolloutService
+from tests.sidecar.scripted_service import Engines, RewardLength, engine, submission, weights
+
+PLACES = [(replica, index) for replica in range(2) for index in range(2)]
+
+
+def test_what_was_finished_before_a_kill_is_not_sampled_again_and_slots_stay_what_they_were(tmp_path: Path) -> None:
+    before: dict[tuple[int, int], bytes] = {}
+
+    async def killed() -> None:
+        recorder = RunRecorder(tmp_path, "run")
+        service = RolloutService(Engines(engine("0", group_faults={"run-0-7": "hang"})), RewardLength(), recorder)
+        await service.take_lease("run")
+        await service.publish(weights())
+        await service.submit(submission())
+        before[0, 0] = await service.slot(0, 0, 0, 10) or b""
+        while service.counters.groups < 7:
+            await asyncio.sleep(0.005)
+        # As a kill would: nothing is ended, the files are closed by the kernel.
+        assert service._task is not None
+        service._task.cancel()
+        recorder.close()
+
+    async def successor() -> RolloutService:
+        last = engine("0")
+        recorder = RunRecorder(tmp_path, "run")
+        service = RolloutService(Engines(last), RewardLength(), recorder)
+        await service.take_lease("run")
+        await service.publish(weights())
+        await service.submit(submission())
+        slots = {place: await service.slot(0, *place, 10) for place in PLACES}
+        assert slots[0, 0] == before[0, 0]
+        assert last.num_served == 1
+        service.complete(0)
+        await service.close()
+        recorder.close()
+        prompts = [part.prompt_index for data in slots.values() for part in wire.decode(data or b"", wire.Slot).parts]
+        assert sorted(prompts) == list(range(8))
+        return service
+
+    asyncio.run(killed())
+    service = asyncio.run(successor())
+    assert service.counters.reused == 7
+
+
+def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_path: Path) -> None:
+    async def run(version_of_weights: int, expected: int) -> None:
+        recorder = RunRecorder(tmp_path, "run")
+        last = engine("0")
+        service = RolloutService(Engines(last), RewardLength(), recorder)
+        await service.take_lease("run")
+        held = wire.Weights(
+            run="run", version=0, fingerprint=f"weights-{version_of_weights}", transport="shm", dtype="float32"
+        )
+        await service.publish(held)
+        import msgspec
+
+        await service.submit(msgspec.structs.replace(submission(), fingerprint=held.fingerprint))
+        for place in PLACES:
+            assert await service.slot(0, *place, 10)
+        assert last.num_served == expected
+        await service.close()
+        recorder.close()
+
+    asyncio.run(run(0, 8))
+    asyncio.run(run(0, 0))
+    asyncio.run(run(1, 8))
+
+
+def test_a_run_whose_records_another_process_holds_is_refused(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, "run")
+    with pytest.raises(Exception, match=r"lock|open|held"):
+        RunRecorder(tmp_path, "run")
+    recorder.close()
+
+
+def test_a_failed_iteration_is_in_the_log(tmp_path: Path) -> None:
+    async def run() -> None:
+        recorder = RunRecorder(tmp_path, "run")
+        faults = {f"run-0-{i}": "die" for i in range(8)}
+        service = RolloutService(Engines(engine("0", group_faults=faults)), RewardLength(), recorder)
+        await service.take_lease("run")
+        await service.publish(weights())
+        await service.submit(submission())
+        with pytest.raises(IterationFailed):
+            await service.slot(0, 0, 0, 10)
+        await service.close()
+        recorder.close()
+
+    asyncio.run(run())
+    assert '"event":"fail"' in (tmp_path / "audit.jsonl").read_text()
