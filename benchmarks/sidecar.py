@@ -1,7 +1,7 @@
 """The rollout service over scripted engines: what a group costs, from submission until every rank has its slot.
 
-4,096 groups of 16 responses of 256 tokens, for 64 replicas of 8 ranks that all pull. The ranks are connections of one
-other process, which does nothing but ask and count bytes.
+4,096 groups of 16 responses of 256 tokens, journaled and audited, for 64 replicas of 8 ranks that all pull. The ranks
+are connections of one other process, which does nothing but ask and count bytes.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import psutil
 from benchmarks import report
 from megatron_rl.rollout import wire
 from megatron_rl.sidecar.http import application
+from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.server import serve
 from megatron_rl.sidecar.service import RolloutService
-from tests.sidecar.scripted_service import Engines, Memory, RewardLength, weights
+from tests.sidecar.scripted_service import Engines, RewardLength, weights
 
 NUM_REPLICAS, RANKS_OF_A_REPLICA = 64, 8
 GROUP_SIZE, NUM_TOKENS = 16, 256
@@ -66,7 +67,7 @@ def _service(socket: Path, connection: Connection) -> None:
     script = Script(lengths=(NUM_TOKENS, NUM_TOKENS))
     engines = Engines(*(ScriptedEngine(str(number), script) for number in range(4)))
     engines.max_in_flight = 64
-    asyncio.run(_serve(RolloutService(engines, RewardLength(), Memory(keeps=False)), socket, connection))
+    asyncio.run(_serve(RolloutService(engines, RewardLength(), RunRecorder(socket.parent, "run")), socket, connection))
 
 
 async def _serve(service: RolloutService, socket: Path, connection: Connection) -> None:
