@@ -1,0 +1,296 @@
+"""The audit log of a run: what was published, submitted, sampled, claimed and trained on, as hashes, in a chain.
+
+One line of JSON an event: `seq` counts from 0, `prev` is the hash of the line before, and `hash` the one of this line
+without it. `megatron_rl.rollout.audit_check` reads it again; docs/audit.md says what it proves.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout.append_file import AppendFile
+from megatron_rl.rollout.seeds import group_seed
+from megatron_rl.rollout.slots import Claim
+from megatron_rl.rollout.wire import WIRE_VERSION, Group, Plan, Sampling, Submission
+
+FILE_NAME = "audit.jsonl"
+FIRST_PREV = "0" * 64
+_HASH_PATTERN = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
+_READ_BYTES = 1 << 16
+
+
+class AuditBroken(MegatronRLError):
+    """The end of the log is not what was written: nothing is added to it."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What happened; each kind has its fields and its tag."""
+
+
+class Start(Event, frozen=True, kw_only=True, tag="start"):
+    """A sidecar opened the log."""
+
+    run: str
+    wire: int = WIRE_VERSION
+    details: dict[str, Any] = {}
+
+
+class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+    """The last line had been torn by a kill; this many bytes were cut off."""
+
+    num_bytes: int
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says it holds."""
+
+    engine: str
+    version: int
+    fingerprint: str
+
+
+class Publish(Event, frozen=True, kw_only=True, tag="publish"):
+    """These engines hold a version; again with the same fingerprint when one joins or comes back."""
+
+    version: int
+    fingerprint: str
+    engines: list[EngineReport]
+
+
+class Submit(Event, frozen=True, kw_only=True, tag="submit"):
+    """An iteration begins, or begins anew after a restart: then all of its groups and claims follow once more."""
+
+    version: int
+    fingerprint: str
+    plan: Plan
+    sampling: Sampling
+    prompts: list[str]
+    seeds: list[int]
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Version, start and end, as in `wire.Span`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, its tokens and log-probs as hashes."""
+
+    tokens: str
+    log_probs: str
+    num_tokens: int
+    finish_reason: str = ""
+    seed: int
+    engine: str
+    spans: list[SpanRecord]
+    fingerprint: str
+    reward: float
+
+
+class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
+    """A group was taken into the iteration."""
+
+    version: int
+    prompt: int
+    prompt_hash: str
+    is_restored: bool
+    responses: list[ResponseRecord]
+
+
+class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
+    """A replica's slot holds these groups, now and for ever."""
+
+    version: int
+    replica: int
+    index: int
+    prompts: list[int]
+
+
+class Complete(Event, frozen=True, kw_only=True, tag="complete"):
+    """The trainer says that it has trained on so many."""
+
+    version: int
+    num_groups: int
+    num_responses: int
+
+
+class Fail(Event, frozen=True, kw_only=True, tag="fail"):
+    """The iteration ended without an update."""
+
+    version: int
+    reason: str
+
+
+AnyEvent = Start | Recovered | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail
+
+
+class AuditLog:
+    """The log, open for appending. Raises AppendFailed when there is no room; the log is then as it was."""
+
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        details: dict[str, Any] | None = None,
+        sync: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`details` of the start (versions, flags) must hold nothing secret: they are written as they are."""
+        self._clock = clock
+        self._seq, self._head = 0, FIRST_PREV
+        self._file = AppendFile(path, sync)
+        try:
+            num_bytes_cut = self._find_end()
+            self._append(Start(run=run, details=details or {}))
+            if num_bytes_cut:
+                self._append(Recovered(num_bytes=num_bytes_cut))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "AuditLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line: whoever keeps it elsewhere can tell later that nothing up to it was changed."""
+        return self._head
+
+    def publish(self, version: int, fingerprint: str, reports: Iterable[tuple[str, int, str]]) -> None:
+        """These engines report (name, version, fingerprint)."""
+        engines = [EngineReport(engine=name, version=held, fingerprint=digest) for name, held, digest in reports]
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=engines))
+
+    def submit(self, submission: Submission) -> None:
+        """An iteration begins. After a restart `group` and `claim` follow for all that was restored."""
+        self._append(
+            Submit(
+                version=submission.version,
+                fingerprint=submission.fingerprint,
+                plan=submission.plan,
+                sampling=submission.sampling,
+                prompts=[content_hash(prompt.tokens) for prompt in submission.prompts],
+                seeds=[group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts],
+            )
+        )
+
+    def group(self, version: int, group: Group, is_restored: bool = False) -> None:
+        """A group was taken into the iteration."""
+        responses = [
+            ResponseRecord(
+                tokens=content_hash(response.tokens),
+                log_probs=content_hash(response.log_probs),
+                num_tokens=len(response.tokens) // 4,
+                finish_reason=response.finish_reason,
+                seed=response.seed,
+                engine=response.engine,
+                spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
+                fingerprint=response.fingerprint,
+                reward=response.reward,
+            )
+            for response in group.responses
+        ]
+        self._append(
+            GroupFinished(
+                version=version,
+                prompt=group.prompt.index,
+                prompt_hash=content_hash(group.prompt.tokens),
+                is_restored=is_restored,
+                responses=responses,
+            )
+        )
+
+    def claim(self, version: int, claim: Claim) -> None:
+        """A claim is about to be answered."""
+        self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
+
+    def complete(self, version: int, num_groups: int, num_responses: int) -> None:
+        """The trainer says that it has trained on so many."""
+        self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
+
+    def fail(self, version: int, reason: str) -> None:
+        """The iteration ended without an update. The reason is cut short: the log holds no texts of the data."""
+        self._append(Fail(version=version, reason=reason[:200]))
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._file.close()
+
+    def _append(self, event: AnyEvent) -> None:
+        line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        self._file.append(line)
+        self._seq, self._head = self._seq + 1, line_hash
+
+    def _find_end(self) -> int:
+        """Continue after the last whole line; how many bytes of a torn one behind it were cut off."""
+        content, start = b"", self._file.size
+        # Backwards until a whole line, with the newline before it, is there.
+        while start > 0 and content.count(b"\n") < 2:
+            step = min(start, max(_READ_BYTES, len(content)))
+            start -= step
+            content = self._file.read(start, step) + content
+        whole = content.rfind(b"\n") + 1
+        num_bytes_cut = len(content) - whole
+        if whole:
+            last = content[content.rfind(b"\n", 0, whole - 1) + 1 : whole - 1]
+            links = read_links(last)
+            if links is None or links.hash != hash_of_line(last):
+                raise AuditBroken(
+                    f"{self._file.path}: its last line is damaged. See `megatron-rl audit {self._file.path}`, move the "
+                    "file away, and start again"
+                )
+            self._seq, self._head = links.seq + 1, links.hash
+        if num_bytes_cut:
+            self._file.cut(self._file.size - num_bytes_cut)
+        return num_bytes_cut
+
+
+class Links(msgspec.Struct, frozen=True):
+    """What ties a line to its neighbours."""
+
+    seq: int
+    prev: str
+    hash: str
+
+
+def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:
+    """A line with its newline, and its hash."""
+    body = b'{"seq":%d,"prev":"%s","time":%.3f,%s' % (seq, prev.encode(), when, msgspec.json.encode(event)[1:])
+    line_hash = hashlib.blake2b(body, digest_size=32).hexdigest()
+    return b'%s,"hash":"%s"}\n' % (body[:-1], line_hash.encode()), line_hash
+
+
+def read_links(line: bytes) -> Links | None:
+    """Those of a line without its newline; None if it is not one."""
+    try:
+        return msgspec.json.decode(line, type=Links)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def hash_of_line(line: bytes) -> str | None:
+    """The hash that belongs to the content of a line; None if the line does not end in one."""
+    match = _HASH_PATTERN.search(line)
+    if match is None:
+        return None
+    return hashlib.blake2b(line[: match.start()] + b"}", digest_size=32).hexdigest()
+
+
+def content_hash(content: bytes) -> str:
+    """What stands in the log for tokens or log-probs."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

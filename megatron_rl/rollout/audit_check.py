@@ -1,0 +1,311 @@
+"""`megatron-rl audit RUN`: check the audit log of a run, and name every breach.
+
+    megatron-rl audit RUN                 RUN is the log, or the folder that holds audit.jsonl
+    megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
+
+It ends with 0 if nothing is wrong, with 5 otherwise.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.rollout import audit
+from megatron_rl.rollout.audit_chain import Breach, BreachName, Chain
+from megatron_rl.rollout.provenance import FINISH_REASONS, version_tag
+from megatron_rl.rollout.seeds import group_seed
+from megatron_rl.rollout.slots import Claim, Division, Place, divide
+
+# What is wrong, and a detail of it.
+_Problems = Iterator[tuple[BreachName, str]]
+
+
+@dataclasses.dataclass
+class IterationSummary:
+    """What the log says of an iteration, or of one attempt at it."""
+
+    version: int
+    fingerprint: str
+    line: int
+    outcome: str = "unfinished"
+    num_groups: int = 0
+    num_restored: int = 0
+    num_responses: int = 0
+    num_tokens: int = 0
+    num_claims: int = 0
+    engines: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a log holds, and what is wrong with it."""
+
+    run: str
+    num_lines: int
+    head: str
+    num_covered: int
+    """Lines up to the last of the heads that were given: these are proved to be as they were then."""
+    num_starts: int
+    num_recovered: int
+    iterations: list[IterationSummary]
+    breaches: list[Breach]
+
+
+class _Attempt:
+    """An iteration from its submission to its end."""
+
+    def __init__(self, submit: audit.Submit, engines: set[str], line: int) -> None:
+        self.submit = submit
+        self.engines = engines
+        self.summary = IterationSummary(submit.version, submit.fingerprint, line)
+        self.division: Division | None = None
+        self.groups: dict[int, int] = {}
+        self.claimed: set[int] = set()
+        self.units: set[Place] = set()
+
+
+class _Meaning:
+    """Takes the events in order and says what contradicts what came before."""
+
+    def __init__(self) -> None:
+        self.run: str | None = None
+        self.num_starts = 0
+        self.num_recovered = 0
+        self.summaries: list[IterationSummary] = []
+        self._published: audit.Publish | None = None
+        self._engines: set[str] = set()
+        self._attempt: _Attempt | None = None
+        self._highest: int | None = None
+
+    def take(self, event: audit.AnyEvent, line: int) -> _Problems:
+        match event:
+            case audit.Start():
+                return self._start(event)
+            case audit.Recovered():
+                self.num_recovered += 1
+            case audit.Publish():
+                return self._publish(event)
+            case audit.Submit():
+                return self._submit(event, line)
+            case audit.GroupFinished():
+                return self._group(event)
+            case audit.SlotClaimed():
+                return self._claim(event)
+            case audit.Complete():
+                return self._complete(event)
+            case audit.Fail():
+                self._end(event.version, "failed")
+        return iter(())
+
+    def _start(self, event: audit.Start) -> _Problems:
+        self.num_starts += 1
+        if self.run is None:
+            self.run = event.run
+        elif event.run != self.run:
+            yield BreachName.FOREIGN_RUN, f"the log is of the run {self.run!r}, this is of {event.run!r}"
+
+    def _publish(self, event: audit.Publish) -> _Problems:
+        before = self._published
+        if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
+            self._engines = set()
+        self._published = event
+        for report in event.engines:
+            self._engines.add(report.engine)
+            if (report.version, report.fingerprint) != (event.version, event.fingerprint):
+                yield (
+                    BreachName.ENGINE_DIFFERS,
+                    f"engine {report.engine} reports version {report.version} ({report.fingerprint[:12]}), "
+                    f"published was {event.version} ({event.fingerprint[:12]})",
+                )
+
+    def _submit(self, event: audit.Submit, line: int) -> _Problems:
+        self._attempt = attempt = _Attempt(event, self._engines, line)
+        self.summaries.append(attempt.summary)
+        if self._published is None or self._published.version != event.version:
+            yield BreachName.NOT_PUBLISHED, f"version {event.version} is submitted, and was not published last"
+        elif self._published.fingerprint != event.fingerprint:
+            published = self._published.fingerprint[:12]
+            yield (
+                BreachName.FOREIGN_FINGERPRINT,
+                f"version {event.version} is submitted with {event.fingerprint[:12]}, published was {published}",
+            )
+        if self._highest is not None and event.version > self._highest + 1:
+            yield BreachName.SKIPPED_VERSION, f"version {event.version} follows on {self._highest}"
+        self._highest = event.version
+        try:
+            attempt.division = divide(event.plan)
+        except InputError as error:
+            yield BreachName.WRONG_SLOT, str(error)
+        if not event.plan.num_prompts == len(event.prompts) == len(event.seeds):
+            counts = f"{event.plan.num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
+            yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
+        for prompt, seed in enumerate(event.seeds):
+            wanted = group_seed(self.run or "", event.version, prompt)
+            if seed != wanted:
+                yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
+
+    def _group(self, event: audit.GroupFinished) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None or not 0 <= event.prompt < len(attempt.submit.prompts):
+            yield BreachName.NEVER_SUBMITTED, f"prompt {event.prompt} of version {event.version}"
+            return
+        if event.prompt in attempt.groups:
+            yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
+            return
+        attempt.groups[event.prompt] = len(event.responses)
+        _count(attempt.summary, event)
+        if event.prompt_hash != attempt.submit.prompts[event.prompt]:
+            yield BreachName.WRONG_PROMPT, f"prompt {event.prompt} of version {event.version} has other tokens"
+        if len(event.responses) != attempt.submit.plan.group_size:
+            count = f"{len(event.responses)} responses of {attempt.submit.plan.group_size}"
+            yield BreachName.INCOMPLETE_GROUP, f"prompt {event.prompt} of version {event.version} has {count}"
+        seed = group_seed(self.run or "", event.version, event.prompt)
+        for number, response in enumerate(event.responses):
+            where = f"response {number} of prompt {event.prompt} of version {event.version}"
+            if response.seed != seed + number:
+                yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {seed + number}"
+            for name, detail in _response_problems(response, attempt):
+                yield name, f"{where} {detail}"
+
+    def _claim(self, event: audit.SlotClaimed) -> _Problems:
+        attempt = self._current(event.version)
+        where = f"slot ({event.replica}, {event.index}) of version {event.version}"
+        if attempt is None:
+            yield BreachName.CLAIM_OUTSIDE, where
+            return
+        claim = Claim(replica=event.replica, index=event.index, prompts=event.prompts)
+        if claim.place in attempt.units:
+            yield BreachName.SLOT_CLAIMED_TWICE, where
+            return
+        attempt.units.add(claim.place)
+        attempt.summary.num_claims += 1
+        problem = attempt.division.problem(claim) if attempt.division else None
+        if problem:
+            yield BreachName.WRONG_SLOT, f"version {event.version}: {problem}"
+        for prompt in event.prompts:
+            if prompt not in attempt.groups:
+                yield BreachName.CLAIM_UNFINISHED, f"{where} holds prompt {prompt}"
+            elif prompt in attempt.claimed:
+                yield BreachName.CLAIMED_TWICE, f"{where} holds prompt {prompt}, and so does another"
+            attempt.claimed.add(prompt)
+
+    def _complete(self, event: audit.Complete) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None:
+            yield BreachName.COMPLETE_OUTSIDE, f"version {event.version}"
+            return
+        for prompt in range(len(attempt.submit.prompts)):
+            if prompt not in attempt.groups:
+                yield BreachName.NEVER_FINISHED, f"prompt {prompt} of version {event.version}"
+            elif prompt not in attempt.claimed:
+                yield BreachName.NEVER_CLAIMED, f"prompt {prompt} of version {event.version}"
+        said = (event.num_groups, event.num_responses)
+        found = (len(attempt.groups), sum(attempt.groups.values()))
+        if said != found:
+            yield (
+                BreachName.WRONG_COUNT,
+                f"version {event.version}: the trainer says {said[0]} groups and {said[1]} responses, the log has "
+                f"{found[0]} and {found[1]}",
+            )
+        self._end(event.version, "complete")
+
+    def _current(self, version: int) -> _Attempt | None:
+        attempt = self._attempt
+        return attempt if attempt is not None and attempt.submit.version == version else None
+
+    def _end(self, version: int, outcome: str) -> None:
+        if (attempt := self._current(version)) is not None:
+            attempt.summary.outcome = outcome
+            self._attempt = None
+
+
+def verify(path: Path, heads: Sequence[str] = ()) -> Report:
+    """Read a log from its first line to its last."""
+    if path.is_dir():
+        path = path / audit.FILE_NAME
+    chain, meaning, breaches, num_lines = Chain(heads), _Meaning(), [], 0
+    try:
+        with path.open("rb") as file:
+            for num_lines, line in enumerate(file, start=1):
+                event = chain.take(num_lines, line)
+                if event is not None:
+                    breaches += [Breach(name, num_lines, detail) for name, detail in meaning.take(event, num_lines)]
+    except OSError as error:
+        raise InputError(
+            f"{path}: {error.strerror}; name the log, or the folder that holds {audit.FILE_NAME}"
+        ) from None
+    chain.finish()
+    return Report(
+        run=meaning.run or "",
+        num_lines=num_lines,
+        head=chain.head,
+        num_covered=max(chain.heads_found.values(), default=0),
+        num_starts=meaning.num_starts,
+        num_recovered=meaning.num_recovered,
+        iterations=meaning.summaries,
+        breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Print what the log holds and every breach."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the log, or the folder that holds it")
+    parser.add_argument("--head", action="append", default=[], help="a hash of a line; may be given several times")
+    arguments = parser.parse_args(argv)
+    report = verify(arguments.run, arguments.head)
+    _print(report)
+    return ExitCode.RUN if report.breaches else ExitCode.OK
+
+
+def _print(report: Report) -> None:
+    print(f"run {report.run}: {report.num_lines} lines, {report.num_starts} starts, {report.num_recovered} recovered")
+    print(f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10}  engines")
+    for item in report.iterations:
+        restored = f"  ({item.num_restored} groups from the journal)" if item.num_restored else ""
+        print(
+            f"{item.version:>8} {item.fingerprint[:12]:<12} {item.outcome:<10} {item.num_groups:>7} "
+            f"{item.num_responses:>9} {item.num_tokens:>10}  {', '.join(sorted(item.engines))}{restored}"
+        )
+    for breach in report.breaches:
+        print(f"BREACH line {breach.line}: {breach.name}: {breach.detail}")
+    num_complete = sum(item.outcome == "complete" for item in report.iterations)
+    print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
+    print(f"head {report.head}")
+    if report.num_covered:
+        print(f"lines 1 to {report.num_covered} are those that the head was kept of")
+
+
+def _count(summary: IterationSummary, event: audit.GroupFinished) -> None:
+    summary.num_groups += 1
+    summary.num_restored += event.is_restored
+    summary.num_responses += len(event.responses)
+    summary.num_tokens += sum(response.num_tokens for response in event.responses)
+    summary.engines.update(response.engine for response in event.responses)
+
+
+def _response_problems(response: audit.ResponseRecord, attempt: _Attempt) -> _Problems:
+    submit = attempt.submit
+    if response.fingerprint != submit.fingerprint:
+        wanted = submit.fingerprint[:12]
+        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, published was {wanted}"
+    if response.engine not in attempt.engines:
+        yield BreachName.UNKNOWN_ENGINE, f"is of engine {response.engine}, which did not report the version"
+    versions = sorted({span.version for span in response.spans})
+    position = 0
+    for span in response.spans:
+        position = span.end if span.start == position and span.end >= span.start else -1
+    if len(versions) > 1:
+        yield BreachName.TWO_VERSIONS, f"is of versions {' and '.join(versions)}"
+    elif position != response.num_tokens or versions not in ([], [version_tag(submit.version)]):
+        spans = [(span.version, span.start, span.end) for span in response.spans]
+        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens, and spans {spans}"
+    if response.finish_reason not in FINISH_REASONS:
+        yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
+    limit = submit.sampling.max_tokens
+    if response.num_tokens > limit or (response.finish_reason == "length" and response.num_tokens != limit):
+        yield BreachName.CUT_OFF, f"ends by {response.finish_reason} after {response.num_tokens} tokens of {limit}"

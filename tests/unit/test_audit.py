@@ -1,0 +1,434 @@
+"""The audit log: an honest one is clean, and each way of tampering is caught by its name."""
+
+import itertools
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl import cli
+from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.rollout.append_file import FileInUse
+from megatron_rl.rollout.audit import FIRST_PREV, AuditBroken, AuditLog, hash_of_line
+from megatron_rl.rollout.audit_chain import BreachName
+from megatron_rl.rollout.audit_check import Report, verify
+from megatron_rl.rollout.wire import Plan, Submission
+from megatron_rl.sidecar.iteration import Iteration
+from tests.killing import kill_while_appending
+from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
+
+Lines = list[dict]
+ENGINES = ("engine-0", "engine-1")
+STRUCTURAL = {
+    BreachName.TRUNCATED_LINE,
+    BreachName.UNREADABLE_LINE,
+    BreachName.CHANGED_CONTENT,
+    BreachName.BROKEN_CHAIN,
+    BreachName.MISSING_LINE,
+    BreachName.DOUBLED_LINE,
+    BreachName.REORDERED_LINE,
+}
+
+
+def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> None:
+    """All of an iteration, its groups finished in this order, as the service writes it down."""
+    version, plan = submission.version, submission.plan
+    log.publish(version, submission.fingerprint, [(engine, version, submission.fingerprint) for engine in ENGINES])
+    log.submit(submission)
+    iteration = Iteration(submission, lambda group: log.group(version, group), lambda claim: log.claim(version, claim))
+    slots = itertools.product(range(plan.num_replicas), range(iteration.division.slots_per_replica))
+    for replica, index in slots:
+        iteration.claim(replica, index)
+    for prompt in order:
+        iteration.finished(make_group(submission, prompt, engine=ENGINES[prompt % 2]))
+    assert iteration.is_claimed
+    log.complete(version, plan.num_prompts, plan.num_prompts * plan.group_size)
+
+
+def write_log(path: Path, plan: Plan | None = None, versions: tuple[int, ...] = (3, 4)) -> str:
+    """A log of these iterations, two groups of two responses each unless told otherwise; its head."""
+    plan = plan or make_plan(num_prompts=2, group_size=2, micro_batch_size=2)
+    with AuditLog(path, "run", clock=lambda: 1.0) as log:
+        for version in versions:
+            run_iteration(log, make_submission(plan, version=version), list(reversed(range(plan.num_prompts))))
+        return log.head
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "audit.jsonl"
+
+
+def names(report: Report) -> set[BreachName]:
+    return {breach.name for breach in report.breaches}
+
+
+def chained(events: Lines) -> bytes:
+    """The events in a chain that holds, as somebody who knows the format would forge it."""
+    lines, prev = [], FIRST_PREV
+    for seq, event in enumerate(events):
+        body = json.dumps({**{key: value for key, value in event.items() if key != "hash"}, "seq": seq, "prev": prev})
+        unsealed = f'{body[:-1]},"hash":"{"0" * 64}"}}'.encode()
+        prev = hash_of_line(unsealed)
+        lines.append(unsealed.replace(b"0" * 64 + b'"}', prev.encode() + b'"}'))
+    return b"".join(line + b"\n" for line in lines)
+
+
+def find(events: Lines, kind: str, number: int = 0) -> dict:
+    return [event for event in events if event["event"] == kind][number]
+
+
+@given(plans(), st.data())
+@settings(max_examples=30, deadline=None)
+def test_an_honest_log_has_no_breach_and_its_summary_counts_what_was_done(tmp_path_factory, plan, data) -> None:
+    path = tmp_path_factory.mktemp("run") / "audit.jsonl"
+    with AuditLog(path, "run") as log:
+        for version in (3, 4):
+            order = data.draw(st.permutations(range(plan.num_prompts)))
+            run_iteration(log, make_submission(plan, version=version), order)
+        head = log.head
+    report = verify(path, [head])
+    assert report.breaches == []
+    assert report.head == head
+    assert report.num_covered == report.num_lines
+    num_responses = plan.num_prompts * plan.group_size
+    for summary, version in zip(report.iterations, (3, 4), strict=True):
+        assert (summary.version, summary.fingerprint, summary.outcome) == (version, FINGERPRINT, "complete")
+        assert (summary.num_groups, summary.num_responses) == (plan.num_prompts, num_responses)
+        assert summary.num_tokens == 3 * num_responses
+        assert summary.engines == set(ENGINES[: plan.num_prompts])
+
+
+def test_the_log_holds_hashes_and_no_token_of_a_prompt_or_a_response(path: Path) -> None:
+    write_log(path)
+    group = find([json.loads(line) for line in path.read_bytes().splitlines()], "group")
+    assert re.fullmatch("[0-9a-f]{32}", group["prompt_hash"])
+    for response in group["responses"]:
+        assert re.fullmatch("[0-9a-f]{32}", response["tokens"])
+        assert re.fullmatch("[0-9a-f]{32}", response["log_probs"])
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+# Each takes the raw lines, with their newlines, of a log of 15.
+RAW_TAMPERINGS: list[tuple[BreachName, Callable[[list[bytes]], list[bytes]]]] = [
+    (BreachName.TRUNCATED_LINE, lambda lines: [*lines[:-1], lines[-1][:40]]),
+    (BreachName.TRUNCATED_LINE, lambda lines: [*lines[:-1], lines[-1][:-1]]),
+    (BreachName.TRUNCATED_LINE, lambda lines: [*lines[:5], lines[5][:40] + b"\n", *lines[6:]]),
+    (BreachName.UNREADABLE_LINE, lambda lines: [*lines[:5], lines[5].replace(b'"seq"', b'"sea"'), *lines[6:]]),
+    (
+        BreachName.CHANGED_CONTENT,
+        lambda lines: [*lines[:5], lines[5].replace(b'"reward":1', b'"reward":2'), *lines[6:]],
+    ),
+    (BreachName.MISSING_LINE, lambda lines: lines[1:]),
+    (BreachName.MISSING_LINE, lambda lines: lines[:5] + lines[6:]),
+    (BreachName.MISSING_LINE, lambda lines: lines[:5] + lines[9:]),
+    (BreachName.DOUBLED_LINE, lambda lines: lines[:6] + lines[5:]),
+    (BreachName.DOUBLED_LINE, lambda lines: [*lines, lines[3]]),
+    (BreachName.REORDERED_LINE, lambda lines: [*lines[:3], lines[4], lines[3], *lines[5:]]),
+    (BreachName.REORDERED_LINE, lambda lines: [*lines[:3], *lines[6:9], *lines[3:6], *lines[9:]]),
+]
+
+
+@pytest.mark.parametrize(("name", "tamper"), RAW_TAMPERINGS, ids=[str(name) for name, _ in RAW_TAMPERINGS])
+def test_each_tampering_with_lines_is_caught_by_its_name(path: Path, name, tamper) -> None:
+    write_log(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 15
+    path.write_bytes(b"".join(tamper(lines)))
+    assert name in names(verify(path))
+
+
+def test_a_line_whose_hash_was_made_anew_breaks_the_chain_behind_it(path: Path) -> None:
+    write_log(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    forged = lines[3].replace(b'"reward":1', b'"reward":2')
+    assert forged != lines[3]
+    sealed = forged.replace(forged[-67:-3], hash_of_line(forged[:-1]).encode())
+    path.write_bytes(b"".join([*lines[:3], sealed, *lines[4:]]))
+    report = verify(path)
+    assert [(breach.name, breach.line) for breach in report.breaches] == [(BreachName.BROKEN_CHAIN, 5)]
+
+
+def _set(kind: str, number: int = 0, **values: object) -> Callable[[Lines], Lines]:
+    def tamper(events: Lines) -> Lines:
+        find(events, kind, number).update(values)
+        return events
+
+    return tamper
+
+
+def _set_response(**values: object) -> Callable[[Lines], Lines]:
+    def tamper(events: Lines) -> Lines:
+        find(events, "group")["responses"][1].update(values)
+        return events
+
+    return tamper
+
+
+def _drop(kind: str, number: int = 0) -> Callable[[Lines], Lines]:
+    return lambda events: [event for event in events if event is not find(events, kind, number)]
+
+
+def _repeat(kind: str, **values: object) -> Callable[[Lines], Lines]:
+    def tamper(events: Lines) -> Lines:
+        place = events.index(find(events, kind)) + 1
+        return [*events[:place], {**events[place - 1], **values}, *events[place:]]
+
+    return tamper
+
+
+def _short_group(events: Lines) -> Lines:
+    find(events, "group")["responses"].pop()
+    find(events, "complete")["num_responses"] -= 1
+    return events
+
+
+def _no_finish_reason(events: Lines) -> Lines:
+    del find(events, "group")["responses"][0]["finish_reason"]
+    return events
+
+
+def _other_engine_report(events: Lines) -> Lines:
+    find(events, "publish")["engines"][1]["fingerprint"] = "e" * 64
+    return events
+
+
+# Each takes the events of an honest log; the chain is then forged anew, so that it holds.
+FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
+    (BreachName.FOREIGN_FINGERPRINT, _set_response(fingerprint="e" * 64)),
+    (BreachName.FOREIGN_FINGERPRINT, _set("publish", fingerprint="e" * 64, engines=[])),
+    (BreachName.WRONG_SPAN, _set_response(spans=[["3", 0, 2]])),
+    (BreachName.WRONG_SPAN, _set_response(spans=[["3", 1, 3]])),
+    (BreachName.WRONG_SPAN, _set_response(spans=[])),
+    (BreachName.WRONG_SPAN, _set_response(spans=[["2", 0, 3]])),
+    (BreachName.TWO_VERSIONS, _set_response(spans=[["2", 0, 1], ["3", 1, 3]])),
+    (BreachName.NEVER_SUBMITTED, _repeat("group", prompt=2)),
+    (BreachName.NEVER_SUBMITTED, _repeat("group", version=2)),
+    (BreachName.FINISHED_TWICE, _repeat("group")),
+    (BreachName.INCOMPLETE_GROUP, _short_group),
+    (BreachName.NO_FINISH_REASON, _no_finish_reason),
+    (BreachName.NO_FINISH_REASON, _set_response(finish_reason="abort")),
+    (BreachName.CUT_OFF, _set_response(finish_reason="length")),
+    (BreachName.WRONG_SEED, _set_response(seed=7)),
+    (BreachName.WRONG_SEED, _set("submit", seeds=[1, 2])),
+    (BreachName.WRONG_PROMPT, _set("group", prompt_hash="0" * 32)),
+    (BreachName.UNKNOWN_ENGINE, _set_response(engine="engine-9")),
+    (BreachName.ENGINE_DIFFERS, _other_engine_report),
+    (BreachName.CLAIMED_TWICE, _set("claim", 1, prompts=[1])),
+    (BreachName.SLOT_CLAIMED_TWICE, _repeat("claim")),
+    (BreachName.CLAIM_OUTSIDE, _set("claim", 1, version=9)),
+    (BreachName.CLAIM_UNFINISHED, _set("claim", 0, prompts=[0])),
+    (BreachName.WRONG_SLOT, _set("claim", index=1)),
+    (BreachName.WRONG_SLOT, _set("claim", prompts=[1, 0])),
+    (BreachName.NEVER_CLAIMED, _drop("claim")),
+    (BreachName.NEVER_FINISHED, _drop("group", 1)),
+    (BreachName.WRONG_COUNT, _set("complete", num_responses=3)),
+    (BreachName.WRONG_COUNT, _set("submit", seeds=[])),
+    (BreachName.COMPLETE_OUTSIDE, _repeat("complete")),
+    (BreachName.NOT_PUBLISHED, _drop("publish", 1)),
+    (BreachName.SKIPPED_VERSION, _set("submit", 1, version=9)),
+    (BreachName.FOREIGN_RUN, _repeat("start", run="another")),
+    (BreachName.UNREADABLE_LINE, _set("group", event="grope")),
+]
+
+
+@pytest.mark.parametrize(("name", "tamper"), FORGERIES, ids=[str(name) for name, _ in FORGERIES])
+def test_each_contradiction_is_caught_by_its_name_even_if_the_chain_was_forged_anew(path: Path, name, tamper) -> None:
+    head = write_log(path)
+    events = [json.loads(line) for line in path.read_bytes().splitlines()]
+    path.write_bytes(chained(events))
+    assert names(verify(path)) == set()
+    path.write_bytes(chained(tamper(events)))
+    report = verify(path, [head])
+    assert name in names(report), report.breaches
+    assert BreachName.HEAD_NOT_FOUND in names(report)
+    assert not names(report) & (STRUCTURAL - {BreachName.UNREADABLE_LINE})
+
+
+def test_a_consistent_forgery_is_caught_by_the_head_alone(path: Path) -> None:
+    head = write_log(path)
+    events = [json.loads(line) for line in path.read_bytes().splitlines()]
+    find(events, "group")["responses"][0]["tokens"] = "0" * 32
+    path.write_bytes(chained(events))
+    assert names(verify(path)) == set()
+    assert names(verify(path, [head])) == {BreachName.HEAD_NOT_FOUND}
+
+
+def test_lines_lost_at_the_end_are_caught_by_the_head_alone_and_lines_added_later_are_not_covered(path: Path) -> None:
+    head = write_log(path)
+    with AuditLog(path, "run") as log:
+        run_iteration(log, make_submission(make_plan(num_prompts=2), version=5), [0, 1])
+    report = verify(path, [head])
+    assert report.breaches == []
+    assert (report.num_covered, report.num_lines) == (15, 23)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:14]))
+    assert names(verify(path)) == set()
+    assert names(verify(path, [head])) == {BreachName.HEAD_NOT_FOUND}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_changed_byte_is_a_breach(tmp_path_factory, data) -> None:
+    path = tmp_path_factory.mktemp("run") / "audit.jsonl"
+    write_log(path, versions=(3,))
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    assert names(verify(path))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_lines_deleted_doubled_or_moved_are_named_for_what_they_are(path: Path, seed: int) -> None:
+    random_number = random.Random(seed)
+    write_log(path, versions=(3, 4, 5))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for _ in range(10):
+        start = random_number.randrange(len(lines) - 1)
+        stop = random_number.randrange(start + 1, len(lines))
+        for name, changed in [
+            (BreachName.MISSING_LINE, lines[:start] + lines[stop:]),
+            (BreachName.DOUBLED_LINE, lines[:stop] + lines[start:]),
+            (BreachName.REORDERED_LINE, lines[:start] + lines[stop : stop + 1] + lines[start:stop] + lines[stop + 1 :]),
+        ]:
+            path.write_bytes(b"".join(changed))
+            structural = names(verify(path)) & STRUCTURAL
+            assert structural == {name}
+
+
+def test_a_log_goes_on_after_a_restart_and_an_attempt_begins_anew(path: Path) -> None:
+    submission = make_submission(make_plan(num_prompts=2))
+    group = make_group(submission, 1)
+    with AuditLog(path, "run") as log:
+        log.publish(3, FINGERPRINT, [("engine-0", 3, FINGERPRINT)])
+        log.submit(submission)
+        log.group(3, group)
+    with AuditLog(path, "run") as log:
+        log.publish(3, FINGERPRINT, [("engine-1", 3, FINGERPRINT)])
+        log.submit(submission)
+        iteration = Iteration(submission, record_claim=lambda claim: log.claim(3, claim))
+        log.group(3, group, is_restored=True)
+        iteration.restore([group], [])
+        log.publish(3, FINGERPRINT, [("engine-2", 3, FINGERPRINT)])
+        log.group(3, make_group(submission, 0, engine="engine-2"))
+        iteration.finished(make_group(submission, 0))
+        assert iteration.claim(0, 0)
+        assert iteration.claim(1, 0)
+        log.complete(3, 2, 8)
+        log.publish(4, FINGERPRINT, [("engine-0", 4, FINGERPRINT)])
+        log.submit(make_submission(make_plan(num_prompts=2), version=4))
+        log.fail(4, "x" * 1000)
+    report = verify(path)
+    assert report.breaches == []
+    assert report.num_starts == 2
+    outcomes = [(summary.version, summary.outcome, summary.num_restored) for summary in report.iterations]
+    assert outcomes == [(3, "unfinished", 0), (3, "complete", 1), (4, "failed", 0)]
+    assert b"x" * 201 not in path.read_bytes()
+
+
+def test_a_torn_last_line_is_cut_at_reopening_and_said(path: Path) -> None:
+    write_log(path, versions=(3,))
+    content = path.read_bytes()
+    lengths = [0, *itertools.accumulate(len(line) for line in content.splitlines(keepends=True))]
+    for size in [*range(lengths[-2] + 1, len(content)), lengths[1] - 1, lengths[2] + 100]:
+        path.write_bytes(content[:size])
+        assert names(verify(path)) == {BreachName.TRUNCATED_LINE}
+        with AuditLog(path, "run"):
+            pass
+        report = verify(path)
+        assert report.breaches == []
+        assert report.num_recovered == 1
+        last = json.loads(path.read_bytes().splitlines()[-1])
+        assert (last["event"], last["num_bytes"]) == ("recovered", size - max(n for n in lengths if n <= size))
+
+
+def test_a_log_whose_last_line_is_damaged_is_not_continued(path: Path) -> None:
+    write_log(path)
+    content = path.read_bytes()
+    for damaged in (content.replace(b'"num_groups":2', b'"num_groups":3'), content[:-80] + b"\n", b"nonsense\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(AuditBroken, match="its last line is damaged"):
+            AuditLog(path, "run")
+        assert path.read_bytes() == damaged
+
+
+def test_a_log_has_one_writer(path: Path) -> None:
+    with AuditLog(path, "run"), pytest.raises(FileInUse):
+        AuditLog(path, "run")
+
+
+def test_a_line_longer_than_what_is_read_at_once_is_continued(path: Path) -> None:
+    with AuditLog(path, "run") as log:
+        log.submit(make_submission(make_plan(num_prompts=4096)))
+        head = log.head
+    assert path.stat().st_size > 200_000
+    with AuditLog(path, "run"):
+        pass
+    assert json.loads(path.read_bytes().splitlines()[-1])["prev"] == head
+    os.truncate(path, path.stat().st_size - 100_000)
+    with AuditLog(path, "run"):
+        pass
+    assert [event["event"] for event in map(json.loads, path.read_bytes().splitlines())] == ["start"] * 2 + [
+        "recovered"
+    ]
+
+
+def test_kill_9_in_the_middle_of_writing_leaves_a_log_that_can_be_continued(path: Path) -> None:
+    random_number = random.Random(7)
+    for _ in range(5):
+        told = kill_while_appending(
+            f"""
+            from pathlib import Path
+            from megatron_rl.rollout.audit import AuditLog
+            from tests.submissions import make_plan, make_submission
+            submission = make_submission(make_plan(num_prompts=4096))
+            log = AuditLog(Path({str(path)!r}), "run")
+            for version in range(4096):
+                log.submit(submission)
+                print(version)
+            """,
+            random_number,
+        )
+        with AuditLog(path, "run"):
+            pass
+        events = [json.loads(line)["event"] for line in path.read_bytes().splitlines()]
+        assert events.count("submit") in (told, told + 1)
+        assert names(verify(path)) == {BreachName.NOT_PUBLISHED}
+        path.unlink()
+
+
+def lines_of(output: str, start: str) -> Iterator[str]:
+    return (line for line in output.splitlines() if line.startswith(start))
+
+
+def test_the_command_prints_each_iteration_and_breach_and_its_exit_code_says_whether_there_is_one(path, capsys) -> None:
+    head = write_log(path)
+    assert cli.main(["audit", str(path.parent), "--head", head]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    assert "run run: 15 lines, 1 starts, 0 recovered" in printed
+    assert next(lines_of(printed, "       3 ffffffffffff")).split()[2:] == [
+        "complete",
+        "2",
+        "4",
+        "12",
+        "engine-0,",
+        "engine-1",
+    ]
+    assert f"2 of 2 iterations complete, 0 breaches\nhead {head}\nlines 1 to 15" in printed
+    path.write_bytes(path.read_bytes().replace(b'"reward":1', b'"reward":2'))
+    assert cli.main(["audit", str(path)]) == ExitCode.RUN
+    assert len(list(lines_of(capsys.readouterr().out, "BREACH line"))) == 4
+    assert cli.main(["audit", str(path.parent / "nothing")]) == ExitCode.INPUT
+    with pytest.raises(InputError, match="name the log, or the folder"):
+        verify(path.parent / "nothing")
+
+
+def test_an_empty_log_is_clean_and_holds_nothing(path: Path) -> None:
+    path.touch(mode=0o600)
+    assert verify(path).breaches == []
+    assert names(verify(path, ["a" * 64])) == {BreachName.HEAD_NOT_FOUND}
