@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rollout.rewards.ready_made import REWARDS
 from megatron_rl.rollout.rewards.ready_made.gsm8k import number_of
-from megatron_rl.rollout.rewards.spec import parse_spec, parse_specs
+from megatron_rl.rollout.rewards.spec import parse_on_error, parse_spec, parse_specs
 from megatron_rl.rollout.rewards.types import RewardRequest, RewardSpec, checked_values
 from megatron_rl.rollout.rewards.verl import from_verl
 
@@ -52,6 +52,14 @@ def test_a_reward_is_written_as_source_weight_and_limit(text, spec):
 def test_a_reward_that_is_written_wrong_is_refused_with_what_to_write(text, message):
     with pytest.raises(UsageError, match=message):
         parse_spec(text)
+
+
+def test_a_failure_stops_the_run_or_counts_as_a_finite_number():
+    assert parse_on_error("stop") is None
+    assert parse_on_error("-1") == -1.0
+    for text in ("nan", "1e999", "go on"):
+        with pytest.raises(UsageError, match="neither stop nor a finite number"):
+            parse_on_error(text)
 
 
 def test_functions_of_one_name_are_told_apart_by_their_sources_and_one_given_twice_is_refused():

@@ -22,8 +22,8 @@ from tests.reward_pools import leftovers, request, score, with_pool
 FAULTS = {
     "raises": ("raise KeyError('lost')", r"KeyError: 'lost' \(.*mine.py:10\)"),
     "exits politely": ("import sys; sys.exit(7)", "SystemExit: 7"),
-    "hangs": ("import time; time.sleep(60)", "did not end within 0.7 seconds"),
-    "spins": ("while True: pass", "did not end within 0.7 seconds"),
+    "hangs": ("import time; time.sleep(60)", "did not end within 1 seconds"),
+    "spins": ("while True: pass", "did not end within 1 seconds"),
     "ignores signals": (
         "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(60)",
         "did not end within",
@@ -75,7 +75,7 @@ def test_a_fault_fails_its_group_by_name_in_time_and_no_other(tmp_path, fault):
     file.write_text(code)
     groups = [request(index, bad=index == 3, **({"gold": 1} if index != 3 else {})) for index in range(8)]
     begin = time.monotonic()
-    results = score([f"{file}:fn@0.7"], *groups)
+    results = score([f"{file}:fn@1"], *groups)
     assert time.monotonic() - begin < 5
     error = results.pop(3)
     assert isinstance(error, RewardError), error
@@ -93,13 +93,13 @@ def test_a_slow_function_delays_its_own_group_only(tmp_path):
         slow = asyncio.create_task(pool.score(request(0, bad=True)))
         await asyncio.sleep(0)
         await asyncio.gather(*(pool.score(request(index)) for index in range(1, 20)))
-        others = time.monotonic() - begin
-        return (await slow).rewards, others, time.monotonic() - begin
+        others_waited = slow.done()
+        return (await slow).rewards, others_waited, time.monotonic() - begin
 
-    rewards, others, all_of_it = with_pool([f"{file}:fn"], use)
+    rewards, others_waited, seconds = with_pool([f"{file}:fn"], use)
     assert rewards == [0.0, 0.0]
-    assert others < 0.4
-    assert all_of_it >= 0.5
+    assert not others_waited
+    assert seconds >= 0.5
 
 
 def test_printing_without_end_neither_blocks_nor_reaches_the_channel(tmp_path):
@@ -149,6 +149,49 @@ def test_what_one_group_leaves_behind_does_not_fail_the_next(tmp_path):
         return [first.rewards, (await pool.score(request(1))).rewards]
 
     assert with_pool([f"{file}:fn"], use, num_workers=1) == [[0.0, 0.0], [1.0, 2.0]]
+
+
+def test_what_one_group_writes_into_the_channel_under_the_next_one_is_not_the_next_ones_fault(tmp_path):
+    file = tmp_path / "mine.py"
+    later = "threading.Timer(0.1, write_everywhere, (b'{}\\n',)).start()"
+    file.write_text("import threading, time\n" + CODE.format(body=f"{later}; return [0.0, 0.0]"))
+
+    async def use(pool):
+        await pool.score(request(0, bad=True))
+        await asyncio.sleep(0.2)
+        return (await pool.score(request(1))).rewards
+
+    assert with_pool([f"{file}:fn"], use, num_workers=1) == [1.0, 2.0]
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="os._exit(1)"))
+
+    async def use(pool):
+        for wait in (0.0, 0.001, 0.005, 0.02, 0.05):
+            with pytest.raises(RewardError):
+                await pool.score(request(bad=True))
+            task = asyncio.create_task(pool.score(request()))
+            await asyncio.sleep(wait)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return (await pool.score(request())).rewards
+
+    assert with_pool([f"{file}:fn"], use, num_workers=1) == [1.0, 2.0]
+
+
+def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="pass"))
+
+    async def use(pool):
+        for process in psutil.Process().children():
+            process.kill()
+        await asyncio.sleep(0.3)
+        return await asyncio.gather(*(pool.score(request(index)) for index in range(3)))
+
+    assert [result.rewards for result in with_pool([f"{file}:fn"], use)] == [[1.0, 2.0]] * 3
 
 
 def test_memory_beyond_the_limit_fails_the_group(tmp_path):
@@ -203,6 +246,10 @@ ATTACKS = {
     "connects to an engine": (
         "import socket; socket.socket(socket.AF_UNIX).connect({socket!r})",
         "PermissionError",
+    ),
+    "looks for root's powers": (
+        "raise OSError([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'CapPrm'))])",
+        r"CapPrm:\\t0+[02]\\n', 'CapEff:\\t0+[02]\\n",
     ),
     "traces its parent": (
         "import ctypes, os\n    c = ctypes.CDLL(None, use_errno=True)\n"

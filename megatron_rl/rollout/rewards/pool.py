@@ -221,6 +221,8 @@ class _Scoring:
         return self._pool._specs[len(self._answers)]
 
     async def _run_on_worker(self) -> None:
+        if self.worker is not None and not self.worker.is_alive:
+            self.discard()
         if self.worker is None:
             self.worker = await self._fresh_worker()
         self._pool._num_jobs += 1

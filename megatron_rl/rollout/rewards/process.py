@@ -48,21 +48,31 @@ class RewardWorker:
     @classmethod
     async def start(cls, environment: Mapping[str, str], namespace: bool, log: OutputLog) -> "RewardWorker":
         """Start the process; it is ready once `set_up` has returned."""
-        process = await asyncio.create_subprocess_exec(
+        command = [
             sys.executable,
             "-P",
             "-m",
             "megatron_rl.rollout.rewards.worker",
             str(os.getpid()),
-            "1" if namespace else "0",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LONGEST_ANSWER,
-            env=environment,
-            start_new_session=True,
+            str(int(namespace)),
+        ]
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LONGEST_ANSWER,
+                env=environment,
+                start_new_session=True,
+            )
         )
-        return cls(process, log)
+        try:
+            return cls(await asyncio.shield(starting), log)
+        except asyncio.CancelledError:
+            # Half a start cannot be undone: pipes would stay open.
+            await cls(await starting, log).end()
+            raise
 
     async def set_up(self, setup: bytes, timeout: float) -> dict[str, Any]:
         """Hand over the functions and wait until they are loaded."""
@@ -96,6 +106,11 @@ class RewardWorker:
             return Answer(checked_values(content.get("values"), num_samples))
         except ValueError:
             raise self._nonsense() from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs; one that ended between two groups is no function's fault."""
+        return self._process.returncode is None
 
     def served(self) -> None:
         """A group is done; the next one meets what it left behind."""

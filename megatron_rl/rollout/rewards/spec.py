@@ -59,6 +59,15 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
     return tuple(named)
 
 
+def parse_on_error(text: str) -> float | None:
+    """What stands after --reward-on-error: None for "stop", else the value that stands for a failure."""
+    if text == "stop":
+        return None
+    if not re.fullmatch(_NUMBER, text) or abs(float(text)) == float("inf"):
+        raise UsageError(f"--reward-on-error {text}: neither stop nor a finite number")
+    return float(text)
+
+
 def _check_argument(text: str, name: str, argument: str | None) -> None:
     """Make the reward once and forget it: a bad argument shows here and not in a worker."""
     try:
