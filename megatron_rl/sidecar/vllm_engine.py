@@ -16,6 +16,7 @@ from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses
+from megatron_rl.sidecar.vllm_server import EXTENSION
 
 # Long enough that attention, norms and the output layer all have a say, short enough to cost nothing.
 _PROBE_TOKENS = 32
@@ -26,16 +27,11 @@ _COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds that each thing may take before the engine counts as lost."""
+    """Seconds; the steps of a publish have those of `publication.StepDeadlines`."""
 
     start: float = 600
-    pause: float = 60
-    load: float = 600
-    commit: float = 60
-    verify: float = 60
-    probe: float = 120
-    resume: float = 60
-    health: float = 10
+    health: float = 60
+    """Generous: while the server writes the answer to a large group it does nothing else."""
     group: float = 7200
     """A whole group, queueing included."""
     stall: float = 120
@@ -96,7 +92,12 @@ class VllmEngine:
             self._progress = (-1.0, time.monotonic())
         self._num_in_flight += 1
         try:
-            data = await self._send("generate", "POST", "/inference/v1/generate", self._deadlines.group, content)
+            async with asyncio.timeout(self._deadlines.group):
+                data = await self._send("generate", "POST", "/inference/v1/generate", content)
+        except TimeoutError:
+            raise EngineLost(
+                f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
+            ) from None
         finally:
             self._num_in_flight -= 1
         try:
@@ -113,11 +114,8 @@ class VllmEngine:
         self.state = EngineState.DIRTY
         # Until the next commit nothing that this engine samples is of a version.
         self._version, self._tag = -1, ""
-        deadline = time.monotonic() + self._deadlines.load
-        if weights.transport == "shm":
-            answers = await self._load_files(weights, deadline)
-        else:
-            answers = await self._load_stream(weights, deadline)
+        load = self._load_files if weights.transport == "shm" else self._load_stream
+        answers = await load(weights)
         return WeightReport(weights.version, self._common("load", answers, "fingerprint"))
 
     async def commit(self, report: WeightReport) -> None:
@@ -130,7 +128,7 @@ class VllmEngine:
         self.state = EngineState.PUBLISHING
 
     async def verify(self) -> WeightReport:
-        data = await self._send("verify", "GET", "/weight_info", self._deadlines.verify)
+        data = await self._send("verify", "GET", "/weight_info")
         tag = str(json.loads(data)["weight_version"])
         version, _, fingerprint = tag.partition(":")
         held = self._common("verify", await self._workers("verify", "megatron_rl_report"), "fingerprint")
@@ -151,10 +149,8 @@ class VllmEngine:
             "cache_salt": f"probe {time.monotonic_ns()}",
         }
         await self._post("probe", "/resume")
-        try:
-            data = await self._send("probe", "POST", "/inference/v1/generate", self._deadlines.probe, content)
-        finally:
-            await self._post("probe", "/pause?mode=wait")
+        data = await self._send("probe", "POST", "/inference/v1/generate", content)
+        await self._post("probe", "/pause?mode=wait")
         answer = json.loads(data)
         pairs = zip(tokens, answer["prompt_logprobs"], strict=True)
         prompt = [entry[str(token)]["logprob"] for token, entry in pairs if entry]
@@ -178,11 +174,22 @@ class VllmEngine:
         if self._handle:
             await asyncio.to_thread(self._handle.kill)
 
+    @property
+    def num_workers(self) -> int:
+        return int(self.facts["world_size"])
+
     def log_tail(self) -> str:
+        """The last lines it printed."""
         return self._handle.log_tail() if self._handle else "(started by somebody else: its output is not here)"
 
     async def _prepare(self) -> None:
-        answers = await self._workers("prepare", "megatron_rl_prepare")
+        try:
+            answers = await self._workers("prepare", "megatron_rl_prepare")
+        except EngineRefused as refusal:
+            raise EngineRefused(
+                f"{refusal}\nAn engine needs VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode "
+                f"{_LOG_PROBS_MODE}, --worker-extension-cls {EXTENSION} and this package on its PYTHONPATH"
+            ) from None
         self.facts = facts = answers[0]
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
@@ -196,32 +203,28 @@ class VllmEngine:
             eos_token_ids=tuple(facts["eos_token_ids"]),
         )
 
-    async def _load_files(self, weights: Weights, deadline: float) -> list[dict[str, Any]]:
-        received = await self._workers(
-            "load", "megatron_rl_receive", weights.location, str(os.getuid()), until=deadline
-        )
+    async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
+        received = await self._workers("load", "megatron_rl_receive", weights.location, str(os.getuid()))
         digests = {name: lanes for answer in received for name, lanes in answer["digests"].items()}
         arguments = (weights.fingerprint, json.dumps(digests))
-        return await self._workers("load", "megatron_rl_load", *arguments, until=deadline)
+        return await self._workers("load", "megatron_rl_load", *arguments)
 
-    async def _load_stream(self, weights: Weights, deadline: float) -> list[dict[str, Any]]:
+    async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
         if self.stream_place is None:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with the {weights.transport} transport"
             )
         for call in streams.before(weights, self.stream_place):
-            await self._post("load", call.route, call.content, until=deadline)
-        await self._workers("load", "megatron_rl_begin_stream", until=deadline)
+            await self._post("load", call.route, call.content)
+        await self._workers("load", "megatron_rl_begin_stream")
         for call in streams.during(weights, self.stream_place):
-            await self._post("load", call.route, call.content, until=deadline)
-        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint, until=deadline)
+            await self._post("load", call.route, call.content)
+        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
-    async def _workers(
-        self, step: str, method: str, *arguments: str, until: float | None = None
-    ) -> list[dict[str, Any]]:
+    async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of our extension in every worker."""
         content = {"method": method, "args": list(arguments)}
-        answers = (await self._post(step, "/collective_rpc", content, until=until))["results"]
+        answers = (await self._post(step, "/collective_rpc", content))["results"]
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise EngineRefused(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
@@ -233,24 +236,18 @@ class VllmEngine:
             raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
         return values.pop()
 
-    async def _post(self, step: str, route: str, content: object = None, until: float | None = None) -> Any:
-        seconds = getattr(self._deadlines, step, self._deadlines.load)
-        if until is not None:
-            seconds = max(0.0, until - time.monotonic())
-        return json.loads(await self._send(step, "POST", route, seconds, content) or b"null")
+    async def _post(self, step: str, route: str, content: object = None) -> Any:
+        return json.loads(await self._send(step, "POST", route, content) or b"null")
 
-    async def _send(self, step: str, method: str, route: str, seconds: float, content: object = None) -> bytes:
-        """The body of the answer. EngineLost where none comes in time, EngineRefused where it is an error."""
+    async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
+        """The body of the answer. EngineLost where none comes, EngineRefused where it is an error."""
         if content is None:
             request = self._http.build_request(method, route)
         else:
             headers = {"content-type": "application/json"}
             request = self._http.build_request(method, route, content=msgspec.json.encode(content), headers=headers)
         try:
-            async with asyncio.timeout(seconds):
-                answer = await self._http.send(request)
-        except TimeoutError:
-            raise EngineLost(f"engine {self.name}: {step} did not finish within {seconds:g} s") from None
+            answer = await self._http.send(request)
         except (httpx.HTTPError, RuntimeError) as error:
             raise EngineLost(f"engine {self.name}: {step} got no answer: {self._end() or repr(error)}") from None
         if answer.status_code != 200:

@@ -1,0 +1,402 @@
+"""Keeps the engines alive and at one version.
+
+Invariants:
+
+- an engine takes groups only in the state READY, and READY means: it answers, holds the current version, and has
+  sampled a token from it;
+- a publish brings all engines that are there to a version, or leaves none of them READY;
+- an engine that dies is started again with growing pauses, and brought to the current version from the copy that the
+  transport keeps; without a copy it waits for the next publish. One that fails too often in a row is given up, and
+  when no other is left whoever waits for an engine is told so.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.rollout.wire import Response, Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engine import Engine, EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.pool import EnginePool
+from megatron_rl.sidecar.publication import Published, StepDeadlines, StepFailed, Steps
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_POLL_SECONDS = 0.05
+_UP = (EngineState.WAITING, EngineState.READY, EngineState.PUBLISHING, EngineState.DIRTY)
+
+
+class PublishFailed(MegatronRLError):
+    """A version could not be brought to the engines; none of them samples."""
+
+
+class SupervisedEngine(Engine, Protocol):
+    """An engine that can be started and ended."""
+
+    stream_place: streams.Place | None
+
+    @property
+    def num_workers(self) -> int: ...
+
+    async def start(self) -> None:
+        """Return when it answers, in the state WAITING; EngineLost when it never will."""
+        ...
+
+    async def close(self) -> None:
+        """End it, whatever state it is in."""
+        ...
+
+    def log_tail(self) -> str:
+        """The last lines it printed."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """What makes engines."""
+
+    def create(self, name: str) -> SupervisedEngine: ...
+
+    def adopt(self, name: str, address: str) -> SupervisedEngine: ...
+
+    def release(self, name: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisorConfig:
+    """How engines are watched, and how much each is given."""
+
+    max_responses: int = 96
+    """Responses in flight on one engine: half more than it samples at a time, so that it never runs dry."""
+    watch_seconds: float = 1.0
+    first_pause: float = 1.0
+    """Seconds before an engine that died is started again; doubled with each death in a row."""
+    longest_pause: float = 60.0
+    max_failures: int = 5
+    """Deaths in a row after which an engine is given up."""
+    healthy_seconds: float = 300.0
+    """An engine that lived for so long has not died in a row."""
+    deadlines: StepDeadlines = StepDeadlines()
+    probe_tolerance: float = 1e-5
+
+
+@dataclasses.dataclass
+class Member:
+    """An engine's place: the engine in it may be another after a restart."""
+
+    name: str
+    engine: SupervisedEngine
+    address: str | None = None
+    """Of an engine that somebody else started."""
+    num_failures: int = 0
+    num_restarts: int = 0
+    started: float = 0.0
+    error: str = ""
+    is_leaving: bool = False
+    is_given_up: bool = False
+    task: asyncio.Task[None] | None = None
+    """What starts it, or starts it again."""
+    check: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """All engines of a sidecar; what the rollout service knows of them."""
+
+    def __init__(self, factory: EngineFactory, config: SupervisorConfig = SupervisorConfig()) -> None:
+        self._factory = factory
+        self._config = config
+        self._members: dict[str, Member] = {}
+        self._num_made = 0
+        self._published: Published | None = None
+        """What engines were last brought to: current, unless a publish has been begun since."""
+        self._is_current = False
+        self._steps = Steps(config.deadlines, config.probe_tolerance)
+        self._lock = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
+
+    async def start(self, num_engines: int, adopted: Iterable[str] = ()) -> None:
+        """Start engines, all at once, and take in those that somebody else has started. The first error ends all."""
+        members = [self._make() for _ in range(num_engines)] + [self._make(address) for address in adopted]
+        results = await asyncio.gather(*(member.engine.start() for member in members), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                await self.close()
+                raise error
+        for member in members:
+            member.started = time.monotonic()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        """The responses of a group, from whichever engine gives them."""
+        return await self.pool.generate(request)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Groups that can be of use at a time; the pool's own bound counts responses."""
+        return max(1, len(self._members)) * self._config.max_responses
+
+    async def publish(self, weights: Weights) -> list[tuple[str, WeightReport]]:
+        """Bring a version to every engine that is there, all or none."""
+        async with self._lock:
+            # An engine that comes back meanwhile, or after a failure, must not take up what was current before.
+            self._is_current = False
+            await self._let_leave()
+            try:
+                self._published = await self._publish(weights)
+            except BaseException:
+                self._withdraw()
+                raise
+            self._is_current = True
+            reports = list(self._published.reports)
+        self.pool.engines_changed()
+        return reports
+
+    def add(self, count: int = 1) -> list[str]:
+        """Start more engines; each joins when it holds the current version, or with the next publish."""
+        members = [self._make() for _ in range(count)]
+        for member in members:
+            self._run_for(member, self._bring_up(member))
+        return [member.name for member in members]
+
+    async def adopt(self, address: str) -> str:
+        """Take in an engine that somebody else started on this host, by the path of its socket."""
+        member = self._make(address)
+        try:
+            await member.engine.start()
+        except BaseException:
+            await self._forget(member)
+            raise
+        self._run_for(member, self._bring_up(member, is_started=True))
+        return member.name
+
+    def remove(self, name: str) -> None:
+        """Let an engine go with the next publish, when nothing is in flight."""
+        if name not in self._members:
+            raise InputError(f"there is no engine {name!r}: there are {', '.join(self._members) or 'none'}")
+        self._members[name].is_leaving = True
+
+    def status(self) -> dict[str, Any]:
+        """Every engine: its state, what it is doing and since when, what went wrong last."""
+        now = time.monotonic()
+        engines = {}
+        for name, member in self._members.items():
+            step, since = self._steps.current.get(name, (None, now))
+            engines[name] = {
+                "state": "given up" if member.is_given_up else str(member.engine.state),
+                "step": step,
+                "step_seconds": round(now - since, 3),
+                "in_flight": self.pool.in_flight(name),
+                "restarts": member.num_restarts,
+                "leaving": member.is_leaving,
+                "adopted": member.address,
+                "error": member.error,
+            }
+        return {
+            "version": self._published.weights.version if self._published else None,
+            "publishing": self._lock.locked(),
+            "groups_waiting": self.pool.num_waiting,
+            "groups_retried": self.pool.num_retried,
+            "engines": engines,
+        }
+
+    async def close(self) -> None:
+        """End every engine that was started here."""
+        await _cancel([self._watcher])
+        members, self._members = list(self._members.values()), {}
+        await _cancel([task for member in members for task in (member.task, member.check)])
+        await asyncio.gather(*(member.engine.close() for member in members), return_exceptions=True)
+        for member in members:
+            self._factory.release(member.name)
+        self.pool.engines_changed()
+
+    # publishing
+
+    async def _publish(self, weights: Weights) -> Published:
+        """Attempts until one succeeds. What is refused is tried again; who is lost, or refuses twice, is restarted."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            members = await self._present()
+            engines = [member.engine for member in members]
+            if weights.transport != "shm":
+                for engine, place in zip(engines, streams.places([e.num_workers for e in engines]), strict=True):
+                    engine.stream_place = place
+            try:
+                return await self._steps.publish(engines, weights, self._published)
+            except StepFailed as failure:
+                self._withdraw()
+                _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
+                if attempt == _ATTEMPTS or weights.transport != "shm":
+                    # A stream is sent again by the trainer, or by nobody.
+                    for name, error in failure.errors.items():
+                        self._revive(self._members[name], str(error))
+                    raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
+                failed = list(failure.errors) if attempt > 1 else failure.lost
+                await self._restart([self._members[name] for name in failed], failure)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _present(self) -> list[Member]:
+        """The engines that are up; while some are only starting, the first of those."""
+        while True:
+            members = [member for member in self._members.values() if member.engine.state in _UP]
+            if members:
+                return members
+            if all(member.is_given_up for member in self._members.values()):
+                raise PublishFailed(f"no engine is left: {self._errors() or 'none was started'}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _restart(self, members: list[Member], failure: StepFailed) -> None:
+        """Start engines again, now, within a publish."""
+
+        async def one(member: Member) -> None:
+            await self._replace(member, str(failure.errors[member.name]))
+            await member.engine.start()
+            member.started = time.monotonic()
+
+        results = await asyncio.gather(*(one(member) for member in members), return_exceptions=True)
+        for member, error in zip(members, results, strict=True):
+            if isinstance(error, Exception):
+                self._revive(member, str(error))
+                raise PublishFailed(
+                    f"engine {member.name} failed ({failure.errors[member.name]}) and could not be restarted: {error}"
+                )
+
+    def _withdraw(self) -> None:
+        """No engine takes groups until a publish has succeeded."""
+        for member in self._members.values():
+            if member.engine.state is EngineState.READY:
+                member.engine.state = EngineState.DIRTY
+
+    async def _let_leave(self) -> None:
+        for member in [member for member in self._members.values() if member.is_leaving]:
+            await self._forget(member)
+
+    # living and dying
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.watch_seconds)
+            for member in self._members.values():
+                # One that is slow to answer does not keep the others waiting.
+                if member.engine.state in _UP and (member.check is None or member.check.done()):
+                    member.check = asyncio.create_task(self._check(member, member.engine))
+
+    async def _check(self, member: Member, engine: SupervisedEngine) -> None:
+        is_alive = await engine.is_alive()
+        # In a publish every step has its own deadline.
+        if not is_alive and member.engine is engine and engine.state in _UP and not self._lock.locked():
+            lines = engine.log_tail()
+            self._revive(member, f"engine {member.name} is gone, or does not get on; its last lines:\n{lines}")
+
+    def _lost(self, engine: Engine, error: EngineLost) -> None:
+        member = self._members.get(engine.name)
+        if member is not None and member.engine is engine:
+            self._revive(member, str(error))
+
+    def _revive(self, member: Member, reason: str) -> None:
+        """Start an engine again, in the background."""
+        member.error = reason
+        member.engine.state = EngineState.DEAD
+        if member.task is None or member.task.done():
+            _log.warning("engine %s: %s", member.name, reason)
+            self._run_for(member, self._bring_back(member))
+
+    async def _bring_back(self, member: Member) -> None:
+        if time.monotonic() - member.started > self._config.healthy_seconds:
+            member.num_failures = 0
+        while member.num_failures < self._config.max_failures:
+            pause = self._config.first_pause * 2**member.num_failures
+            member.num_failures += 1
+            await asyncio.sleep(min(pause, self._config.longest_pause))
+            await self._replace(member, member.error)
+            if await self._try_bring_up(member):
+                return
+        member.is_given_up = True
+        await member.engine.close()
+
+    async def _bring_up(self, member: Member, is_started: bool = False) -> None:
+        if not await self._try_bring_up(member, is_started):
+            await self._bring_back(member)
+
+    async def _try_bring_up(self, member: Member, is_started: bool = False) -> bool:
+        try:
+            if not is_started:
+                await member.engine.start()
+            member.started = time.monotonic()
+            await self._catch_up(member)
+        except Exception as error:
+            _log.warning("engine %s: %s", member.name, error)
+            member.error = str(error)
+            member.engine.state = EngineState.DEAD
+            return False
+        return True
+
+    async def _catch_up(self, member: Member) -> None:
+        """Bring an engine to the current version from the copy of it, if there is one."""
+        async with self._lock:
+            published = self._published
+            if member.engine.state is EngineState.READY or published is None or not self._is_current:
+                return
+            if _has_copy(published.weights):
+                await self._steps.publish([member.engine], published.weights, published)
+
+    async def _replace(self, member: Member, reason: str) -> None:
+        member.error = reason
+        member.num_restarts += 1
+        await member.engine.close()
+        member.engine = self._create(member.name, member.address)
+
+    async def _forget(self, member: Member) -> None:
+        del self._members[member.name]
+        await _cancel([member.task, member.check])
+        await member.engine.close()
+        self._factory.release(member.name)
+
+    def _make(self, address: str | None = None) -> Member:
+        name = f"engine-{self._num_made}"
+        member = self._members[name] = Member(name, self._create(name, address), address)
+        self._num_made += 1
+        return member
+
+    def _create(self, name: str, address: str | None) -> SupervisedEngine:
+        return self._factory.create(name) if address is None else self._factory.adopt(name, address)
+
+    def _engines(self) -> list[SupervisedEngine]:
+        return [member.engine for member in self._members.values()]
+
+    def _none_left(self) -> str | None:
+        """Why no engine will be READY before the next publish; None while one is, or may become so."""
+        if self._lock.locked():
+            return None
+        for member in self._members.values():
+            if member.engine.state is EngineState.READY or (member.task is not None and not member.task.done()):
+                return None
+        return f"no engine is left for this version: {self._errors() or 'none was started'}"
+
+    def _errors(self) -> str:
+        return "; ".join(
+            member.error or f"engine {member.name} is {member.engine.state}" for member in self._members.values()
+        )
+
+    def _run_for(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
+        """In the background; whoever waits for an engine looks again when it is done."""
+        member.task = asyncio.create_task(work)
+        member.task.add_done_callback(lambda _: self.pool.engines_changed())
+
+
+def _has_copy(weights: Weights) -> bool:
+    return weights.transport == "shm" and Path(weights.location).is_dir()
+
+
+async def _cancel(tasks: list[asyncio.Task[None] | None]) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    for task in running:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

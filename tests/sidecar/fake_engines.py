@@ -1,0 +1,115 @@
+"""Engines that fail as a test says, and the factory that makes them; no processes."""
+
+import asyncio
+import collections
+from typing import Any
+
+from megatron_rl.rollout.wire import Response, Sampling, Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.scripted import Script, ScriptedEngine
+
+STEPS = ("pause", "load", "commit", "verify", "probe", "resume")
+
+
+class FakeEngine(ScriptedEngine):
+    """A scripted engine that is started, closed, and fails by plan."""
+
+    def __init__(self, name: str, factory: "FakeFactory") -> None:
+        super().__init__(name, Script(lengths=(4, 4)))
+        self.state = EngineState.STARTING
+        self.stream_place: streams.Place | None = None
+        self.num_workers = 2
+        self.is_closed = False
+        self.steps: list[str] = []
+        self.blocked: asyncio.Event | None = None
+        self._factory = factory
+
+    async def start(self) -> None:
+        await self._fail("start")
+        self.state = EngineState.WAITING
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+
+    def log_tail(self) -> str:
+        return f"last words of {self.name}"
+
+    async def is_alive(self) -> bool:
+        return not self.is_closed and self.state is not EngineState.DEAD and not self._factory.killed[self.name]
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        await self._fail("generate")
+        self._factory.served[self.name].append(request.request_id)
+        if self.blocked is not None and not request.request_id.startswith("ready"):
+            await self.blocked.wait()
+        if self._factory.killed[self.name]:
+            raise EngineLost(f"engine {self.name} was killed")
+        return await super().generate(request)
+
+    async def load(self, weights: Weights) -> WeightReport:
+        report = await super().load(weights)
+        # Says what it was told, and samples with something else.
+        self._sampled_with = self._factory.keeps.get(self.name, self._sampled_with)
+        if self.name in self._factory.corrupt:
+            return WeightReport(weights.version, "another fingerprint")
+        return report
+
+    async def _step(self, step: Any) -> None:
+        self.steps.append(step)
+        await self._fail(step)
+
+    async def _fail(self, step: str) -> None:
+        if self._factory.faults[self.name, step]:
+            fault = self._factory.faults[self.name, step].popleft()
+            if fault == "hang":
+                await asyncio.Event().wait()
+            if fault == "lost":
+                raise EngineLost(f"engine {self.name} is lost at {step}")
+            if fault == "refused":
+                raise EngineRefused(f"engine {self.name} refuses {step}")
+
+
+class FakeFactory:
+    """Makes fake engines; what it knows of a name holds for every engine of that name."""
+
+    def __init__(self) -> None:
+        self.made: collections.defaultdict[str, list[FakeEngine]] = collections.defaultdict(list)
+        self.faults: collections.defaultdict[tuple[str, str], collections.deque[str]] = collections.defaultdict(
+            collections.deque
+        )
+        self.keeps: dict[str, str] = {}
+        self.corrupt: set[str] = set()
+        self.killed: collections.Counter[str] = collections.Counter()
+        self.served: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
+        self.released: list[str] = []
+
+    def create(self, name: str) -> FakeEngine:
+        self.killed[name] = 0
+        self.made[name].append(FakeEngine(name, self))
+        return self.made[name][-1]
+
+    def adopt(self, name: str, address: str) -> FakeEngine:
+        return self.create(name)
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+    def fail(self, name: str, step: str, *faults: str) -> None:
+        self.faults[name, step].extend(faults)
+
+    def engine(self, name: str) -> FakeEngine:
+        """The one that has the name now."""
+        return self.made[name][-1]
+
+
+def weights(version: int, location: str = "", fingerprint: str = "") -> Weights:
+    return Weights(
+        run="run", version=version, fingerprint=fingerprint or f"weights-{version}", transport="shm",
+        dtype="float32", location=location,
+    )  # fmt: skip
+
+
+def request(number: int, group_size: int = 2) -> GroupRequest:
+    return GroupRequest(f"group-{number}", (1, 2, number), group_size, 1000 * number, Sampling(max_tokens=8))

@@ -1,0 +1,390 @@
+"""A publish reaches all engines or none; engines that die come back at the current version; all without processes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engine import EngineLost, EngineState
+from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
+from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights
+
+QUICK = StepDeadlines(*[0.2] * 7)
+CONFIG = SupervisorConfig(watch_seconds=0.02, first_pause=0.01, longest_pause=0.05, max_failures=3, deadlines=QUICK)
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    factory: FakeFactory, num_engines: int = 2, config: SupervisorConfig = CONFIG
+) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(factory, config)
+    await supervisor.start(num_engines)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.close()
+
+
+async def until(condition, seconds: float = 3.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def states(factory: FakeFactory) -> set[EngineState]:
+    return {made[-1].state for made in factory.made.values()}
+
+
+def test_a_publish_takes_every_engine_through_every_step_before_the_next():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 3) as supervisor:
+            reports = await supervisor.publish(weights(1))
+            assert [(name, report.version, report.fingerprint) for name, report in reports] == [
+                (f"engine-{number}", 1, "weights-1") for number in range(3)
+            ]
+            assert states(factory) == {EngineState.READY}
+            for number in range(3):
+                assert factory.engine(f"engine-{number}").steps == list(STEPS)
+            (response, _) = await supervisor.generate(request(0))
+            assert (response.spans[0].version, response.fingerprint) == ("1", "weights-1")
+            assert supervisor.status()["version"] == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("step", [*STEPS, "generate"])
+def test_a_step_that_is_refused_once_is_tried_again_as_a_whole(step):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            factory.fail("engine-1", step, "refused")
+            await supervisor.publish(weights(1))
+            assert states(factory) == {EngineState.READY}
+            assert [len(made) for made in factory.made.values()] == [1, 1]
+            assert factory.engine("engine-0").steps.count("pause") == 2
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("step", [*STEPS, "generate"])
+@pytest.mark.parametrize("fault", [("refused", "refused"), ("lost",), ("hang",)])
+def test_an_engine_that_is_lost_or_refuses_twice_is_restarted(step, fault):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            factory.fail("engine-1", step, *fault)
+            await supervisor.publish(weights(1))
+            assert states(factory) == {EngineState.READY}
+            assert [len(made) for made in factory.made.values()] == [1, 2]
+            assert factory.made["engine-1"][0].is_closed
+            assert supervisor.status()["engines"]["engine-1"]["restarts"] == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("step", [*STEPS, "generate"])
+@pytest.mark.parametrize("fault", ["refused", "lost", "hang"])
+def test_a_step_that_always_fails_is_named_and_no_engine_samples(step, fault):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            factory.fail("engine-1", step, *[fault] * 3)
+            with pytest.raises(PublishFailed, match=r"version 1 was not published: engine engine-1.*") as caught:
+                await supervisor.publish(weights(1))
+            assert {"generate": "sample"}.get(step, step) in str(caught.value) or step in str(caught.value)
+            assert EngineState.READY not in states(factory)
+            assert supervisor.status()["version"] is None
+            with pytest.raises(EngineLost, match="no engine is left"):
+                await asyncio.wait_for(supervisor.generate(request(0)), 2)
+            # The next one finds them, and all is well.
+            await supervisor.publish(weights(2))
+            await until(lambda: states(factory) == {EngineState.READY})
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_be_restarted_fails_the_publish_by_name():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            factory.fail("engine-0", "load", "lost")
+            factory.fail("engine-0", "start", "lost")
+            with pytest.raises(PublishFailed, match="engine-0 failed .*lost at load.* could not be restarted"):
+                await supervisor.publish(weights(1))
+            assert EngineState.READY not in states(factory)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_digests_something_else_is_found_and_nothing_is_committed():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            factory.corrupt.add("engine-1")
+            with pytest.raises(PublishFailed, match="engine-1: load reports version 1 with fingerprint 'another"):
+                await supervisor.publish(weights(1))
+            assert all("commit" not in engine.steps for made in factory.made.values() for engine in made)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+def test_an_engine_that_keeps_the_old_weights_and_claims_the_new_ones_is_found(num_engines):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, num_engines) as supervisor:
+            await supervisor.publish(weights(1))
+            factory.keeps["engine-0"] = "weights-1"
+            with pytest.raises(PublishFailed, match="engine-0 .* version 2 and .* version 1 did: it kept its old"):
+                await supervisor.publish(weights(2))
+            assert EngineState.READY not in states(factory)
+            factory.keeps.clear()
+            await supervisor.publish(weights(2))
+            # Nobody else was restarted for it.
+            assert {name for name, made in factory.made.items() if len(made) > 1} == {"engine-0"}
+
+
+def test_an_engine_with_weights_that_are_neither_the_old_nor_the_new_ones_is_found():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 3) as supervisor:
+            await supervisor.publish(weights(1))
+            factory.keeps["engine-1"] = "others"
+            with pytest.raises(PublishFailed, match="engine-1: its log-probs of the probe are .* from those of all"):
+                await supervisor.publish(weights(2))
+            assert {name for name, made in factory.made.items() if len(made) > 1} == {"engine-1"}
+
+    asyncio.run(check())
+
+
+def test_the_same_weights_again_are_no_lie():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, fingerprint="same"))
+            await supervisor.publish(weights(2, fingerprint="same"))
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
+def test_a_dead_engine_is_restarted_and_brought_to_the_current_version_from_the_copy(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.killed["engine-1"] = 1
+            await until(lambda: len(factory.made["engine-1"]) == 2)
+            await until(lambda: factory.engine("engine-1").state is EngineState.READY)
+            assert factory.engine("engine-1").steps == list(STEPS)
+            assert (await factory.engine("engine-1").generate(request(5)))[0].fingerprint == "weights-1"
+            assert "last words of engine-1" in supervisor.status()["engines"]["engine-1"]["error"]
+
+    asyncio.run(check())
+
+
+def test_without_a_copy_a_dead_engine_waits_for_the_next_publish():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location="/nowhere"))
+            factory.killed["engine-1"] = 1
+            await until(lambda: len(factory.made["engine-1"]) == 2)
+            await until(lambda: factory.engine("engine-1").state is EngineState.WAITING)
+            await supervisor.publish(weights(2))
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_comes_back_after_a_failed_publish_does_not_take_up_what_was_before(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.fail("engine-1", "load", *["refused"] * 3)
+            with pytest.raises(PublishFailed):
+                await supervisor.publish(weights(2, location=str(tmp_path)))
+            await until(lambda: factory.engine("engine-1").state is EngineState.WAITING)
+            await asyncio.sleep(0.1)
+            assert EngineState.READY not in states(factory)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_whoever_waits_is_told(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.fail("engine-0", "start", *["lost"] * 10)
+            factory.killed["engine-0"] = 1
+            with pytest.raises(EngineLost, match="no engine is left for this version: .*engine-0 is lost at start"):
+                await asyncio.wait_for(supervisor.generate(request(0)), 3)
+            assert supervisor.status()["engines"]["engine-0"]["state"] == "given up"
+            assert len(factory.made["engine-0"]) == 1 + CONFIG.max_failures
+            with pytest.raises(PublishFailed, match="no engine is left"):
+                await supervisor.publish(weights(2))
+
+    asyncio.run(check())
+
+
+def test_groups_of_an_engine_that_dies_go_to_the_others_with_the_same_seeds(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            expected = [await supervisor.generate(request(number)) for number in range(8)]
+            for made in factory.made.values():
+                made[-1].blocked = asyncio.Event()
+            tasks = [asyncio.create_task(supervisor.generate(request(number))) for number in range(8)]
+            await until(lambda: len(factory.served["engine-1"]) == 1 + 4)
+            factory.killed["engine-1"] = 1
+            for made in factory.made.values():
+                made[-1].blocked.set()
+            groups = await asyncio.wait_for(asyncio.gather(*tasks), 3)
+            assert [[r.tokens for r in group] for group in groups] == [[r.tokens for r in group] for group in expected]
+            assert supervisor.status()["groups_retried"] == 4
+
+    asyncio.run(check())
+
+
+def test_no_engine_gets_more_than_its_bound_and_the_least_loaded_gets_the_next():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 2, SupervisorConfig(**{**vars(CONFIG), "max_responses": 6})) as supervisor:
+            await supervisor.publish(weights(1))
+            for made in factory.made.values():
+                made[-1].blocked = asyncio.Event()
+            tasks = [asyncio.create_task(supervisor.generate(request(number))) for number in range(10)]
+            await asyncio.sleep(0.05)
+            status = supervisor.status()
+            assert [engine["in_flight"] for engine in status["engines"].values()] == [6, 6]
+            assert status["groups_waiting"] == 4
+            for task in tasks[:3]:
+                task.cancel()
+            for made in factory.made.values():
+                made[-1].blocked.set()
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 3)
+            status = supervisor.status()
+            assert [engine["in_flight"] for engine in status["engines"].values()] == [0, 0]
+            assert status["groups_waiting"] == 0
+
+    asyncio.run(check())
+
+
+def test_a_group_larger_than_the_bound_gets_an_engine_of_its_own():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1, SupervisorConfig(**{**vars(CONFIG), "max_responses": 2})) as supervisor:
+            await supervisor.publish(weights(1))
+            assert len(await asyncio.wait_for(supervisor.generate(request(0, group_size=9)), 2)) == 9
+
+    asyncio.run(check())
+
+
+def test_a_group_that_is_always_refused_fails_after_a_bounded_number_of_attempts():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1))
+            factory.fail("engine-0", "generate", *["refused"] * 100)
+            with pytest.raises(EngineLost, match="refuses generate; request group-0 was tried 5 times"):
+                await supervisor.generate(request(0))
+
+    asyncio.run(check())
+
+
+def test_engines_join_with_the_current_version_and_leave_with_the_next(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            assert supervisor.add(2) == ["engine-1", "engine-2"]
+            assert await supervisor.adopt("/run/other.sock") == "engine-3"
+            await until(lambda: states(factory) == {EngineState.READY} and len(factory.made) == 4)
+            supervisor.remove("engine-0")
+            assert factory.engine("engine-0").state is EngineState.READY
+            reports = await supervisor.publish(weights(2))
+            assert [name for name, _ in reports] == ["engine-1", "engine-2", "engine-3"]
+            assert factory.engine("engine-0").is_closed
+            assert factory.released == ["engine-0"]
+            with pytest.raises(InputError, match="there is no engine 'engine-0'"):
+                supervisor.remove("engine-0")
+
+    asyncio.run(check())
+
+
+def test_the_first_engine_that_cannot_start_ends_the_others():
+    factory = FakeFactory()
+    factory.fail("engine-1", "start", "lost")
+
+    async def check():
+        supervisor = Supervisor(factory, CONFIG)
+        with pytest.raises(EngineLost, match="engine-1 is lost at start"):
+            await supervisor.start(3)
+
+    asyncio.run(check())
+    assert all(engine.is_closed for made in factory.made.values() for engine in made)
+
+
+def test_who_waits_for_what_is_in_the_status():
+    factory = FakeFactory()
+
+    async def check():
+        config = SupervisorConfig(**{**vars(CONFIG), "deadlines": StepDeadlines()})
+        async with supervised(factory, 2, config) as supervisor:
+            factory.fail("engine-1", "load", "hang")
+            task = asyncio.create_task(supervisor.publish(weights(1)))
+            await until(lambda: factory.engine("engine-1").steps == ["pause", "load"])
+            status = supervisor.status()
+            assert status["publishing"]
+            assert status["engines"]["engine-1"]["step"] == "load"
+            assert status["engines"]["engine-0"]["step"] is None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert EngineState.READY not in states(factory)
+
+    asyncio.run(check())
+
+
+def test_a_stream_gives_every_engine_its_place_and_is_not_tried_twice():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 2) as supervisor:
+            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1")
+            await supervisor.publish(stream)
+            assert [factory.engine(f"engine-{number}").stream_place for number in range(2)] == [
+                streams.Place(1, 5), streams.Place(3, 5)
+            ]  # fmt: skip
+            factory.fail("engine-1", "load", "refused")
+            with pytest.raises(PublishFailed, match="engine-1 refuses load"):
+                await supervisor.publish(msgspec.structs.replace(stream, version=2, fingerprint="other"))
+            assert factory.engine("engine-0").steps.count("load") == 2
+
+    asyncio.run(check())
