@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_rl.errors import InputError
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 Tokens = Sequence[int]
@@ -45,9 +46,15 @@ class Pack:
 
 
 def pack_groups(
-    groups: Sequence[tuple[Tokens, Sequence[Tokens]]], multiple_of: int = 1, padding_token: int = 0
+    groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
+    multiple_of: int = 1,
+    padding_token: int = 0,
+    vocab_size: int | None = None,
 ) -> Pack:
-    """Each group once: its prompt, then its responses behind it; every token of a response is a target."""
+    """Each group once: its prompt, then its responses behind it; every token of a response is a target.
+
+    With `vocab_size` a token outside it is an error here: a rank that does not hold it would embed it as zeros.
+    """
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)
     segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
@@ -58,6 +65,9 @@ def pack_groups(
         layout = Layout((*layout.lengths, padding), (*layout.parents, ROOT))
         segments.append([padding_token] * padding)
     flat = np.concatenate([np.asarray(segment, dtype=np.int64) for segment in segments])
+    if vocab_size is not None and (flat.min() < 0 or flat.max() >= vocab_size):
+        wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
+        raise InputError(f"token {wrong} is outside the vocabulary of {vocab_size}: the tokenizer is another model's")
     return Pack(
         layout=layout,
         tokens_T=torch.from_numpy(flat),

@@ -1,5 +1,6 @@
 """A model's weights in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,17 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
     target = iteration_folder(folder, iteration)
-    session.agree(lambda: _create(target) if session.rank == 0 else None)
-    dist_checkpointing.save(_state(chunks), str(target))
-    session.agree(lambda: _track(folder, iteration) if session.rank == 0 else None)
+    staged = target.with_name(f".{target.name}.partial")
+    session.agree(lambda: _create(staged, target) if session.rank == 0 else None)
+    # Saving waits for other ranks itself and tells all of them when one fails; agreeing on it gives it one name.
+    failure = _save(chunks, staged)
+    try:
+        session.agree(lambda: _raise(failure))
+        session.agree(lambda: _publish(staged, target, folder, iteration) if session.rank == 0 else None)
+    except BaseException:
+        if session.rank == 0:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
     return target
 
 
@@ -66,17 +75,33 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _create(target: Path) -> None:
+def _create(staged: Path, target: Path) -> None:
+    if target.exists():
+        raise InputError(f"{target} exists already: choose another --save, or remove it")
+    # Left behind by a run that was killed while it wrote.
+    shutil.rmtree(staged, ignore_errors=True)
     try:
-        target.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(f"{target} exists already: choose another --save, or remove it") from None
+        staged.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"{target} cannot be created: {error}") from None
+        raise InputError(f"{staged} cannot be created: {error}") from None
 
 
-def _track(folder: Path, iteration: int) -> None:
-    """Last, and in one step: until then the newest checkpoint is the one before."""
+def _save(chunks: list[PackedGPTModel], staged: Path) -> InputError | None:
+    try:
+        dist_checkpointing.save(_state(chunks), str(staged))
+    except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+        return InputError(f"{staged} cannot be written ({_cause(error)}): make room there, or choose another --save")
+    return None
+
+
+def _raise(failure: InputError | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _publish(staged: Path, target: Path, folder: Path, iteration: int) -> None:
+    """Last, and in two steps that are each whole: until then the newest checkpoint is the one before."""
+    staged.rename(target)
     unfinished = folder / f".{_TRACKER}"
     unfinished.write_text(str(iteration))
     unfinished.replace(folder / _TRACKER)
@@ -111,10 +136,12 @@ def _read(chunks: list[PackedGPTModel], source: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(_state(chunks), str(source))
     except (CheckpointingException, CheckpointException, OSError) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        raise InputError(f"{source} cannot be read ({cause}): it is incomplete, copy it again") from None
+        raise InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again") from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What happened on the first rank that failed."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _state(chunks: list[PackedGPTModel]) -> dict[str, Any]:

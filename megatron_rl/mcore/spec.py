@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from megatron_rl.errors import UsageError
 from megatron_rl.mcore.attention import SharedPromptAttention
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.types import Architecture
@@ -32,6 +33,13 @@ def has_transformer_engine() -> bool:
 
 
 def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    # megatron-core computes these anew through a class that it has only with TransformerEngine.
+    modules = {"mlp", "layernorm"} & set(config.recompute_modules or ())
+    if config.recompute_granularity == "selective" and modules:
+        raise UsageError(
+            f"--recompute-modules {' '.join(sorted(modules))} needs TransformerEngine's layers, and the local ones are "
+            f"built here: leave it out, or install TransformerEngine"
+        )
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

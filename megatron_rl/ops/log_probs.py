@@ -34,6 +34,8 @@ def vocabulary_parallel_log_probs(
 
     A target outside the vocabulary gives NaN: what is not a token has no probability.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: it must be above 0")
     return _LogProbs.apply(logits_NV, targets_N, shard, temperature)
 
 

@@ -76,7 +76,13 @@ class Checkpoint:
                 f"use the config.json that belongs to these weights"
             )
         for name, shape in wanted.items():
-            if (actual := self.spec(name).shape) != shape:
+            spec = self.spec(name)
+            if spec.dtype != mapping.architecture.dtype:
+                raise InputError(
+                    f"{where}: {name} is stored as {spec.dtype} and config.json says {mapping.architecture.dtype}; "
+                    f"write the dtype of the weights into config.json, or weights of that dtype into the folder"
+                )
+            if (actual := spec.shape) != shape:
                 raise InputError(
                     f"{where}: {name} has shape {list(actual)} and should have {list(shape)}; "
                     f"use the config.json that belongs to these weights"

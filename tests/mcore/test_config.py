@@ -3,12 +3,16 @@
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_rl import platforms
+from megatron_rl.errors import UsageError
 from megatron_rl.mcore.config import transformer_config
 from megatron_rl.types import Architecture, Experts
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, session_of
 
 MODEL = Architecture(
     family="qwen3_moe",
@@ -54,3 +58,10 @@ def test_overrides_go_before_the_architecture_and_the_platform_before_both() -> 
     assert able.params_dtype == able.pipeline_dtype == torch.bfloat16
     on_cpu = transformer_config(MODEL, overrides, platforms.select("cpu"))
     assert (on_cpu.masked_softmax_fusion, on_cpu.moe_grouped_gemm, on_cpu.transformer_impl) == (False, False, "local")
+
+
+def test_recomputing_what_only_transformer_engine_can_is_an_error_where_the_local_layers_are_built(tmp_path) -> None:
+    folder = hf_models.draw("qwen3", tmp_path / "qwen3")
+    changes = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    with session_of(CASES["TP1"]) as session, pytest.raises(UsageError, match="--recompute-modules mlp needs"):
+        build(session, CASES["TP1"], folder, **changes)

@@ -37,7 +37,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--expert-model-parallel-size 2", "needs a model with experts"),
         ("--expert-tensor-parallel-size 2", "needs a model with experts"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
-        ("--fp32-residual-connection", "has no effect in float32"),
+        ("--fp32-residual-connection", "the local layers compute in the parameters' dtype"),
         ("--grad-reduce-in-bf16", "needs --bf16"),
         ("--seq-length 129", "above the model's longest sequence, 128"),
         ("--recompute-granularity full", "needs --recompute-method"),

@@ -1,10 +1,12 @@
 """Packs: what lies where, and which row predicts what."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.packing import pack_groups, pack_sequences
+from megatron_rl.errors import InputError
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
 groups = st.lists(st.tuples(tokens, st.lists(tokens, max_size=4)), max_size=4)
@@ -45,6 +47,13 @@ def test_a_plain_sequence_predicts_all_its_tokens_but_the_first() -> None:
     assert pack.target_tokens_N.tolist() == [8, 9]
     assert pack.target_rows_N.tolist() == [0, 1]
     assert pack.positions_T.tolist() == [0, 1, 2, 0]
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_it() -> None:
+    for token in (-1, 10):
+        with pytest.raises(InputError, match=f"token {token} is outside the vocabulary of 10"):
+            pack_groups([([1, 2], [[token]])], vocab_size=10)
+    assert pack_groups([([1, 2], [[9]])], vocab_size=10).num_tokens == 3
 
 
 def test_the_padding_is_seen_by_nothing_and_predicts_nothing() -> None:

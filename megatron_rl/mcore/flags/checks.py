@@ -263,8 +263,6 @@ def _precision(settings: Settings) -> None:
     transformer, optimizer = settings.transformer, settings.optimizer
     if transformer.get("bf16") and transformer.get("fp16"):
         raise UsageError("--bf16 and --fp16 contradict each other: drop one of them")
-    if transformer.get("fp32_residual_connection") and not (transformer.get("bf16") or transformer.get("fp16")):
-        raise UsageError("--fp32-residual-connection has no effect in float32: add --bf16, or drop it")
     if settings.ddp.get("grad_reduce_in_fp32") is False and not transformer.get("bf16"):
         raise UsageError("--grad-reduce-in-bf16 needs --bf16: add it, or drop --grad-reduce-in-bf16")
     precise = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -22,7 +22,6 @@ USED = {
     "embedding_init_method_std": "The standard deviation of the embedding's first weights, if it is to be another.",
     "deterministic_mode": "Choose kernels that give the same bits each time.",
     "disable_bf16_reduced_precision_matmul": "Do not let matrix products of bfloat16 accumulate in bfloat16.",
-    "fp32_residual_connection": "Keep the residual stream in float32.",
     "attention_backend": "Which attention TransformerEngine takes.",
     "flash_attention_version": "Which flash-attention TransformerEngine takes.",
     "use_te_activation_func": "Take TransformerEngine's activation.",
@@ -141,6 +140,7 @@ _NOT_KNOWN = "it has not been shown to keep log-probs and exported weights right
 
 # Patterns of fields, the first that matches counts.
 REFUSED = {
+    "fp32_residual_connection": "the local layers compute in the parameters' dtype; drop the flag",
     "calculate_per_token_loss": "losses are sums with denominators of the whole update already; drop the flag",
     "context_parallel_size": _NO_CONTEXT,
     "hierarchical_context_parallel_sizes": _NO_CONTEXT,
