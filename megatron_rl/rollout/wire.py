@@ -162,7 +162,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     return message
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
+def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Tokens as they travel."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
@@ -172,7 +172,7 @@ def tokens_of(data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype="<i4")
 
 
-def log_prob_bytes(log_probs: Sequence[float]) -> bytes:
+def log_prob_bytes(log_probs: Sequence[float] | np.ndarray) -> bytes:
     """Log-probs as they travel."""
     return np.asarray(log_probs, dtype="<f4").tobytes()
 
