@@ -136,6 +136,10 @@ class Journal:
         """Keep a claim, before it is answered."""
         self._append(_Claimed(claim=claim))
 
+    def forget_recovered(self) -> None:
+        """Give back the memory: whoever wants what was recovered has taken it."""
+        self.recovered = Recovered([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
+
     def close(self) -> None:
         """A second call does nothing."""
         self._file.close()

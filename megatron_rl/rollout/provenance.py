@@ -56,8 +56,8 @@ def _response_problems(submission: Submission, response: Response) -> Iterator[s
     for span in response.spans:
         if span.version != tag:
             yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
-        if span.start != position:
-            yield f"a span starts at token {span.start}, the one before ends at {position}"
+        if span.start != position or span.end < span.start:
+            yield f"a span of tokens {span.start} to {span.end} follows on {position} tokens"
         position = span.end
     if position != num_tokens:
         yield f"its spans end at token {position} of {num_tokens}"

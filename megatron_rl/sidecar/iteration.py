@@ -290,9 +290,11 @@ class Iteration:
         if claim.place in self._answers:
             return f"slot ({claim.replica}, {claim.index}) is claimed twice"
         for prompt in claim.prompts:
-            progress = self._progress[prompt]
-            if progress is not Progress.FINISHED or claim.prompts.count(prompt) > 1:
-                return f"slot ({claim.replica}, {claim.index}) takes the group of prompt {prompt}, which is {progress}"
+            problem = f"slot ({claim.replica}, {claim.index}) takes the group of prompt {prompt}"
+            if self._progress[prompt] is not Progress.FINISHED:
+                return f"{problem}, which is {self._progress[prompt]}"
+            if claim.prompts.count(prompt) > 1:
+                return f"{problem} more than once"
         return None
 
     def _take(self, claim: Claim) -> None:

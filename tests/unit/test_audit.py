@@ -141,7 +141,16 @@ def test_each_tampering_with_lines_is_caught_by_its_name(path: Path, name, tampe
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 15
     path.write_bytes(b"".join(tamper(lines)))
-    assert name in names(verify(path))
+    found = names(verify(path))
+    assert name in found
+    assert name is BreachName.MISSING_LINE or BreachName.MISSING_LINE not in found
+    assert name is not BreachName.DOUBLED_LINE or found == {name}
+
+
+def test_a_head_whose_line_was_changed_is_not_found(path: Path) -> None:
+    head = write_log(path)
+    path.write_bytes(path.read_bytes().replace(b'"num_groups":2', b'"num_groups":3'))
+    assert {BreachName.CHANGED_CONTENT, BreachName.HEAD_NOT_FOUND} <= names(verify(path, [head]))
 
 
 def test_a_line_whose_hash_was_made_anew_breaks_the_chain_behind_it(path: Path) -> None:
@@ -219,6 +228,7 @@ FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
     (BreachName.WRONG_SEED, _set("submit", seeds=[1, 2])),
     (BreachName.WRONG_PROMPT, _set("group", prompt_hash="0" * 32)),
     (BreachName.UNKNOWN_ENGINE, _set_response(engine="engine-9")),
+    (BreachName.UNKNOWN_ENGINE, _set("publish", 1, engines=[])),
     (BreachName.ENGINE_DIFFERS, _other_engine_report),
     (BreachName.CLAIMED_TWICE, _set("claim", 1, prompts=[1])),
     (BreachName.SLOT_CLAIMED_TWICE, _repeat("claim")),

@@ -234,6 +234,8 @@ def test_an_iteration_restored_from_what_was_recorded_answers_the_same_bytes(his
     assert restored.counts()[Progress.CLAIMED] == iteration.counts()[Progress.CLAIMED]
     missing = set(range(plan.num_prompts)) - {group.prompt.index for group in groups}
     assert [prompt.index for prompt in restored.wants()] == sorted(missing)
+    assert [restored.next_prompt().index for _ in missing] == sorted(missing)
+    assert restored.next_prompt() is None
 
 
 def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
@@ -250,6 +252,12 @@ def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
     ]:
         with pytest.raises(ClaimConflict, match=message):
             Iteration(submission).restore(groups, claims)
+    submission = make_submission(make_plan(micro_batch_size=2))
+    with pytest.raises(ClaimConflict, match="is not the first of its group's 2 slots"):
+        Iteration(submission).restore([make_group(submission, 1)], [Claim(replica=0, index=1, prompts=[1])])
+    submission = make_submission(make_plan(micro_batch_size=8))
+    with pytest.raises(ClaimConflict, match="takes the group of prompt 1 more than once"):
+        Iteration(submission).restore([make_group(submission, 1)], [Claim(replica=0, index=0, prompts=[1, 1])])
     submission = make_submission(make_plan(order="prompt"))
     with pytest.raises(ClaimConflict, match=r"takes prompts \[1\], and \[0\] are bound to it"):
         Iteration(submission).restore([make_group(submission, 1)], [first])
@@ -366,7 +374,14 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
         (with_response(GROUP, 1, spans=[Span(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
-        (with_response(GROUP, 1, spans=[Span(version="3", start=1, end=3)]), "a span starts at token 1"),
+        (
+            with_response(GROUP, 1, spans=[Span(version="3", start=1, end=3)]),
+            "a span of tokens 1 to 3 follows on 0 tokens",
+        ),
+        (
+            with_response(GROUP, 1, spans=[Span(version="3", start=0, end=5), Span(version="3", start=5, end=3)]),
+            "a span of tokens 5 to 3 follows on 5 tokens",
+        ),
         (
             with_response(GROUP, 1, spans=[Span(version="3", start=0, end=2), Span(version="4", start=2, end=3)]),
             "tokens 2 to 3 are of version '4', wanted '3'",

@@ -55,6 +55,8 @@ def test_what_was_written_comes_back_in_its_order(path: Path) -> None:
         assert journal.recovered.groups == [make_group(SUBMISSION, prompt) for prompt in (4, 2, 7)]
         assert journal.recovered.claims == claims
         assert (journal.recovered.num_bytes_cut, journal.recovered.num_stale) == (0, 0)
+        journal.forget_recovered()
+        assert (journal.recovered.groups, journal.recovered.claims) == ([], [])
         journal.append_group(make_group(SUBMISSION, 0))
     with Journal(path, SUBMISSION) as journal:
         assert prompts_in(journal) == [4, 2, 7, 0]
