@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
+from megatron_rl.sidecar import parent
+
 LOG_BYTES = 16 << 20
 LOG_FILES = 3
 TAIL_LINES = 40
@@ -80,7 +82,7 @@ class LocalLauncher:
     def start(self, spec: ProcessSpec) -> "LocalHandle":
         process = subprocess.Popen(
             spec.command,
-            env={**spec.environment, "MEGATRON_RL_PARENT": str(os.getpid())},
+            env={**spec.environment, parent.VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

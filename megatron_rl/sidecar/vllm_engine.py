@@ -61,8 +61,10 @@ class VllmEngine:
         self._tag = ""
         self._num_in_flight = 0
         self._progress = (0.0, 0.0)
+        # A connection kept open may be closed by the server just when it is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=address, limits=httpx.Limits(max_connections=None)),
+            transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
             base_url="http://engine",
             timeout=None,
         )
@@ -249,13 +251,15 @@ class VllmEngine:
         try:
             answer = await self._http.send(request)
         except (httpx.HTTPError, RuntimeError) as error:
-            raise EngineLost(f"engine {self.name}: {step} got no answer: {self._end() or repr(error)}") from None
+            raise await self._failure(f"{step} got no answer: {self._end() or repr(error)}") from None
         if answer.status_code != 200:
-            text = f"engine {self.name}: {step} was answered {answer.status_code}: {answer.text[:1000]}"
-            # vLLM answers so when its core or a worker is gone.
-            lost = answer.status_code >= 500 and not await self._answers_health()
-            raise (EngineLost if lost else EngineRefused)(text)
+            raise await self._failure(f"{step} was answered {answer.status_code}: {answer.text[:1000]}")
         return answer.content
+
+    async def _failure(self, text: str) -> EngineLost | EngineRefused:
+        """It is the engine that failed, not the request, when it is not healthy either."""
+        kind = EngineRefused if await self._answers_health() else EngineLost
+        return kind(f"engine {self.name}: {text}")
 
     async def _answers_health(self) -> bool:
         try:

@@ -7,25 +7,13 @@ the API server is killed), and what it creates is for this user only.
 import os
 import runpy
 
-from megatron_rl.sidecar.parent import children_die_with_this_process, die_with_parent
+from megatron_rl.sidecar.parent import tie
 
-
-def tie() -> None:
-    """Tie this process to its parent, and all that come from it to theirs."""
-    os.umask(0o077)
-    die_with_parent(int(os.environ.get("MEGATRON_RL_PARENT", os.getppid())))
-    children_die_with_this_process()
-
-
-def tie_spawned() -> None:
-    """The same in a process that multiprocessing spawned: it runs this module again, under another name."""
-    die_with_parent(os.getppid())
-    children_die_with_this_process()
-
-
+# A process that multiprocessing spawns runs this module again, under this name.
 if __name__ == "__mp_main__":
-    tie_spawned()
+    tie()
 
 if __name__ == "__main__":
+    os.umask(0o077)
     tie()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

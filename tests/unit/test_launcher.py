@@ -1,0 +1,177 @@
+"""Engines' processes: tied to whoever started them, logged within bounds, started in private folders. Without vLLM."""
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.errors import UsageError
+from megatron_rl.sidecar.launcher import LocalLauncher, Log, ProcessSpec
+from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder, spec
+
+CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
+
+# What vLLM does with processes: the API server forks or spawns a core, which forks or spawns a worker.
+FAKE_VLLM = """
+    import multiprocessing, os, sys, time
+
+    def worker():
+        time.sleep(600)
+
+    def core(method):
+        child = multiprocessing.get_context(method).Process(target=worker)
+        child.start()
+        print("pids", os.getppid(), os.getpid(), child.pid, flush=True)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        from vllm.entrypoints.openai import fake_processes
+        method = sys.argv[sys.argv.index("--model") + 1]
+        child = multiprocessing.get_context(method).Process(target=fake_processes.core, args=(method,))
+        child.start()
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path) -> Path:
+    """A folder with a package that starts processes as vLLM does."""
+    package = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    for name in ("api_server.py", "fake_processes.py"):
+        (package / name).write_text(textwrap.dedent(FAKE_VLLM))
+    return tmp_path / "packages"
+
+
+def started(config: ServerConfig, folder: Path, packages: Path):
+    start = spec(config, "engine-0", folder)
+    path = f"{packages}:{start.environment['PYTHONPATH']}"
+    return LocalLauncher().start(dataclasses.replace(start, environment={**start.environment, "PYTHONPATH": path}))
+
+
+def pids(handle, seconds: float = 20) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for line in handle.log_tail().splitlines():
+            if line.startswith("pids "):
+                return [int(pid) for pid in line.split()[1:]]
+        time.sleep(0.02)
+    raise AssertionError(handle.log_tail())
+
+
+def gone(members: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(is_running(pid) for pid in members) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(is_running(pid) for pid in members)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whichever_process_is_killed_those_below_it_end(fake_vllm, method, victim):
+    handle = started(dataclasses.replace(CONFIG, model=method), run_folder(), fake_vllm)
+    try:
+        members = pids(handle)
+        assert all(is_running(pid) for pid in members)
+        os.kill(members[victim], signal.SIGKILL)
+        assert gone(members[victim:], 2)
+    finally:
+        handle.kill()
+    assert gone(members, 2)
+    assert "SIGKILL" in handle.poll()
+
+
+def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
+    code = f"""
+        import time
+        from pathlib import Path
+        from megatron_rl.sidecar.vllm_server import run_folder
+        from tests.unit.test_launcher import CONFIG, pids, started
+        import dataclasses
+        handle = started(dataclasses.replace(CONFIG, model="spawn"), run_folder(), Path({str(fake_vllm)!r}))
+        print(*pids(handle), flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        members = [int(pid) for pid in starter.stdout.readline().split()]
+        assert len(members) == 3
+        starter.kill()
+    assert gone(members, 2)
+
+
+def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
+    command = (sys.executable, "-c", "print('first'); raise SystemExit('no such model')")
+    handle = LocalLauncher().start(ProcessSpec("engine-0", command, dict(os.environ), tmp_path, "/nowhere"))
+    deadline = time.monotonic() + 10
+    while handle.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    handle.kill()
+    assert set(handle.log_tail().splitlines()) == {"first", "no such model"}
+    assert handle.poll() == "ended with exit code 1"
+
+
+def test_a_log_is_rotated_by_size_and_keeps_its_last_files(tmp_path):
+    lines = b"".join(b"line %05d\n" % number for number in range(1000))
+    log = Log(io.BytesIO(lines), tmp_path / "engine-0.log", max_bytes=2000, num_files=3)
+    log.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"engine-0.log", "engine-0.log.1", "engine-0.log.2"}
+    assert max(sizes.values()) <= 2000 + 11
+    kept = b"".join((tmp_path / f"engine-0.log{suffix}").read_bytes() for suffix in (".2", ".1", ""))
+    assert lines.endswith(kept)
+    assert log.tail(2) == "line 00998\nline 00999\n"
+    assert (tmp_path / "engine-0.log").stat().st_mode & 0o077 == 0
+
+
+def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    start = spec(CONFIG, "engine-0", run_folder())
+    flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
+    assert flags["--uds"] == start.address
+    assert "--host" not in start.command
+    assert "--port" not in start.command
+    assert ("--logprobs-mode", "processed_logprobs") in zip(start.command, start.command[1:], strict=False)
+    assert "VLLM_API_KEY" not in start.environment
+    assert os.listdir(start.environment["PYTHONPATH"]) == ["megatron_rl"]
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(UsageError, match="open to other users"):
+        spec(CONFIG, "engine-0", tmp_path)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="choose a shorter one"):
+        spec(CONFIG, "engine-0", tmp_path / ("x" * 80))
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_an_engine_sees_its_own_accelerators(device, variable):
+    config = dataclasses.replace(CONFIG, device=device, devices=(2, 3), tensor_parallel_size=2, transport="nccl")
+    start = spec(config, "engine-0", run_folder())
+    assert start.environment[variable] == "2,3"
+    assert ("--weight-transfer-config", '{"backend": "nccl"}') in zip(start.command, start.command[1:], strict=False)
+    assert "--enforce-eager" not in start.command
+    assert ("VLLM_ASCEND_ENABLE_NZ" in start.environment) == (device == "npu")

@@ -1,0 +1,131 @@
+"""What vLLM would clamp, drop or cut off is found in its answer, or never asked of it."""
+
+import math
+
+import msgspec
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.wire import Sampling, log_probs_of, tokens_of
+from megatron_rl.sidecar.engine import EngineRefused, GroupRequest
+from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses, sampling_params
+
+LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
+TAG = "3:abc"
+
+
+def request(**changes) -> GroupRequest:
+    settings = {
+        "request_id": "r",
+        "prompt_tokens": (1, 2),
+        "group_size": 2,
+        "seed": 5,
+        "sampling": Sampling(max_tokens=3),
+    }
+    return GroupRequest(**{**settings, **changes})
+
+
+def choice(index: int = 0, **changes) -> dict:
+    tokens = changes.get("token_ids") or [4, 5, 6]
+    return {
+        "index": index,
+        "finish_reason": "length",
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -1.5, "rank": 2} for token in tokens]},
+        "weight_versions": [{"version": TAG, "start": 0, "end": len(tokens)}],
+        "stop_reason": None,
+        **changes,
+    }
+
+
+def answered(*choices: dict):
+    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=Answer)
+    return responses(answer, request(), "engine-0", 3, TAG)
+
+
+def test_a_good_answer_becomes_responses_with_their_provenance():
+    first, second = answered(choice(1, token_ids=[8, 7], finish_reason="stop"), choice(0))
+    assert (first.seed, second.seed) == (5, 6)
+    assert tokens_of(second.tokens).tolist() == [8, 7]
+    assert log_probs_of(first.log_probs).tolist() == [-1.5] * 3
+    assert (first.engine, first.fingerprint, first.spans[0].version) == ("engine-0", "abc", "3")
+    assert (first.finish_reason, second.finish_reason) == ("length", "stop")
+
+
+SPAN = {"version": TAG, "start": 0, "end": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": "abort"}, "was cut off"),
+        ({"finish_reason": "error"}, "was cut off"),
+        ({"finish_reason": None}, "was cut off"),
+        ({"finish_reason": "length", "token_ids": [4, 5]}, "'length' after 2 tokens, with max_tokens 3"),
+        ({"token_ids": [4, 5, 6, 7]}, "after 4 tokens, with max_tokens 3"),
+        ({"token_ids": None, "finish_reason": "stop", "logprobs": None}, "after 0 tokens"),
+        ({"logprobs": None}, "log-probs for 0 tokens"),
+        ({"logprobs": {"content": [{"token_id": 4, "logprob": -1.0}]}}, "log-probs for 1 tokens that are not its 3"),
+        ({"logprobs": {"content": [{"token_id": t, "logprob": -1.0} for t in (4, 6, 5)]}}, "are not its 3 tokens"),
+        ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (4, 5, 6)]}}, "-9999.0 for the log"),
+        ({"logprobs": {"content": [{"token_id": t, "logprob": 0.5} for t in (4, 5, 6)]}}, "0.5 for the log"),
+        ({"weight_versions": None}, "does not record the version"),
+        ({"weight_versions": []}, "which weights sampled 0 of its 3"),
+        ({"weight_versions": [{**SPAN, "version": "2:abc"}]}, "from weights '2:abc'"),
+        ({"weight_versions": [{**SPAN, "end": 2}, {"version": "2:abc", "start": 2, "end": 3}]}, "2 to 3 from"),
+        ({"weight_versions": [{**SPAN, "end": 2}]}, "which weights sampled 2 of its 3"),
+        ({"weight_versions": [{**SPAN, "start": 1}]}, "tokens 1 to 3"),
+    ],
+)
+def test_an_answer_that_is_not_whole_and_of_one_version_is_refused(changes, message):
+    with pytest.raises(EngineRefused, match=message):
+        answered(choice(0), choice(1, **changes))
+
+
+def test_a_group_with_a_response_missing_or_double_is_refused():
+    with pytest.raises(EngineRefused, match="choices .0., and 2 were asked for"):
+        answered(choice(0))
+    with pytest.raises(EngineRefused, match="choices .0, 0."):
+        answered(choice(0), choice(0))
+
+
+def test_every_field_of_the_sampling_reaches_vllm():
+    plain = sampling_params(Sampling(max_tokens=3), LIMITS)
+    changes = {"max_tokens": 9, "temperature": 0.5, "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 1}
+    assert set(changes) == set(Sampling.__struct_fields__)
+    for field, value in changes.items():
+        changed = sampling_params(Sampling(**{"max_tokens": 3, field: value}), LIMITS)
+        assert changed[field] != plain[field]
+
+
+def test_what_would_change_the_policy_that_samples_is_switched_off_by_name():
+    params = sampling_params(Sampling(max_tokens=3), LIMITS)
+    assert (params["top_p"], params["top_k"], params["min_p"]) == (1.0, 0, 0.0)
+    assert (params["presence_penalty"], params["frequency_penalty"], params["repetition_penalty"]) == (0.0, 0.0, 1.0)
+
+
+def test_the_end_of_a_response_is_named_because_vllm_has_no_tokenizer():
+    assert sampling_params(Sampling(max_tokens=3, stop_token_ids=[9]), LIMITS)["stop_token_ids"] == [7, 9]
+    assert sampling_params(Sampling(max_tokens=3, ignore_eos=True), LIMITS)["stop_token_ids"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens": tuple(range(30))}, "30 tokens and 3 more are beyond the engines' 32"),
+        ({"prompt_tokens": ()}, "empty prompt"),
+        ({"prompt_tokens": (1, 100)}, "token 100 of the prompt is not one of the model's 100"),
+        ({"prompt_tokens": (-1, 1)}, "token -1 of the prompt"),
+        ({"group_size": 5}, "5 responses are more than the 4"),
+        ({"group_size": 0}, "0 responses"),
+        ({"sampling": Sampling(max_tokens=0)}, "of 0 tokens"),
+    ],
+)
+def test_a_request_that_vllm_would_clamp_is_an_error_of_the_user(changes, message):
+    with pytest.raises(InputError, match=message):
+        body(request(**changes), LIMITS, TAG)
+
+
+def test_the_prefix_cache_is_salted_with_the_weights():
+    assert body(request(), LIMITS, TAG)["cache_salt"] == TAG
+    assert math.isfinite(body(request(), LIMITS, TAG)["sampling_params"]["temperature"])
