@@ -1,8 +1,10 @@
 """Reward functions that fail or mean harm: the group fails by name in time, no other group notices, nothing is left."""
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -337,6 +339,26 @@ def test_processes_that_a_function_leaves_behind_end_with_its_worker(tmp_path, n
     assert leftovers(marker) == []
 
 
+def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, time\n"
+        "def fn(completions, **kwargs):\n"
+        "    for _ in range(5):\n"
+        "        if os.fork() == 0: os.setsid(); time.sleep(900)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+
+    async def use(pool):
+        await asyncio.gather(*(pool.score(request()) for _ in range(4)))
+        for keeper in psutil.Process().children():
+            with contextlib.suppress(ProcessLookupError):
+                for _ in range(20000):
+                    os.kill(keeper.pid, signal.SIGTERM)
+
+    with_pool([f"{file}:fn"], use, num_workers=4, namespace=False)
+
+
 @pytest.mark.parametrize("namespace", [True, False])
 def test_workers_end_with_a_parent_that_is_killed(tmp_path, namespace):
     marker = f"98{os.getpid()}"
@@ -352,7 +374,9 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path, namespace):
         "from tests.reward_pools import score, request\n"
         f"score([{str(file)!r} + ':fn@900'], request(), namespace={namespace})\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)})
     try:
         wait_until(lambda: leftovers(marker))
         family = psutil.Process(parent.pid).children(recursive=True)
@@ -362,6 +386,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path, namespace):
         parent.wait()
     wait_until(lambda: not any(process.is_running() for process in family))
     assert leftovers(marker) == []
+    assert list(scratch.iterdir()) == []
 
 
 def wait_until(condition, seconds=10):

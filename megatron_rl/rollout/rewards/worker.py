@@ -10,6 +10,7 @@ what to do and the group, and is answered with one line a function: {"job", "fun
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,31 +21,24 @@ from megatron_rl.rollout.rewards import kernel
 from megatron_rl.rollout.rewards.confinement import PROCESSES, Confinement, confine
 from megatron_rl.rollout.rewards.types import RewardSpec
 
-
-class _Ended(Exception):
-    """The keeper was told to end."""
+# What the keeper waits for; blocked, so that none is lost or comes in the middle of something.
+_EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 
 
 def main(arguments: list[str]) -> NoReturn:
     parent, namespace = int(arguments[0]), arguments[1] == "1"
+    signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     missing = _become_keeper(parent, namespace)
-    # A signal that comes before its handler could raise has to wait.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGTERM, _end)
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _EVENTS)
         _work(missing)
     _close_streams()
-    status = 0
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        status = _wait_for(child)
-    except _Ended:
-        pass
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = _wait_for(child)
     _end_all()
+    if os.getppid() != parent:
+        # Nobody else is left to do it.
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
@@ -65,10 +59,6 @@ def _become_keeper(parent: int, namespace: bool) -> dict[str, str]:
     return missing
 
 
-def _end(number: int, frame: object) -> None:
-    raise _Ended
-
-
 def _close_streams() -> None:
     """The keeper holds no end of the pipes: they break when the worker ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -77,10 +67,18 @@ def _close_streams() -> None:
 
 
 def _wait_for(child: int) -> int:
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == child:
-            return status
+    """The status the child ended with; 0 where we are told to end before it does."""
+    while signal.sigwait(_EVENTS) == signal.SIGCHLD:
+        while (ended := _reap()) is not None:
+            if ended[0] == child:
+                return ended[1]
+    return 0
+
+
+def _reap() -> tuple[int, int] | None:
+    """A child that has ended, with its status."""
+    ended = os.waitpid(-1, os.WNOHANG)
+    return ended if ended[0] else None
 
 
 def _end_all() -> None:
@@ -89,7 +87,7 @@ def _end_all() -> None:
         for child in _children():
             os.kill(child, signal.SIGKILL)
         try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
+            while _reap():
                 pass
         except ChildProcessError:
             return
