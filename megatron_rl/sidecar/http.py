@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.rollout import wire
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
+from megatron_rl.sidecar.metrics import exposition
 from megatron_rl.sidecar.service import Conflict, RolloutService
 
 MAX_BODY_BYTES = 1 << 30
 MAX_PATIENCE_SECONDS = 60.0
+MAX_NEW_ENGINES = 64
 _OPEN = "/health"
 _PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
 _STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
@@ -143,6 +145,26 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
     async def status() -> dict[str, Any]:
         """Who waits for what."""
         return service.status()
+
+    @app.post("/v1/engines")
+    async def add_engines(count: int = 1, adopt: str | None = None) -> dict[str, list[str]]:
+        """Start more engines, or take in one that runs on this host, by its socket; they join at a boundary."""
+        if adopt is not None:
+            return {"engines": [await service.engines.adopt(adopt)]}
+        if not 1 <= count <= MAX_NEW_ENGINES:
+            raise InputError(f"count={count}: it must be from 1 to {MAX_NEW_ENGINES}")
+        return {"engines": service.engines.add(count)}
+
+    @app.delete("/v1/engines/{name}")
+    async def remove_engine(name: str) -> dict[str, str]:
+        """Let an engine go at the next boundary."""
+        service.engines.remove(name)
+        return {"engine": name}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(exposition(service.status()), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/shutdown")
     async def end() -> dict[str, str]:

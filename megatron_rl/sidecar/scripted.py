@@ -12,8 +12,10 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_rl.errors import InputError
 from megatron_rl.rollout.wire import Response, Span, Weights, log_prob_bytes, token_bytes
 from megatron_rl.sidecar.engine import EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.streams import Place
 
 Fault = Literal["die", "hang", "refuse", "cut"]
 Step = Literal["pause", "load", "commit", "verify", "probe", "resume"]
@@ -44,6 +46,8 @@ class ScriptedEngine:
     def __init__(self, name: str, script: Script = Script()):
         self.name = name
         self.state = EngineState.READY
+        self.num_workers = 1
+        self.stream_place: Place | None = None
         self.script = script
         self.num_served = 0
         self._report = WeightReport(version=-1, fingerprint="")
@@ -53,6 +57,14 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._num_in_flight = 0
+
+    async def start(self) -> None:
+        """There at once, without weights."""
+        self.state = EngineState.WAITING
+
+    def log_tail(self) -> str:
+        """It prints nothing."""
+        return ""
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         await self._running.wait()
@@ -145,6 +157,22 @@ class ScriptedEngine:
     def _must_live(self) -> None:
         if self.state is EngineState.DEAD:
             raise EngineLost(f"engine {self.name} is dead")
+
+
+class ScriptedFactory:
+    """Makes scripted engines, all alike. Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
+
+    def __init__(self, script: Script):
+        self._script = script
+
+    def create(self, name: str) -> ScriptedEngine:
+        return ScriptedEngine(name, self._script)
+
+    def adopt(self, name: str, address: str) -> ScriptedEngine:
+        raise InputError(f"{address} cannot be taken in: the engines of this sidecar are scripted")
+
+    def release(self, name: str) -> None:
+        """It holds nothing."""
 
 
 def _stream(text: str) -> np.random.Generator:

@@ -36,6 +36,12 @@ class Engines(Protocol):
 
     async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]: ...
 
+    def add(self, count: int = 1) -> list[str]: ...
+
+    async def adopt(self, address: str) -> str: ...
+
+    def remove(self, name: str) -> None: ...
+
     def status(self) -> dict[str, Any]: ...
 
     @property
@@ -90,11 +96,20 @@ class Counters:
 class RolloutService:
     """The state of a sidecar and the operations on it; `sidecar/http.py` gives it routes."""
 
-    def __init__(self, engines: Engines, scorer: Scorer, recorder: Recorder, lease_seconds: float = 60.0):
-        self._engines = engines
+    def __init__(
+        self,
+        engines: Engines,
+        scorer: Scorer,
+        recorder: Recorder,
+        lease_seconds: float = 60.0,
+        run: str | None = None,
+    ):
+        """With `run`, whose records are kept here, no other is worked for."""
+        self.engines = engines
         self._scorer = scorer
         self._recorder = recorder
         self._lease_seconds = lease_seconds
+        self._only_run = run
         self.lease = Lease()
         self.counters = Counters()
         self.iteration: Iteration | None = None
@@ -111,6 +126,8 @@ class RolloutService:
         An iteration that runs is ended: whoever asked for it is gone, or told so. What it has finished is recorded,
         and given back when the same iteration is submitted again.
         """
+        if self._only_run not in (None, run):
+            raise Conflict(f"this sidecar keeps the records of the run {self._only_run!r}: start another for {run!r}")
         lease, now = self.lease, time.monotonic()
         if lease.run not in ("", run) and now - lease.renewed < self._lease_seconds:
             raise Conflict(
@@ -140,7 +157,7 @@ class RolloutService:
             start = time.monotonic()
             # Until all of them have it, nobody knows what the engines hold.
             self.weights = None
-            reports = await self._engines.publish(weights)
+            reports = await self.engines.publish(weights)
             self._recorder.published(weights, reports)
             self.weights = weights
             self.counters.publishes += 1
@@ -209,7 +226,7 @@ class RolloutService:
             "fingerprint": self.weights.fingerprint if self.weights else None,
             "iteration": iteration.status() if iteration else None,
             "slots_waited_for": [list(place) for place in self._waiting],
-            "engines": self._engines.status(),
+            "engines": self.engines.status(),
             "counters": dataclasses.asdict(self.counters),
         }
 
@@ -258,7 +275,7 @@ class RolloutService:
             self._fail(iteration, f"a fault of the sidecar: {error!r}; its log has the traceback")
 
     async def _make_groups(self, iteration: Iteration) -> None:
-        in_flight = asyncio.Semaphore(self._engines.max_in_flight)
+        in_flight = asyncio.Semaphore(self.engines.max_in_flight)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -294,7 +311,7 @@ class RolloutService:
 
     async def _sample(self, submission: wire.Submission, prompt: wire.Prompt, request: GroupRequest) -> wire.Group:
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            group = wire.Group(prompt=prompt, responses=await self._engines.generate(request))
+            group = wire.Group(prompt=prompt, responses=await self.engines.generate(request))
             try:
                 check_group(submission, group)
                 return group

@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import glob
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megatron_rl.config import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import UsageError
@@ -25,7 +26,7 @@ _SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-l
 class SidecarSettings:
     """Everything that a sidecar's command line said, checked."""
 
-    platform: str
+    platform: Literal["auto", "cpu", "cuda", "npu"]
     hf_model: Path | None
     seq_length: int | None
     rollout: RolloutConfig
@@ -38,10 +39,27 @@ class SidecarSettings:
         return self.rollout.folder
 
     @property
+    def run(self) -> str:
+        """The run's name: that of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def device(self) -> Literal["cpu", "cuda", "npu"]:
+        """What the engines compute on."""
+        return self.platform if self.platform != "auto" else detect()
+
+    @property
     def address(self) -> tuple[str, int]:
         """Where to listen."""
         host, _, port = self.rollout.listen.rpartition(":")
         return host, int(port)
+
+
+def detect() -> Literal["cpu", "cuda", "npu"]:
+    """The kind of device of this host; the engines' environment may be another, so nothing is imported for it."""
+    if glob.glob("/dev/davinci[0-9]*"):
+        return "npu"
+    return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
 
 
 def flags() -> list[Flag]:

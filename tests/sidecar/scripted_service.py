@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.errors import InputError
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.slots import Claim
 from megatron_rl.sidecar.engine import EngineLost, GroupRequest, WeightReport
@@ -41,8 +42,17 @@ class Engines:
             reports.append((engine.name, report))
         return reports
 
+    def add(self, count: int = 1) -> list[str]:
+        return []
+
+    async def adopt(self, address: str) -> str:
+        return address
+
+    def remove(self, name: str) -> None:
+        raise InputError(f"there is no engine {name!r}")
+
     def status(self) -> dict[str, Any]:
-        return {engine.name: str(engine.state) for engine in self.engines}
+        return {"engines": {e.name: {"state": str(e.state), "in_flight": 0, "restarts": 0} for e in self.engines}}
 
 
 class RewardLength:

@@ -1,0 +1,179 @@
+"""The sidecar's process: rewards, engines, service, in that order; and back again at the end, whatever ends it."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.rollout.append_file import make_private_folder
+from megatron_rl.rollout.rewards.pool import RewardPool
+from megatron_rl.rollout.rewards.spec import parse_on_error, parse_specs
+from megatron_rl.rollout.rewards.types import PoolSettings
+from megatron_rl.sidecar.http import application
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.recorder import RunRecorder
+from megatron_rl.sidecar.scoring import Decode, PoolScorer, tokenizer_decoder
+from megatron_rl.sidecar.scripted import Script, ScriptedFactory
+from megatron_rl.sidecar.server import serve
+from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.settings import SidecarSettings, parse
+from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.vllm_factory import VllmFactory
+from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
+
+TOKEN_FILE = "token"
+ADDRESS_FILE = "address"
+
+_log = logging.getLogger("megatron_rl.sidecar")
+
+
+def main(words: list[str]) -> int:
+    """Run until told to end; the exit code says how it went."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        asyncio.run(run(parse(words)))
+    except MegatronRLError as error:
+        print(f"megatron_rl.sidecar: {error}", file=sys.stderr)
+        return error.exit_code
+    return ExitCode.OK
+
+
+async def run(settings: SidecarSettings) -> None:
+    """Start everything, serve, and end everything."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    folder = settings.folder
+    make_private_folder(folder)
+    async with contextlib.AsyncExitStack() as stack:
+        # What can be wrong with rewards shows before an engine takes half a minute to start.
+        pool = await stack.enter_async_context(_rewards(settings))
+        scoring = json.dumps(sorted(settings.reward.functions or []))
+        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, scoring)
+        stack.callback(recorder.close)
+        supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
+        stack.push_async_callback(supervisor.close)
+        await _unless(ended, supervisor.start(settings.rollout.num_engines))
+        if ended.is_set():
+            return
+        service = RolloutService(
+            supervisor, PoolScorer(pool, _decoder(settings)), recorder, settings.rollout.lease_seconds, settings.run
+        )
+        stack.push_async_callback(service.close)
+        loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
+        await _serve(service, settings, ended)
+
+
+async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
+    folder = settings.folder
+    listener = _listener(*settings.address)
+    host, port = listener.getsockname()[:2]
+    address = f"http://{host}:{port}"
+    _write_private(folder / ADDRESS_FILE, address)
+    _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
+    try:
+        await serve(application(service, _token(folder), ended.set), listener=listener, until=ended)
+    finally:
+        (folder / ADDRESS_FILE).unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
+    reward = settings.reward
+    pool_settings = PoolSettings(
+        num_workers=reward.workers,
+        on_error=parse_on_error(reward.on_error),
+        confine=reward.confine,
+        private=(settings.folder.resolve(),),
+    )
+    pool = RewardPool(parse_specs(reward.functions or []), pool_settings)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> EngineFactory:
+    rollout = settings.rollout
+    if rollout.engine == "scripted":
+        return ScriptedFactory(Script())
+    length = rollout.max_model_len or settings.seq_length
+    assert length is not None
+    config = ServerConfig(
+        model=str(settings.hf_model),
+        max_model_len=length,
+        max_num_seqs=rollout.max_num_seqs,
+        device=settings.device,
+        dtype=rollout.dtype or "auto",
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        num_threads=rollout.num_threads,
+        python=str(rollout.python or sys.executable),
+    )
+    sockets = run_folder()
+    stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings))
+
+
+def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
+    devices, size = settings.rollout.devices or [], settings.rollout.tensor_parallel_size
+    return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
+
+
+def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
+    bound = settings.rollout.max_in_flight
+    return SupervisorConfig() if bound is None else SupervisorConfig(max_responses=bound)
+
+
+def _decoder(settings: SidecarSettings) -> Decode:
+    if settings.rollout.engine == "scripted" or settings.hf_model is None:
+        return lambda tokens: " ".join(map(str, tokens))
+    return tokenizer_decoder(str(settings.hf_model))
+
+
+async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
+    """Wait for the action, or for the end, which cancels it."""
+    task = asyncio.create_task(action)
+    waiting = asyncio.create_task(ended.wait())
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return
+    await task
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; choose another port") from None
+
+
+def _token(folder: Path) -> str:
+    """The run's token: made once, so that a sidecar that is started again is reached with the same one."""
+    path = folder / TOKEN_FILE
+    if not path.exists():
+        _write_private(path, secrets.token_hex(32))
+    return path.read_text().strip()
+
+
+def _write_private(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}")
+    descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text + "\n")
+    unfinished.replace(path)

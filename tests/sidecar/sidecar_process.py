@@ -1,0 +1,78 @@
+"""A sidecar as its own process, for tests: started, reached, killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.rollout.client import RolloutClient, read_token
+from tests.ranks import ROOT
+
+
+class SidecarProcess:
+    """One process, and what it prints."""
+
+    def __init__(self, folder: Path, *words: str):
+        self.folder = folder
+        self.output = folder.with_name(f"{folder.name}.output")
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(folder), *words],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_it_serves(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.folder / "address").exists():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    def client(self, patience: float = 10.0) -> RolloutClient:
+        address = (self.folder / "address").read_text().strip()
+        return RolloutClient(address, read_token(self.folder / "token"), patience)
+
+    def tree(self) -> list[psutil.Process]:
+        """The sidecar and everything it has started."""
+        sidecar = psutil.Process(self.process.pid)
+        return [sidecar, *sidecar.children(recursive=True)]
+
+    def kill(self) -> None:
+        """As a fault would: the sidecar alone."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        (self.folder / "address").unlink(missing_ok=True)
+
+    def end(self, seconds: float = 30.0) -> int:
+        self.process.terminate()
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def sidecar(folder: Path, *words: str, seconds: float = 60.0) -> Iterator[SidecarProcess]:
+    """One that serves; whatever is left of it at the end is killed."""
+    started = SidecarProcess(folder, *words)
+    try:
+        started.wait_until_it_serves(seconds)
+        yield started
+    finally:
+        left = started.tree() if started.process.poll() is None else []
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        started.process.wait()
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

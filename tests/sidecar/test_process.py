@@ -1,0 +1,136 @@
+"""The sidecar as a process of its own, over scripted engines: started, asked, killed, started again, ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main as megatron_rl
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.client import RolloutClient, RolloutError
+from tests.ranks import ROOT
+from tests.sidecar.scripted_service import submission, weights
+from tests.sidecar.sidecar_process import alive, sidecar
+
+SCRIPTED = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--reward", "length:8=1")
+PLACES = [(replica, index) for replica in range(2) for index in range(2)]
+
+
+def run_iteration(client: RolloutClient, version: int) -> list[int]:
+    client.publish(weights(version), 10)
+    client.submit(submission(version))
+    slots = [client.slot(version, *place, 10) for place in PLACES]
+    client.complete(version)
+    return sorted(part.prompt_index for slot in slots for part in slot.parts)
+
+
+def test_iterations_survive_a_kill_of_the_sidecar_and_the_audit_finds_nothing_wrong(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "run"
+    with sidecar(folder, *SCRIPTED) as first, first.client() as client:
+        client.take_lease("run")
+        assert run_iteration(client, 0) == list(range(8))
+        client.publish(weights(1), 10)
+        client.submit(submission(1))
+        before = client.slot(1, 0, 0, 10)
+        processes = first.tree()
+        first.kill()
+        deadline = time.monotonic() + 5
+        while alive(processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert alive(processes) == []
+    with sidecar(folder, *SCRIPTED) as second, second.client() as client:
+        client.use_lease(1)
+        with pytest.raises(RolloutError, match="409"):
+            client.slot(1, 0, 0, 1)
+        client.take_lease("run")
+        client.publish(weights(1), 10)
+        client.submit(submission(1))
+        assert client.slot(1, 0, 0, 10) == before
+        assert client.status()["counters"]["reused"] >= len(before.parts)
+        for place in PLACES:
+            client.slot(1, *place, 10)
+        client.complete(1)
+        assert run_iteration(client, 2) == list(range(8))
+        assert second.end() == 0
+    assert megatron_rl(["audit", str(folder)]) == 0
+    assert "3 of 4 iterations complete, 0 breaches" in capsys.readouterr().out
+
+
+def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with sidecar(folder, *SCRIPTED) as process, process.client() as client:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "token").stat().st_mode & 0o777 == 0o600
+        listening = [
+            (connection.laddr.ip, p.pid)
+            for p in process.tree()
+            for connection in p.net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
+        assert listening == [("127.0.0.1", process.process.pid)]
+        token = (folder / "token").read_text().strip()
+        for started in process.tree():
+            assert token not in " ".join(started.cmdline())
+        os.kill(process.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while '"slots_waited_for"' not in process.output.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert '"slots_waited_for"' in process.output.read_text()
+        client.take_lease("run")
+        assert run_iteration(client, 0) == list(range(8))
+        metrics = client._call("GET", "/metrics").text
+        assert 'megatron_rl_rollout_iteration_groups{progress="claimed"} 8.0' in metrics
+        assert client._call("POST", "/v1/engines", params={"count": 1}).json()["engines"]
+        client.shutdown()
+        assert process.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--rollout-engine", "scripted"), 2, "--reward is missing"),
+        (("--rollout-engine", "scripted", "--reward", "no.py:f"), 2, "no.py"),
+        (("--rollout-num-engins", "2"), 2, "the nearest is --rollout-num-engines"),
+        (("--reward", "length:8"), 2, "--hf-model is missing"),
+        ((*SCRIPTED, "--rollout-listen", "127.0.0.1"), 2, "no HOST:PORT"),
+        ((*SCRIPTED, "--rollout-devices", "0"), 2, "name as many"),
+        ((*SCRIPTED, "--reward-on-error", "perhaps"), 2, "perhaps"),
+    ],
+)
+def test_what_cannot_work_ends_it_at_once_with_what_to_write(words, code: int, message: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *words],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert message in ended.stderr
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_second_sidecar_of_the_same_run_is_refused(tmp_path: Path) -> None:
+    with sidecar(tmp_path / "run", *SCRIPTED):
+        ended = subprocess.run(
+            [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *SCRIPTED],
+            capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert ended.returncode != 0
+        assert "Traceback" not in ended.stderr
+
+
+def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def count(prompts, completions, completion_ids, **columns):\n    return [len(c) for c in completion_ids]\n"
+    )
+    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:count=2")
+    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
+        client.take_lease("run")
+        client.publish(weights(), 10)
+        client.submit(submission())
+        for place in PLACES:
+            for part in client.slot(0, *place, 10).parts:
+                assert part.rewards == [2.0 * len(wire.tokens_of(response.tokens)) for response in part.responses]
