@@ -13,7 +13,7 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered: one whose recording raises has
-   not happened.
+   not happened, and the iteration has failed.
 9. A group is waiting, running, finished or claimed, one of them; it is finished once, and only when it is what was
    submitted.
 10. An iteration that failed answers nothing but its failure.
@@ -25,13 +25,15 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import check_group
 from megatron_rl.rollout.slots import Claim, Place, divide
 from megatron_rl.rollout.wire import Group, GroupPart, Prompt, Slot, Submission
+
+T = TypeVar("T")
 
 
 class WrongVersion(MegatronRLError):
@@ -138,7 +140,10 @@ class Iteration:
         for claim in claims:
             problem = self.division.problem(claim) or self._conflict(claim)
             if problem:
-                raise ClaimConflict(f"a claim of version {self.version} cannot be restored: {problem}")
+                raise ClaimConflict(
+                    f"a claim of version {self.version} cannot be restored: {problem}; move its journal away and "
+                    "continue from the checkpoint"
+                )
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
@@ -163,7 +168,7 @@ class Iteration:
         """
         self._check_failure()
         self._check_finished(group)
-        self._record_group(group)
+        self._record(self._record_group, group)
         self._finish(group)
         return self._serve(self._pool_of_prompt(group.prompt.index))
 
@@ -273,6 +278,14 @@ class Iteration:
         self._pool_of_prompt(prompt).finished[prompt] = None
         self._move(prompt, Progress.FINISHED)
 
+    def _record(self, record: Callable[[T], None], what: T) -> None:
+        try:
+            record(what)
+        except Exception as error:
+            # One of several records may be written. To go on could claim these groups for another slot, beside it.
+            self.failed(f"it could not be recorded: {error}")
+            raise
+
     def _serve(self, pool: _Pool) -> list[Place]:
         served: list[Place] = []
         while pool.asked and len(pool.finished) >= self.division.groups_per_unit:
@@ -281,7 +294,7 @@ class Iteration:
             if self.submission.plan.order == "prompt":
                 prompts.sort()
             claim = Claim(replica=unit.replica, index=unit.slot, prompts=prompts)
-            self._record_claim(claim)
+            self._record(self._record_claim, claim)
             self._take(claim)
             served += self.division.slots(unit)
         return served

@@ -409,28 +409,28 @@ def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() ->
     iteration.finished(with_response(empty, 1, finish_reason="length"))
 
 
-def test_a_group_or_a_claim_whose_recording_fails_has_not_happened() -> None:
-    full = True
-
+def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_iteration_has_failed() -> None:
     def record(what: object) -> None:
-        if full:
-            raise OSError("no space left on device")
+        raise OSError("no space left on device")
 
     iteration = Iteration(make_submission(), record_group=record)
     with pytest.raises(OSError, match="no space"):
         iteration.finished(make_group(iteration.submission, 0))
     assert iteration.counts()[Progress.FINISHED] == 0
+    assert iteration.failure == "it could not be recorded: no space left on device"
 
-    iteration = Iteration(make_submission(), record_claim=record)
-    assert iteration.claim(0, 0) is None
+    asked, unasked = (Iteration(make_submission(), record_claim=record) for _ in range(2))
+    assert asked.claim(0, 0) is None
     with pytest.raises(OSError, match="no space"):
-        iteration.finished(make_group(iteration.submission, 0))
+        asked.finished(make_group(asked.submission, 0))
+    unasked.finished(make_group(unasked.submission, 0))
     with pytest.raises(OSError, match="no space"):
-        iteration.claim(0, 0)
-    assert iteration.claims == []
-    assert iteration.counts()[Progress.FINISHED] == 1
-    full = False
-    assert prompts_of(iteration.claim(0, 0)) == [0]
+        unasked.claim(0, 0)
+    for iteration in (asked, unasked):
+        assert iteration.claims == []
+        assert iteration.counts()[Progress.FINISHED] == 1
+        with pytest.raises(IterationFailed, match="could not be recorded"):
+            iteration.claim(0, 0)
 
 
 def test_a_group_costs_at_most_half_of_the_five_milliseconds_that_the_service_has() -> None:
