@@ -283,7 +283,7 @@ class Iteration:
             record(what)
         except Exception as error:
             # One of several records may be written. To go on could claim these groups for another slot, beside it.
-            self.failed(f"it could not be recorded: {error}")
+            self.failed(f"the journal cannot be written: {error}")
             raise
 
     def _serve(self, pool: _Pool) -> list[Place]:

@@ -417,7 +417,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
     with pytest.raises(OSError, match="no space"):
         iteration.finished(make_group(iteration.submission, 0))
     assert iteration.counts()[Progress.FINISHED] == 0
-    assert iteration.failure == "it could not be recorded: no space left on device"
+    assert iteration.failure == "the journal cannot be written: no space left on device"
 
     asked, unasked = (Iteration(make_submission(), record_claim=record) for _ in range(2))
     assert asked.claim(0, 0) is None
@@ -429,7 +429,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
     for iteration in (asked, unasked):
         assert iteration.claims == []
         assert iteration.counts()[Progress.FINISHED] == 1
-        with pytest.raises(IterationFailed, match="could not be recorded"):
+        with pytest.raises(IterationFailed, match="the journal cannot be written"):
             iteration.claim(0, 0)
 
 
