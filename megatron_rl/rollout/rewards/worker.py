@@ -28,7 +28,10 @@ _EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 def main(arguments: list[str]) -> NoReturn:
     parent, namespace = int(arguments[0]), arguments[1] == "1"
     signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
-    missing = _become_keeper(parent, namespace)
+    missing = _become_keeper(namespace)
+    if os.getppid() != parent:
+        _tidy_up()
+        os._exit(1)
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _EVENTS)
@@ -37,13 +40,17 @@ def main(arguments: list[str]) -> NoReturn:
     status = _wait_for(child)
     _end_all()
     if os.getppid() != parent:
-        # Nobody else is left to do it.
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        _tidy_up()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _become_keeper(parent: int, namespace: bool) -> dict[str, str]:
+def _tidy_up() -> None:
+    """Remove the scratch folder in the place of a parent that was killed."""
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
+def _become_keeper(namespace: bool) -> dict[str, str]:
     missing = {}
     try:
         kernel.signal_at_parents_death(signal.SIGTERM)
@@ -54,8 +61,6 @@ def _become_keeper(parent: int, namespace: bool) -> dict[str, str]:
             missing[PROCESSES] = "no namespace of their own was asked for"
     except OSError as error:
         missing[PROCESSES] = f"no namespace of their own: {error}"
-    if os.getppid() != parent:
-        os._exit(1)
     return missing
 
 
