@@ -30,6 +30,7 @@ from megatron_rl.sidecar.settings import SidecarSettings, parse
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.vllm_factory import VllmFactory
 from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
+from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
@@ -111,12 +112,14 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         return ScriptedFactory(Script())
     length = rollout.max_model_len or settings.seq_length
     assert length is not None
+    assert settings.hf_model is not None
     config = ServerConfig(
         model=str(settings.hf_model),
         max_model_len=length,
         max_num_seqs=rollout.max_num_seqs,
         device=settings.device,
-        dtype=rollout.dtype or "auto",
+        # Said in so many words: left to itself vLLM computes with half of what float32 weights have.
+        dtype=rollout.dtype or read_architecture(settings.hf_model).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=rollout.num_threads,
         python=str(rollout.python or sys.executable),

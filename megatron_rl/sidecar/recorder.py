@@ -48,6 +48,11 @@ class RunRecorder:
             self.audit.claim(submission.version, claim)
         return recovered.groups, recovered.claims
 
+    def restored(self) -> None:
+        """Keep no second copy of what was given back."""
+        journal, _ = self._current()
+        journal.forget_recovered()
+
     def finished(self, group: wire.Group) -> None:
         """A group was taken into the iteration."""
         journal, submission = self._current()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout import seeds, wire
+from megatron_rl.rollout.append_file import AppendFailed
 from megatron_rl.rollout.provenance import GroupRefused, check_group
 from megatron_rl.rollout.slots import Claim, Place
 from megatron_rl.sidecar.engine import GroupRequest, WeightReport
@@ -61,6 +62,10 @@ class Recorder(Protocol):
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Record an iteration, and give back what was recorded of it before, by this process or an earlier one."""
+        ...
+
+    def restored(self) -> None:
+        """What was given back has been taken over."""
         ...
 
     def finished(self, group: wire.Group) -> None: ...
@@ -119,6 +124,8 @@ class RolloutService:
         # One future for all ranks of a replica that wait for the same slot.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._failed = asyncio.Event()
+        self._next = asyncio.Event()
+        """Set, and replaced, when the next iteration is submitted."""
 
     async def take_lease(self, run: str) -> int:
         """Work for this run from now on, and return the number that its requests must carry.
@@ -172,17 +179,25 @@ class RolloutService:
         iteration = Iteration(submission, record_group=self._recorder.finished, record_claim=self._recorder.claimed)
         groups, claims = self._recorder.begin(submission)
         iteration.restore(groups, claims)
+        self._recorder.restored()
         self.counters.reused += len(groups)
         self.iteration = iteration
         self._failed.clear()
+        self._next, reached = asyncio.Event(), self._next
+        reached.set()
         self._task = asyncio.create_task(self._run(iteration))
 
     async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
-        """The slot's bytes, as soon as there is one; None when `patience` seconds were not enough."""
+        """The slot's bytes, as soon as there is one; None when `patience` seconds were not enough.
+
+        A rank may ask before another has submitted the iteration.
+        """
         deadline = time.monotonic() + patience
         while True:
-            iteration = self._iteration_of(version)
-            answer = iteration.claim(replica, index, version)
+            iteration = await self._submitted(version, deadline - time.monotonic())
+            if iteration is None:
+                return None
+            answer = self._claim(iteration, replica, index)
             remaining = deadline - time.monotonic()
             if answer is not None or remaining <= 0:
                 return answer
@@ -193,9 +208,12 @@ class RolloutService:
 
     async def failure(self, version: int, patience: float) -> str | None:
         """Why the iteration failed, as soon as it does; None when it has not within `patience` seconds."""
-        iteration = self._iteration_of(version)
+        deadline = time.monotonic() + patience
+        iteration = await self._submitted(version, patience)
+        if iteration is None:
+            return None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._failed.wait(), patience)
+            await asyncio.wait_for(self._failed.wait(), max(0.0, deadline - time.monotonic()))
         return iteration.failure
 
     def complete(self, version: int) -> None:
@@ -244,16 +262,25 @@ class RolloutService:
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:
-            raise Conflict(
-                f"iteration {self.iteration.submission.version} is running: complete or abort it before {before}"
-            )
+            raise Conflict(f"iteration {self.iteration.version} is running: complete or abort it before {before}")
+
+    async def _submitted(self, version: int, patience: float) -> Iteration | None:
+        """The iteration, waited for if it is not submitted yet; None when it was not within `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while self.iteration is None or self.iteration.version < version:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._next.wait(), remaining)
+        return self._iteration_of(version)
 
     def _iteration_of(self, version: int) -> Iteration:
         if self.iteration is None:
             raise Conflict(f"there is no iteration {version}: submit it first")
-        if self.iteration.submission.version != version:
+        if self.iteration.version != version:
             raise Conflict(
-                f"iteration {version} is not the current one, {self.iteration.submission.version}: it is past, or "
+                f"iteration {version} is not the current one, {self.iteration.version}: it is past, or "
                 f"not submitted yet"
             )
         return self.iteration
@@ -271,7 +298,7 @@ class RolloutService:
         except OSError as error:
             self._fail(iteration, f"the journal cannot be written: {error}; make room for it")
         except Exception as error:
-            _log.exception("iteration %d failed", iteration.submission.version)
+            _log.exception("iteration %d failed", iteration.version)
             self._fail(iteration, f"a fault of the sidecar: {error!r}; its log has the traceback")
 
     async def _make_groups(self, iteration: Iteration) -> None:
@@ -321,17 +348,25 @@ class RolloutService:
                 reason = str(refusal)
         raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
 
+    def _claim(self, iteration: Iteration, replica: int, index: int) -> bytes | None:
+        try:
+            return iteration.claim(replica, index, iteration.version)
+        except AppendFailed as error:
+            # The iteration has ended itself; every other wait for it ends too.
+            self._fail(iteration, str(error))
+            raise
+
     def _answer(self, place: Place) -> None:
         future = self._waiting.pop(place, None)
         if future is not None and not future.done():
             future.set_result(None)
 
     def _fail(self, iteration: Iteration, reason: str) -> None:
-        if iteration.failure is None:
+        if not self._failed.is_set():
             iteration.failed(reason)
             # The log may be what failed; the reason reaches the trainer all the same.
             with contextlib.suppress(OSError, MegatronRLError):
-                self._recorder.failed(iteration.submission.version, reason)
+                self._recorder.failed(iteration.version, iteration.failure or reason)
         self._failed.set()
         for place in list(self._waiting):
             self._answer(place)

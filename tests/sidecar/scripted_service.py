@@ -7,6 +7,7 @@ import msgspec
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout import wire
+from megatron_rl.rollout.append_file import AppendFailed
 from megatron_rl.rollout.slots import Claim
 from megatron_rl.sidecar.engine import EngineLost, GroupRequest, WeightReport
 from megatron_rl.sidecar.scripted import Script, ScriptedEngine
@@ -70,6 +71,7 @@ class Memory:
     claims: list[Claim] = dataclasses.field(default_factory=list)
     full: bool = False
     keeps: bool = True
+    refuses_claims: bool = False
 
     def published(self, weights, reports) -> None:
         self.events.append(("published", weights.version))
@@ -78,6 +80,9 @@ class Memory:
         self.events.append(("submitted", submission.version))
         return list(self.groups), list(self.claims)
 
+    def restored(self) -> None:
+        self.events.append(("restored", len(self.groups)))
+
     def finished(self, group) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
@@ -85,6 +90,8 @@ class Memory:
             self.groups.append(group)
 
     def claimed(self, claim) -> None:
+        if self.refuses_claims:
+            raise AppendFailed("no room for claims")
         self.claims.append(claim)
 
     def completed(self, version) -> None:

@@ -45,7 +45,7 @@ class Server:
 
     def start(self) -> None:
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (self._server and self._server.started):
             assert time.monotonic() < deadline
             time.sleep(0.01)

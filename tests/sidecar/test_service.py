@@ -62,7 +62,7 @@ def test_every_group_is_answered_once_and_every_rank_gets_the_same_bytes() -> No
         service.complete(0)
 
     memory = serve(check, engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002))
-    assert memory.events == [("published", 0), ("submitted", 0), ("completed", 0)]
+    assert memory.events == [("published", 0), ("submitted", 0), ("restored", 0), ("completed", 0)]
 
 
 def test_a_group_of_an_engine_that_dies_is_sampled_by_another_with_the_same_tokens() -> None:
@@ -127,6 +127,17 @@ def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
     serve(check, memory=Memory(full=True))
 
 
+def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        waits = (service.slot(0, replica, 0, 10) for replica in range(2))
+        answers = await asyncio.gather(*waits, service.failure(0, 10), return_exceptions=True)
+        assert all("no room for claims" in str(answer) for answer in answers)
+
+    memory = serve(check, memory=Memory(refuses_claims=True))
+    assert ("failed", 0) in memory.events
+
+
 def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refused() -> None:
     memory = Memory()
     first, second = engine("0", group_faults={"run-0-6": "hang"}), engine("0")
@@ -171,7 +182,6 @@ def test_another_run_is_refused_while_the_lease_is_held() -> None:
     ("act", "message"),
     [
         (lambda s: s.submit(submission(1)), "publish it first"),
-        (lambda s: s.slot(3, 0, 0, 1), "there is no iteration 3"),
         (lambda s: asyncio.to_thread(s.complete, 0), "there is no iteration 0"),
     ],
 )
@@ -199,6 +209,19 @@ def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs
             await service.slot(0, 0, 0, 1)
 
     serve(check, engine("0", delay=lambda r: 0.05))
+
+
+def test_a_rank_may_ask_before_another_has_submitted() -> None:
+    async def check(service: RolloutService) -> None:
+        assert await service.slot(0, 0, 0, 0.05) is None
+        early = asyncio.create_task(all_slots(service))
+        failure = asyncio.create_task(service.failure(0, 1.0))
+        await asyncio.sleep(0.05)
+        await service.submit(submission())
+        assert trained(await early) == list(range(8))
+        assert await failure is None
+
+    serve(check)
 
 
 def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:

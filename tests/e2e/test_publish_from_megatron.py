@@ -1,0 +1,124 @@
+"""From real Megatron ranks to real vLLM and back: what an engine sampled with is what the trainer computes with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.cli import main as megatron_rl
+from megatron_rl.data.packing import pack_groups
+from megatron_rl.mcore import runner
+from megatron_rl.mcore.publish import SharedMemoryPublisher
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.client import RolloutClient, read_token
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, session_of
+from tests.ranks import run_ranks
+from tests.sidecar.sidecar_process import sidecar
+from tests.sidecar.vllm_models import SIZES, VOCAB_SIZE
+
+LAYOUTS = ("TP2", "PP2")
+TEMPERATURES = (0.7, 1.3)
+PLAN = wire.Plan(num_prompts=6, group_size=3, num_replicas=1, micro_batch_size=6)
+
+
+def draw_with_tokenizer(folder: Path) -> Path:
+    hf_models.draw("qwen3", folder, **SIZES)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
+    """Each layout publishes weights of its own, twice, and computes the log-probs of what comes back."""
+    torch.distributed.init_process_group("gloo")
+    results = []
+    for number, name in enumerate(LAYOUTS):
+        case = CASES[name]
+        with session_of(case) as session, client_of(run) as client:
+            built = build(session, case, model)
+            leases = [client.take_lease(run.name) if session.rank == 0 else 0]
+            torch.distributed.broadcast_object_list(leases, 0, group=session.control_group)
+            client.use_lease(leases[0])
+            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, shared)
+            for attempt, temperature in enumerate(TEMPERATURES):
+                version = number * len(TEMPERATURES) + attempt
+                perturb(built, version)
+                fingerprint = publisher.publish(version)
+                if session.rank == 0:
+                    client.submit(submission(run.name, version, fingerprint, temperature))
+                results.append(compare(built, client, version, temperature) | {"layout": name})
+                session.barrier()
+                if session.rank == 0:
+                    client.complete(version)
+            publisher.close()
+    return results
+
+
+def client_of(run: Path) -> RolloutClient:
+    return RolloutClient((run / "address").read_text().strip(), read_token(run / "token"))
+
+
+def perturb(built: Any, version: int) -> None:
+    """The same change in every layout, so that versions differ and layouts of one version would not."""
+    with torch.no_grad():
+        for shard in built.weights.shards:
+            shard.parameter.mul_(1 + 0.02 * (version + 1))
+
+
+def submission(run: str, version: int, fingerprint: str, temperature: float) -> wire.Submission:
+    tokens = hf_models.sequences([9, 30, 4, 17, 2, 50], seed=version)
+    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.token_bytes(t)) for i, t in enumerate(tokens)]
+    return wire.Submission(
+        run=run, version=version, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=100,
+        sampling=wire.Sampling(max_tokens=40, temperature=temperature, ignore_eos=True),
+    )  # fmt: skip
+
+
+def compare(built: Any, client: RolloutClient, version: int, temperature: float) -> dict[str, Any]:
+    slots = [client.slot(version, 0, index, 100) for index in range(3)]
+    packs, engine = [], []
+    for slot in slots:
+        groups = [
+            (
+                wire.tokens_of(part.prompt_tokens).tolist(),
+                [wire.tokens_of(response.tokens).tolist() for response in part.responses],
+            )
+            for part in slot.parts
+        ]
+        packs.append(pack_groups(groups, multiple_of=2, vocab_size=VOCAB_SIZE))
+        log_probs = [wire.log_probs_of(r.log_probs).copy() for part in slot.parts for r in part.responses]
+        engine.append(torch.cat([torch.from_numpy(values) for values in log_probs]))
+    ours = runner.forward(built.wrapped, packs, temperature)
+    # The first pipeline stage computes no log-probs.
+    pairs = zip(ours, engine, strict=True) if ours else ()
+    difference = max(((a - b).abs().max().item() for a, b in pairs), default=0.0)
+    return {
+        "version": version,
+        "difference": difference,
+        "computed": bool(ours),
+        "num_tokens": sum(len(values) for values in engine),
+        "fingerprints": {r.fingerprint for slot in slots for part in slot.parts for r in part.responses},
+    }
+
+
+@pytest.mark.slow
+def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the_trainers(tmp_path: Path) -> None:
+    model, run = draw_with_tokenizer(tmp_path / "model"), tmp_path / "run"
+    words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
+    with sidecar(run, *words, seconds=120) as process:
+        ranks = run_ranks(train_ranks, 2, model, run, Path("/dev/shm") / f"test-{run.parent.name}", timeout=240)
+        assert process.process.poll() is None
+    differences = [result for rank in ranks for result in rank if result["computed"]]
+    for result in differences:
+        print(
+            f"{result['layout']} version {result['version']}: {result['difference']:.1e}, {result['num_tokens']} tokens"
+        )
+    assert {result["version"] for result in differences} == {0, 1, 2, 3}
+    assert max(result["difference"] for result in differences) <= 1e-4
+    assert len(set.union(*(result["fingerprints"] for result in differences))) == 4
+    assert megatron_rl(["audit", str(run)]) == 0
