@@ -26,9 +26,9 @@ from megatron_rl.sidecar import parent
 LOG_BYTES = 16 << 20
 LOG_FILES = 3
 TAIL_LINES = 40
-# The processes of an engine follow each other's death within milliseconds; then the one that tracks its shared memory
-# removes what they left. It must not be killed before.
-GRACE_SECONDS = 3.0
+# The processes of an engine follow each other's death; then the one that tracks its shared memory removes what they
+# left, hundreds of megabytes. It must not be killed before, and a busy host gives it its turn late.
+GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 
 
@@ -40,8 +40,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     """All of it: nothing is inherited that is not named here."""
-    folder: Path
-    """Private to this user; its logs go there."""
+    log: Path
+    """Where its output goes."""
     address: str
     """Where it will answer: the path of a unix socket."""
 
@@ -89,7 +89,7 @@ class LocalLauncher:
             start_new_session=True,
         )
         assert process.stdout is not None
-        return LocalHandle(process, spec.address, Log(process.stdout, spec.folder / f"{spec.name}.log"))
+        return LocalHandle(process, spec.address, Log(process.stdout, spec.log))
 
 
 class LocalHandle:
@@ -108,6 +108,7 @@ class LocalHandle:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
+        shared_memory = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
             # Only while it has not been waited for is the number surely still its own.
             if self._process.poll() is None:
@@ -118,6 +119,9 @@ class LocalHandle:
             time.sleep(_POLL_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        for path in shared_memory:
+            # What compiled code made is not tracked.
+            path.unlink(missing_ok=True)
         self._log.close()
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
@@ -168,6 +172,17 @@ class Log:
             with contextlib.suppress(FileNotFoundError):
                 newer.rename(older)
         return os.fdopen(os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb")
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The files that the processes of a group share memory through; not what lies there in folders, like weights."""
+    found = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and os.getpgid(int(name)) == group:
+                lines = Path(f"/proc/{name}/maps").read_text().splitlines()
+                found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+    return {path for path in found if path.parent == Path("/dev/shm")}
 
 
 def _group_exists(group: int) -> bool:

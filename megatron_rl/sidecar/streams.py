@@ -45,7 +45,7 @@ def before(weights: Weights, place: Place) -> Iterator[Call]:
     if not weights.manifest:
         raise InputError(f"{weights.transport} weights need a manifest: the names, dtypes and shapes in their order")
     init = {
-        "master_address": host,
+        "master_address": host.strip("[]"),
         "master_port": int(port),
         "rank_offset": place.first_rank,
         "world_size": place.world_size,

@@ -124,11 +124,13 @@ class Supervisor:
     async def start(self, num_engines: int, adopted: Iterable[str] = ()) -> None:
         """Start engines, all at once, and take in those that somebody else has started. The first error ends all."""
         members = [self._make() for _ in range(num_engines)] + [self._make(address) for address in adopted]
-        results = await asyncio.gather(*(member.engine.start() for member in members), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                await self.close()
-                raise error
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for member in members:
+                    tasks.create_task(member.engine.start())
+        except BaseExceptionGroup as group:
+            await self.close()
+            raise group.exceptions[0] from None
         for member in members:
             member.started = time.monotonic()
         self._watcher = asyncio.create_task(self._watch())

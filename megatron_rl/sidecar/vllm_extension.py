@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 
@@ -29,7 +30,7 @@ _TIED = "lm_head.weight"
 Answer = dict[str, Any]
 
 
-class Refusal(Exception):
+class Refusal(MegatronRLError):
     """What was asked for cannot be done; nothing was changed."""
 
 
@@ -39,7 +40,7 @@ def answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
     def call(self: Any, *args: str) -> Answer:
         try:
             return method(self, *args)
-        except Refusal as refusal:
+        except MegatronRLError as refusal:
             return {"error": str(refusal)}
 
     return call
@@ -63,8 +64,10 @@ class WorkerExtension:
     def megatron_rl_prepare(self) -> Answer:
         """Make the worker ready for us; what the sidecar has to know of it."""
         import vllm
+        from vllm.platforms import current_platform
 
         from megatron_rl.sidecar.vllm_seed_patch import patch_seeded_partial_prefill
+        from megatron_rl.sidecar.vllm_sockets import close_listeners
 
         config = self.vllm_config.model_config
         return {
@@ -77,6 +80,7 @@ class WorkerExtension:
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
+            "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
         }
 
     @answered

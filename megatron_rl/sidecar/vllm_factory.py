@@ -19,9 +19,12 @@ class VllmFactory:
         launcher: Launcher,
         devices: tuple[tuple[int, ...], ...] = (),
         deadlines: Deadlines | None = None,
+        logs: Path | None = None,
     ) -> None:
+        """`folder` is private and short, for sockets; `logs` is where the engines' output goes, else the same."""
         self._config = config
         self._folder = folder
+        self._logs = logs or folder
         self._launcher = launcher
         self._deadlines = deadlines or Deadlines()
         self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
@@ -29,7 +32,7 @@ class VllmFactory:
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
-        handle = self._launcher.start(spec(config, name, self._folder / name))
+        handle = self._launcher.start(spec(config, name, self._folder / name, self._logs / f"{name}.log"))
         return VllmEngine(name, handle.address, handle, self._deadlines)
 
     def adopt(self, name: str, address: str) -> VllmEngine:

@@ -56,12 +56,12 @@ class ServerConfig:
     """More of its environment, over ours."""
 
 
-def spec(config: ServerConfig, name: str, folder: Path) -> ProcessSpec:
-    """How the engine `name` is started, below a private folder that this makes."""
+def spec(config: ServerConfig, name: str, folder: Path, log: Path) -> ProcessSpec:
+    """How the engine `name` is started, in a private folder of its own that this makes."""
     address = folder / "api.sock"
     _make_private(folder)
     address.unlink(missing_ok=True)
-    return ProcessSpec(name, _command(config, address), _environment(config, folder), folder, str(address))
+    return ProcessSpec(name, _command(config, address), _environment(config, folder), log, str(address))
 
 
 def run_folder(parent: str | None = None) -> Path:

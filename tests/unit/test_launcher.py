@@ -54,7 +54,7 @@ def fake_vllm(tmp_path: Path) -> Path:
 
 
 def started(config: ServerConfig, folder: Path, packages: Path):
-    start = spec(config, "engine-0", folder)
+    start = spec(config, "engine-0", folder, folder / "engine-0.log")
     path = f"{packages}:{start.environment['PYTHONPATH']}"
     return LocalLauncher().start(dataclasses.replace(start, environment={**start.environment, "PYTHONPATH": path}))
 
@@ -120,7 +120,7 @@ def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
 
 def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
     command = (sys.executable, "-c", "print('first'); raise SystemExit('no such model')")
-    handle = LocalLauncher().start(ProcessSpec("engine-0", command, dict(os.environ), tmp_path, "/nowhere"))
+    handle = LocalLauncher().start(ProcessSpec("engine-0", command, dict(os.environ), tmp_path / "log", "/nowhere"))
     deadline = time.monotonic() + 10
     while handle.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -144,7 +144,7 @@ def test_a_log_is_rotated_by_size_and_keeps_its_last_files(tmp_path):
 
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    start = spec(CONFIG, "engine-0", run_folder())
+    start = spec(CONFIG, "engine-0", run_folder(), Path("log"))
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
     assert flags["--uds"] == start.address
     assert "--host" not in start.command
@@ -157,12 +157,12 @@ def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match="open to other users"):
-        spec(CONFIG, "engine-0", tmp_path)
+        spec(CONFIG, "engine-0", tmp_path, tmp_path / "log")
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
     with pytest.raises(UsageError, match="choose a shorter one"):
-        spec(CONFIG, "engine-0", tmp_path / ("x" * 80))
+        spec(CONFIG, "engine-0", tmp_path / ("x" * 80), tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
 )
 def test_an_engine_sees_its_own_accelerators(device, variable):
     config = dataclasses.replace(CONFIG, device=device, devices=(2, 3), tensor_parallel_size=2, transport="nccl")
-    start = spec(config, "engine-0", run_folder())
+    start = spec(config, "engine-0", run_folder(), Path("log"))
     assert start.environment[variable] == "2,3"
     assert ("--weight-transfer-config", '{"backend": "nccl"}') in zip(start.command, start.command[1:], strict=False)
     assert "--enforce-eager" not in start.command

@@ -1,0 +1,257 @@
+"""Two real vLLM engines under a supervisor, killed and stopped in the middle of everything; and 200 publishes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.sidecar.engine import EngineState
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.vllm_engine import Deadlines
+from megatron_rl.sidecar.vllm_factory import VllmFactory
+from megatron_rl.sidecar.vllm_server import run_folder
+from tests.sidecar import vllm_models
+from tests.sidecar.vllm_models import Models, Reference, in_shared_memory, request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 24, 8, 120
+CONFIG = SupervisorConfig(watch_seconds=0.2, first_pause=0.1, deadlines=StepDeadlines(load=8))
+PROCESSES = ("api", "core", "worker")
+
+
+@pytest.fixture(scope="module")
+def supervisor(run, models: Models) -> Iterator[Supervisor]:
+    with supervised(run, models) as supervisor:
+        yield supervisor
+
+
+@contextlib.contextmanager
+def supervised(run, models: Models, num_engines: int = 2) -> Iterator[Supervisor]:
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
+    factory = VllmFactory(config, run_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
+
+    async def make() -> Supervisor:
+        return Supervisor(factory, CONFIG)
+
+    supervisor = run(make())
+    try:
+        run(supervisor.start(num_engines))
+        yield supervisor
+    finally:
+        run(supervisor.close())
+
+
+def engine_of(supervisor: Supervisor, name: str):
+    return supervisor._members[name].engine
+
+
+def processes(supervisor: Supervisor, name: str) -> dict[str, psutil.Process]:
+    api = psutil.Process(engine_of(supervisor, name)._handle.pid)
+    found = {"api": api}
+    for child in api.children(recursive=True):
+        title = child.cmdline()[0] if child.cmdline() else ""
+        found |= {kind: child for kind, word in (("core", "EngineCore"), ("worker", "Worker")) if word in title}
+    assert set(found) == set(PROCESSES)
+    return found
+
+
+def gone(members: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(members, timeout=seconds)[1]
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp", "vllm_"))}
+
+
+async def until_ready(supervisor: Supervisor, seconds: float = 120) -> None:
+    async with asyncio.timeout(seconds):
+        while {member["state"] for member in supervisor.status()["engines"].values()} != {"ready"}:
+            await asyncio.sleep(0.1)
+
+
+def requests():
+    return [
+        request(number, GROUP_SIZE, max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
+        for number in range(NUM_GROUPS)
+    ]
+
+
+async def all_groups(supervisor: Supervisor):
+    return await asyncio.gather(*(supervisor.generate(request) for request in requests()))
+
+
+def tokens(groups) -> list[list[bytes]]:
+    return [[response.tokens for response in group] for group in groups]
+
+
+@pytest.mark.parametrize("fault", [*PROCESSES, "hang"])
+def test_groups_of_an_engine_that_is_killed_or_hangs_come_once_and_are_the_same(run, supervisor, models, fault):
+    async def break_it_while_it_samples(weights):
+        await supervisor.publish(weights)
+        await until_ready(supervisor)
+        expected = tokens(await all_groups(supervisor))
+        before = shared_memory()
+        victims = processes(supervisor, "engine-1")
+        task = asyncio.create_task(all_groups(supervisor))
+        await asyncio.sleep(0.4)
+        assert supervisor.status()["engines"]["engine-1"]["in_flight"] > 0
+        if fault == "hang":
+            victims["core"].suspend()
+        else:
+            victims[fault].kill()
+        killed = time.monotonic()
+        groups = await asyncio.wait_for(task, 120)
+        print(f"{fault}: all groups {time.monotonic() - killed:.1f} s after the fault")
+        assert tokens(groups) == expected
+        assert {response.fingerprint for group in groups for response in group} == {weights.fingerprint}
+        assert await asyncio.to_thread(gone, list(victims.values()), 10 if fault == "hang" else 5)
+        await until_ready(supervisor)
+        print(f"{fault}: ready again after {time.monotonic() - killed:.1f} s")
+        # The new engine has as much as the old one had, and nothing is left of that.
+        assert len(shared_memory()) == len(before)
+        assert tokens(await all_groups(supervisor)) == expected
+
+    with in_shared_memory(models.second, 1) as weights:
+        run(break_it_while_it_samples(weights))
+
+
+@pytest.mark.parametrize("fault", [*PROCESSES, "hang"])
+def test_a_publish_outlives_an_engine_that_is_killed_or_hangs_in_it(run, supervisor, models, fault):
+    async def break_it_while_it_loads(first, second):
+        await supervisor.publish(first)
+        await until_ready(supervisor)
+        victims = processes(supervisor, "engine-1")
+        # A worker that is stopped keeps the publish at this step.
+        victims["worker"].suspend()
+        task = asyncio.create_task(supervisor.publish(second))
+        async with asyncio.timeout(10):
+            while supervisor.status()["engines"]["engine-1"]["step"] != "load":
+                await asyncio.sleep(0.01)
+        if fault != "hang":
+            victims[fault].kill()
+        reports = await asyncio.wait_for(task, 120)
+        assert [name for name, _ in reports] == ["engine-0", "engine-1"]
+        assert {report.fingerprint for _, report in reports} == {second.fingerprint}
+        assert await asyncio.to_thread(gone, list(victims.values()), 5)
+        groups = await all_groups(supervisor)
+        assert {response.fingerprint for group in groups for response in group} == {second.fingerprint}
+        assert {response.engine for group in groups for response in group} == {"engine-0", "engine-1"}
+
+    with in_shared_memory(models.first, 1) as first, in_shared_memory(models.second, 2) as second:
+        run(break_it_while_it_loads(first, second))
+
+
+def test_a_publish_of_half_a_file_reaches_no_engine(run, supervisor, models):
+    async def publish_half(good, half):
+        await supervisor.publish(good)
+        with pytest.raises(PublishFailed, match="engine-0, worker 0, load: .* cannot be read"):
+            await supervisor.publish(half)
+        assert EngineState.READY not in {member.engine.state for member in supervisor._members.values()}
+        await asyncio.sleep(0.3)
+        await supervisor.publish(good)
+        await until_ready(supervisor)
+
+    with in_shared_memory(models.first, 3) as good, in_shared_memory(models.second, 4) as half:
+        os.truncate(Path(half.location) / "model.safetensors", 50_000)
+        run(publish_half(good, half))
+
+
+def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
+    async def publish_often() -> list[dict[str, tuple[int, int]]]:
+        uses = []
+        for version in range(210):
+            with in_shared_memory((models.first, models.second)[version % 2], version) as weights:
+                await supervisor.publish(weights)
+            if version in (9, 209):
+                uses.append(
+                    {
+                        f"{name} {kind}": (member.memory_info().rss, member.num_fds())
+                        for name in ("engine-0", "engine-1")
+                        for kind, member in processes(supervisor, name).items()
+                    }
+                    | {"sidecar": (psutil.Process().memory_info().rss, psutil.Process().num_fds())}
+                )
+        return uses
+
+    before = shared_memory()
+    started = time.monotonic()
+    early, late = run(publish_often())
+    print(f"{(time.monotonic() - started) / 210:.3f} s a publish to two engines")
+    for name, (memory, handles) in late.items():
+        print(f"{name}: {(memory - early[name][0]) / 1e6:+.1f} MB, {handles - early[name][1]:+d} handles")
+        # What 200 copies of these weights would take is 70 MB.
+        assert memory - early[name][0] < 20e6
+        assert handles - early[name][1] <= 2
+    assert shared_memory() == before
+    for name in ("engine-0", "engine-1"):
+        maps = Path(f"/proc/{processes(supervisor, name)['worker'].pid}/maps").read_text()
+        assert "safetensors" not in maps
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_other_families_sample_from_what_was_published_too(run, tmp_path, family):
+    models = vllm_models.draw(family, tmp_path)
+    groups_of = [request(number, temperature=0.0, max_tokens=16) for number in range(24)]
+    with supervised(run, models) as supervisor:
+        continuations = []
+        for version, model in enumerate((models.first, models.second)):
+            with in_shared_memory(model, version) as weights:
+                run(supervisor.publish(weights))
+
+            async def sample():
+                return await asyncio.gather(*(supervisor.generate(group) for group in groups_of))
+
+            groups = run(sample())
+            reference = Reference(model)
+            counts = [reference.num_greedy(req, group[0]) for req, group in zip(groups_of, groups, strict=True)]
+            assert sum(counts) == 384
+            assert len({group[0].engine for group in groups}) == 2
+            continuations.append([group[0].tokens for group in groups])
+        assert sum(old != new for old, new in zip(*continuations, strict=True)) >= 22
+
+
+def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):
+    code = f"""
+        import asyncio, dataclasses
+        from pathlib import Path
+        from megatron_rl.sidecar.launcher import LocalLauncher
+        from megatron_rl.sidecar.supervisor import Supervisor
+        from megatron_rl.sidecar.vllm_factory import VllmFactory
+        from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
+
+        async def main():
+            config = ServerConfig(model={str(models.first)!r}, max_model_len=512)
+            await Supervisor(VllmFactory(config, run_folder(), LocalLauncher())).start(1)
+            print("ready", flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    before = shared_memory()
+    sidecar = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert sidecar.stdout is not None
+        assert sidecar.stdout.readline() == "ready\n"
+        members = psutil.Process(sidecar.pid).children(recursive=True)
+        assert len(members) >= 3
+        sidecar.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        sidecar.wait()
+        assert gone(members, 5)
+        print(f"gone after {time.monotonic() - killed:.2f} s")
+        assert shared_memory() <= before
+    finally:
+        sidecar.kill()

@@ -1,0 +1,195 @@
+"""What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
+
+import json
+import os
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.rollout.wire import Weights
+from megatron_rl.sidecar import streams, vllm_seed_patch
+from megatron_rl.sidecar.vllm_extension import WorkerExtension
+from megatron_rl.weights.fingerprint import digest, fingerprint
+from megatron_rl.weights.mapping import TensorSpec
+
+TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
+MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
+SPECS = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in MANIFEST]
+FINGERPRINT = fingerprint(SPECS, {name: digest(tensor).tolist() for name, tensor in TENSORS.items()})
+WEIGHTS = Weights(
+    run="run", version=3, fingerprint=FINGERPRINT, transport="nccl", dtype="float32", location="[::1]:7000",
+    manifest=MANIFEST,
+)  # fmt: skip
+
+
+def test_the_workers_of_all_engines_follow_the_trainer_in_one_group():
+    assert streams.places([2, 1, 4]) == [streams.Place(1, 8), streams.Place(3, 8), streams.Place(4, 8)]
+
+
+def test_the_calls_are_those_that_vllm_knows():
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
+
+    (join,) = streams.before(WEIGHTS, streams.Place(3, 8))
+    start, update, finish, leave = streams.during(WEIGHTS, streams.Place(3, 8))
+    init = NCCLWeightTransferInitInfo(**join.content["init_info"])
+    assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
+    assert init.packed
+    info = NCCLWeightTransferUpdateInfo(**update.content["update_info"])
+    assert (info.names, info.dtype_names) == (["b.weight", "a.bias"], ["float32", "bfloat16"])
+    assert info.shapes == [[3, 4], [5]]
+    assert [call.route for call in (join, start, update, finish, leave)] == [
+        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+    ]  # fmt: skip
+
+
+def test_the_routes_are_those_that_vllm_has():
+    from vllm.entrypoints.rl.online.api_router import router
+
+    known = {route.path for route in router.routes}
+    calls = [*streams.before(WEIGHTS, streams.Place(1, 2)), *streams.during(WEIGHTS, streams.Place(1, 2))]
+    assert {call.route for call in calls} <= known
+
+
+def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
+    place = streams.Place(1, 2, packed_in_update=True)
+    (join,) = streams.before(WEIGHTS, place)
+    assert "packed" not in join.content["init_info"]
+    assert list(streams.during(WEIGHTS, place))[1].content["update_info"]["packed"] is True
+
+
+@pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])
+def test_a_stream_without_an_address_or_a_manifest_is_an_error(changes):
+    with pytest.raises(InputError, match="nccl weights"):
+        list(streams.before(msgspec.structs.replace(WEIGHTS, **changes), streams.Place(1, 2)))
+
+
+class Model(torch.nn.Module):
+    """Two parameters, loaded as vLLM's models load theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(1, 5, dtype=torch.bfloat16)
+        self.b = torch.nn.Linear(4, 3, bias=False)
+        del self.a.weight
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+def worker(tmp_path, model=None, rank: int = 0, world_size: int = 1) -> WorkerExtension:
+    """A worker around a model, whose checkpoint lies in a folder."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    worker = WorkerExtension()
+    model = model or Model()
+
+    class Holder:
+        def get_model(self):
+            return model
+
+    class Config:
+        class model_config:
+            model = str(tmp_path)
+
+        class parallel_config:
+            pass
+
+    Config.parallel_config.world_size = world_size
+    worker.rank, worker.vllm_config, worker.model_runner = rank, Config, Holder()
+    worker.reload_weights = lambda weights_iterator: model.load_weights(weights_iterator)
+    return worker
+
+
+def test_a_stream_is_digested_on_its_way_into_the_model(tmp_path):
+    model = Model()
+    extension = worker(tmp_path, model)
+    assert extension.megatron_rl_begin_stream() == {}
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+    for name, tensor in TENSORS.items():
+        model.load_weights([(name, tensor)])
+    assert extension.megatron_rl_end_stream(FINGERPRINT) == {"fingerprint": FINGERPRINT}
+    assert extension.megatron_rl_report() == {"fingerprint": FINGERPRINT}
+    assert torch.equal(model.b.weight, TENSORS["b.weight"])
+    assert "load_weights" not in vars(model)
+
+
+@pytest.mark.parametrize("sent", [["b.weight"], []])
+def test_a_stream_that_breaks_off_leaves_a_worker_that_claims_nothing(tmp_path, sent):
+    model = Model()
+    extension = worker(tmp_path, model)
+    extension.megatron_rl_begin_stream()
+    model.load_weights([(name, TENSORS[name]) for name in sent])
+    assert "was announced" in extension.megatron_rl_end_stream(FINGERPRINT)["error"]
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+    assert "has to be started again" in extension.megatron_rl_begin_stream()["error"]
+
+
+def test_workers_share_the_digests_and_each_loads_all(tmp_path):
+    workers = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    shares = [extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"] for extension in workers]
+    assert [set(share) for share in shares] == [{"a.bias"}, {"b.weight"}]
+    digests = json.dumps({**shares[0], **shares[1]})
+    assert [extension.megatron_rl_load(FINGERPRINT, digests) for extension in workers] == [
+        {"fingerprint": FINGERPRINT}
+    ] * 2
+    assert workers[0].megatron_rl_load(FINGERPRINT, digests) == {"error": "no weights were received"}
+
+
+def test_a_load_that_breaks_off_in_the_model_is_never_taken_up_again(tmp_path):
+    class Breaks(Model):
+        def load_weights(self, weights):
+            next(iter(weights))
+            raise RuntimeError("out of memory")
+
+    extension = worker(tmp_path, Breaks())
+    for attempt in range(2):
+        digests = extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"]
+        if attempt == 0:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))
+        else:
+            assert "has to be started again" in extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))["error"]
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+
+
+def test_parameters_that_the_model_did_not_load_are_found(tmp_path):
+    class Skips(Model):
+        def load_weights(self, weights):
+            return {name for name, _ in weights} - {"a.bias"}
+
+    extension = worker(tmp_path, Skips())
+    digests = extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"]
+    answer = extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))
+    assert answer == {"error": "1 parameters were not loaded: a.bias"}
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+
+
+def test_the_seed_patch_knows_what_it_patches():
+    class Runner:
+        def _sample(self, logits, something_new):
+            return logits
+
+        def _bookkeeping_sync(self):
+            return "set_offset"
+
+    with pytest.raises(PlatformError, match="something_new"):
+        vllm_seed_patch.patch(Runner)
+
+    class Mended(Runner):
+        def _bookkeeping_sync(self):
+            return None
+
+    assert vllm_seed_patch.patch(Mended).startswith("not needed")
