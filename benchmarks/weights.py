@@ -6,7 +6,6 @@ included, with as many that write them to the same file system. Both sides alter
 
 import argparse
 import datetime
-import json
 import os
 import shutil
 import statistics
@@ -18,11 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import checkpoints, report
 from megatron_rl.types import Architecture
-from megatron_rl.weights import files
-from megatron_rl.weights.families import derive_config
-from megatron_rl.weights.mapping import Mapping
 from tests.ranks import run_ranks
 
 NUM_RANKS = 2
@@ -39,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source = Path(folder) / "source"
-        num_bytes = _make_checkpoint(source)
+        num_bytes = checkpoints.make(source, ARCHITECTURE)
         num_parameters = num_bytes / 4
         print(f"{num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB in fp32, {NUM_RANKS} ranks, TP2")
         ranks = run_ranks(_measure, NUM_RANKS, source, Path(folder), arguments.rounds, timeout=900)
@@ -59,19 +55,6 @@ def main() -> None:
             "import_peak_vs_shard": max(memory),
         }
     )
-
-
-def _make_checkpoint(folder: Path) -> int:
-    plan = files.Plan(Mapping(ARCHITECTURE).manifest())
-    files.create(folder, plan)
-    with files.Writer(folder, plan) as writer:
-        for spec in plan.specs.values():
-            values = torch.empty(spec.shape).normal_(std=0.02)
-            writer.put(spec.name, 0, 0, values)
-    (folder / "config.json").write_text(json.dumps(derive_config(ARCHITECTURE)))
-    if index := plan.index():
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return plan.num_bytes
 
 
 def _measure(source: Path, out: Path, rounds: int) -> dict:

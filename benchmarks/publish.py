@@ -1,0 +1,123 @@
+"""A publish, from the trainer's weights to engines that sample again: fingerprints of both sides included.
+
+One rank, one vLLM engine, shared memory. Beside it, alternating, what writing the same bytes to the same memory takes.
+"""
+
+import argparse
+import datetime
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import checkpoints, report
+from megatron_rl.types import Architecture
+from tests.ranks import run_ranks
+from tests.sidecar.sidecar_process import sidecar
+
+SHARED = Path("/dev/shm")
+ARCHITECTURES = {
+    "40m": Architecture(
+        family="llama", num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=16,
+        num_query_groups=16, kv_channels=32, vocab_size=8192, max_position_embeddings=1024,
+    ),
+    "400m_bf16": Architecture(
+        family="llama", num_layers=24, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16,
+        num_query_groups=16, kv_channels=64, vocab_size=32768, max_position_embeddings=1024, dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    figures = {}
+    for name, architecture in ARCHITECTURES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            model, run = Path(folder) / "model", Path(folder) / f"publish-{name}-{os.getpid()}"
+            num_bytes = checkpoints.make(model, architecture)
+            print(f"\n{name}: {num_bytes / 1e6:.0f} MB")
+            words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
+            with sidecar(run, *words, seconds=180):
+                times = run_ranks(_measure, 1, model, run, arguments.rounds, timeout=300)[0]
+        report.table(name, times, "s")
+        ratios = [a / b for a, b in zip(times["publish"], times["copy"], strict=True)]
+        report.table("ratio", {"publish / copy": ratios}, "")
+        figures[f"seconds_{name}"] = statistics.median(times["publish"])
+        figures[f"vs_copy_{name.removesuffix('_bf16')}"] = statistics.median(ratios)
+    report.finish(figures)
+
+
+def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
+    from megatron_rl import platforms
+    from megatron_rl.mcore.config import packed_config
+    from megatron_rl.mcore.model import build_chunks
+    from megatron_rl.mcore.publish import SharedMemoryPublisher
+    from megatron_rl.mcore.session import ParallelSizes, Session
+    from megatron_rl.mcore.weights import ModelWeights
+    from megatron_rl.rollout.client import RolloutClient, read_token
+    from megatron_rl.weights.families import read_architecture
+
+    platform, architecture = platforms.select("cpu"), read_architecture(model)
+    overrides: dict[str, Any] = {"bf16": True} if architecture.dtype == "bfloat16" else {}
+    times: dict[str, list[float]] = {"publish": [], "write, digest": [], "copy": []}
+    with (
+        Session(ParallelSizes(), platform, seed=1, timeout=datetime.timedelta(minutes=5)) as session,
+        RolloutClient((run / "address").read_text().strip(), read_token(run / "token")) as client,
+    ):
+        chunks = build_chunks(packed_config(architecture, overrides, platform), architecture)
+        weights = ModelWeights(chunks, session)
+        weights.load_hf(model)
+        client.take_lease(run.name)
+        publisher = SharedMemoryPublisher(weights, session, client, run.name, SHARED / f"megatron-rl-{os.getuid()}")
+        num_bytes = sum(shard.parameter.nbytes for shard in weights.shards)
+        for version in range(rounds + 1):
+            start = time.perf_counter()
+            publisher.publish(version)
+            middle = time.perf_counter()
+            weights.write_files(SHARED / f"benchmark-{os.getpid()}")
+            written = time.perf_counter()
+            _remove(SHARED / f"benchmark-{os.getpid()}")
+            copied = _copy(num_bytes)
+            # The first one starts what the others find running.
+            if version:
+                for name, seconds in (
+                    ("publish", middle - start),
+                    ("write, digest", written - middle),
+                    ("copy", copied),
+                ):
+                    times[name].append(seconds)
+            with torch.no_grad():
+                for shard in weights.shards:
+                    shard.parameter.mul_(1.001)
+        publisher.close()
+    return times
+
+
+def _copy(num_bytes: int) -> float:
+    path, data = SHARED / f"copy-{os.getpid()}", memoryview(torch.ones(num_bytes, dtype=torch.uint8).numpy())
+    start = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        while data:
+            data = data[os.write(file.fileno(), data[: 1 << 24]) :]
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+if __name__ == "__main__":
+    # Under its importable name, where the ranks find the function they run.
+    from benchmarks.publish import main as importable_main
+
+    importable_main()
