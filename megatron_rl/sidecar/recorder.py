@@ -27,9 +27,12 @@ class RunRecorder:
             raise
         self._journal: Journal | None = None
         self._submission: wire.Submission | None = None
+        self._reported: set[str] = set()
+        """Engines of which the log says what they hold."""
 
     def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None:
         """All engines hold a version."""
+        self._reported = {name for name, _ in reports}
         self.audit.publish(
             weights.version,
             weights.fingerprint,
@@ -43,7 +46,7 @@ class RunRecorder:
         recovered = self._journal.recovered
         self.audit.submit(submission)
         for group in recovered.groups:
-            self.audit.group(submission.version, group, is_restored=True)
+            self._group(submission, group, is_restored=True)
         for claim in recovered.claims:
             self.audit.claim(submission.version, claim)
         return recovered.groups, recovered.claims
@@ -57,7 +60,7 @@ class RunRecorder:
         """A group was taken into the iteration."""
         journal, submission = self._current()
         journal.append_group(group)
-        self.audit.group(submission.version, group)
+        self._group(submission, group)
 
     def claimed(self, claim: Claim) -> None:
         """A claim is about to be answered."""
@@ -80,6 +83,15 @@ class RunRecorder:
         self._end_journal()
         self._journals.close()
         self.audit.close()
+
+    def _group(self, submission: wire.Submission, group: wire.Group, is_restored: bool = False) -> None:
+        """An engine that joined after the publish is reported by its first group, with what that says it holds."""
+        joined = {r.engine: r.fingerprint for r in group.responses if r.engine not in self._reported}
+        if joined:
+            reports = [(name, submission.version, fingerprint) for name, fingerprint in joined.items()]
+            self.audit.publish(submission.version, submission.fingerprint, reports)
+            self._reported |= joined.keys()
+        self.audit.group(submission.version, group, is_restored)
 
     def _current(self) -> tuple[Journal, wire.Submission]:
         assert self._journal is not None

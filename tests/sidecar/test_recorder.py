@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.rollout import wire
+from megatron_rl.rollout.audit_check import verify
 from megatron_rl.sidecar.iteration import IterationFailed
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
@@ -75,6 +76,28 @@ def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_p
     asyncio.run(run(0, 8))
     asyncio.run(run(0, 0))
     asyncio.run(run(1, 8))
+
+
+def test_an_engine_that_joins_after_the_publish_is_no_breach(tmp_path: Path) -> None:
+    async def run() -> None:
+        recorder = RunRecorder(tmp_path, "run")
+        engines = Engines(engine("0"))
+        service = RolloutService(engines, RewardLength(), recorder)
+        await service.take_lease("run")
+        await service.publish(weights())
+        late = Engines(engine("1"))
+        await late.publish(weights())
+        engines.engines = (*engines.engines, *late.engines)
+        await service.submit(submission())
+        for place in PLACES:
+            assert await service.slot(0, *place, 10)
+        service.complete(0)
+        assert late.engines[0].num_served > 0
+        await service.close()
+        recorder.close()
+
+    asyncio.run(run())
+    assert verify(tmp_path / "audit.jsonl").breaches == []
 
 
 def test_a_run_whose_records_another_process_holds_is_refused(tmp_path: Path) -> None:
