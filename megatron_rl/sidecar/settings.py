@@ -84,7 +84,9 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         said = getattr(namespace, flag.name, None)
         if said is not None:
             subject, _, field = flag.targets[0].partition(".")
-            value = flag.value([said] if isinstance(said, str) else said)
+            if flag.nargs is None and len(set(said)) > 1:
+                raise UsageError(f"{flag.name} is given twice, with {' and '.join(said)}: drop one of them")
+            value = flag.value(said)
             values[subject][field] = list(value) if isinstance(value, tuple) else value
     settings = SidecarSettings(
         platform=values["run"].get("platform", "auto"),
@@ -110,11 +112,12 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for flag in known:
-        keywords: dict[str, Any] = {"nargs": 0, "action": "store_const", "const": ()} if flag.is_switch else {}
+        keywords: dict[str, Any] = {"action": "append"}
         if flag.is_switch:
-            keywords.pop("nargs")
+            keywords = {"action": "append_const", "const": ()}
         elif flag.nargs is not None:
-            keywords["nargs"] = flag.nargs
+            # Several of a list are one list.
+            keywords = {"action": "extend", "nargs": flag.nargs}
         parser.add_argument(*flag.names, dest=flag.name, help=flag.help.replace("%", "%%"), **keywords)
     return parser
 
