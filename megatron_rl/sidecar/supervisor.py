@@ -72,8 +72,8 @@ class EngineFactory(Protocol):
 class SupervisorConfig:
     """How engines are watched, and how much each is given."""
 
-    max_responses: int = 96
-    """Responses in flight on one engine: half more than it samples at a time, so that it never runs dry."""
+    max_responses: int = 128
+    """Responses in flight on one engine: twice what it samples at a time, so that it never runs dry."""
     watch_seconds: float = 1.0
     first_pause: float = 1.0
     """Seconds before an engine that died is started again; doubled with each death in a row."""
