@@ -91,10 +91,10 @@ def test_whichever_process_is_killed_those_below_it_end(fake_vllm, method, victi
         members = pids(handle)
         assert all(is_running(pid) for pid in members)
         os.kill(members[victim], signal.SIGKILL)
-        assert gone(members[victim:], 2)
+        assert gone(members[victim:], 5)
     finally:
         handle.kill()
-    assert gone(members, 2)
+    assert gone(members, 5)
     assert "SIGKILL" in handle.poll()
 
 
@@ -115,7 +115,7 @@ def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
         members = [int(pid) for pid in starter.stdout.readline().split()]
         assert len(members) == 3
         starter.kill()
-    assert gone(members, 2)
+    assert gone(members, 5)
 
 
 def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
