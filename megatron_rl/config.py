@@ -9,6 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from megatron_rl.config_loop import (
+    AlgorithmConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoopConfig,
+    ObserveConfig,
+    PublishConfig,
+    SamplingConfig,
+    ServiceConfig,
+)
 from megatron_rl.flags import Option
 from megatron_rl.types import Architecture
 
@@ -126,6 +136,10 @@ class CheckpointConfig:
     no_save_rng: Annotated[bool, Option("Leave the state of random numbers out of checkpoints.")] = False
     no_load_optim: Annotated[bool, Option("Start with a new optimizer.")] = False
     no_load_rng: Annotated[bool, Option("Start with new random numbers.")] = False
+    keep_last: Annotated[
+        int | None,
+        Option("The newest checkpoints that are kept; all if not given.", names=("--save-keep-last",), megatron=False),
+    ] = None
     async_save: Annotated[bool, Option("Write checkpoints while training continues.")] = False
     ckpt_fully_parallel_save: Annotated[
         bool,
@@ -302,6 +316,14 @@ class Subjects:
     distributed: DistributedConfig = DistributedConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    service: ServiceConfig = ServiceConfig()
+    publish: PublishConfig = PublishConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    loop: LoopConfig = LoopConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    observe: ObserveConfig = ObserveConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"flags", "versions"},
+    {"config_loop"},
     {"config", "platforms"},
     {"ops"},
     {"algorithm", "data", "rollout", "weights"},
@@ -30,7 +31,7 @@ OWNERS = {
     "flash_attn": {"ops"},
 }
 # Parts, or files in a part, that must do without torch.
-WITHOUT_TORCH = ("errors", "types", "flags", "versions", "config", "cli", "doctor", "weights.families")
+WITHOUT_TORCH = ("errors", "types", "flags", "versions", "config", "config_loop", "cli", "doctor", "weights.families")
 # Who may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}
 

@@ -29,16 +29,16 @@ IGNORED = {
         --null-tokenizer-pad-id= --chat-template= --no-use-tokenizer-model-from-checkpoint-args
         --disable-use-tokenizer-model-from-checkpoint-args""",
     "rewards are the measure here, and there is no validation loss": """
-        --eval-iters= --eval-interval= --start-eval-at-iter= --eval-global-batch-size= --eval-micro-batch-size=
+        --eval-iters= --start-eval-at-iter= --eval-global-batch-size= --eval-micro-batch-size=
         --test-mode --full-validation --multiple-validation-sets --validation-set-names+ --no-manual-gc-eval
         --disable-manual-gc-eval""",
     "metrics and traces are those of this package": """
-        --log-interval= --log-params-norm --log-throughput --log-progress --timing-log-level= --timing-log-option=
-        --tensorboard-dir= --tensorboard-log-interval= --tensorboard-queue-size= --log-timers-to-tensorboard
+        --log-params-norm --log-throughput --log-progress --timing-log-level= --timing-log-option=
+        --tensorboard-log-interval= --tensorboard-queue-size= --log-timers-to-tensorboard
         --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
         --log-memory-to-tensorboard --log-memory-interval= --log-device-memory-used --log-num-zeros-in-grad
-        --log-max-attention-logit --no-barrier-with-level-1-timing --log-world-size-to-tensorboard --wandb-project=
-        --wandb-exp-name= --wandb-save-dir= --wandb-entity= --logging-level= --log-energy --moe-per-layer-logging
+        --log-max-attention-logit --no-barrier-with-level-1-timing --log-world-size-to-tensorboard
+        --logging-level= --log-energy --moe-per-layer-logging
         --moe-routing-trace-path= --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
         --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights --log-straggler
         --straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup
@@ -168,14 +168,14 @@ REFUSED = {
         --logits-save-dtype= --logits-load-dir= --logits-load-decode-threads= --logits-load-prefetch-factor=
         --logits-load-msc-prefetch-depth= --logits-load-kd-loss-alpha= --logits-load-ignore-errors""",
     "it belongs to Megatron's own loop of reinforcement learning, and this package has another; drop the flag": """
-        --perform-rl-step --rl-prompts-per-eval= --grpo-prompts-per-step= --grpo-group-size= --rl-generation-lag=0
-        --rl-submission-granularity= --rl-consumption-granularity= --grpo-iterations= --grpo-clamp-eps-lower=
-        --grpo-clamp-eps-upper= --grpo-kl-beta= --grpo-entropy-term-weight= --grpo-filter-groups-with-same-reward
-        --langrl-env-config= --rl-default-temperature= --rl-default-top-p= --rl-default-top-k=
+        --perform-rl-step --rl-prompts-per-eval= --rl-generation-lag=0
+        --rl-submission-granularity= --rl-consumption-granularity= --grpo-iterations=
+        --grpo-entropy-term-weight= --grpo-filter-groups-with-same-reward
+        --langrl-env-config= --rl-default-top-p= --rl-default-top-k=
         --rl-offload-optimizer-during-inference --rl-kv-cache-management-mode= --rl-persist-cuda-graphs
         --no-rl-persist-cuda-graphs --rl-partial-rollouts --no-rl-partial-rollouts
-        --rl-inference-logprobs-is-correction --no-rl-inference-logprobs-is-correction
-        --rl-importance-sampling-truncation-coef= --rl-use-sequence-packing --no-rl-use-sequence-packing
+        --no-rl-inference-logprobs-is-correction
+        --rl-use-sequence-packing --no-rl-use-sequence-packing
         --rl-sequence-packing-max-sequences-per-bin= --rl-sequence-packing-algo= --rl-training-cuda-graphs
         --no-rl-training-cuda-graphs --rl-inference-tensor-model-parallel-size=
         --rl-inference-pipeline-model-parallel-size= --rl-inference-expert-model-parallel-size=
