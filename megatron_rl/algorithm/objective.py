@@ -1,0 +1,87 @@
+"""What a micro-batch adds to the loss of its update, and what it says about itself.
+
+Letters: N targets, S responses of the micro-batch.
+"""
+
+import dataclasses
+
+import torch
+
+from megatron_rl.algorithm import aggregation
+from megatron_rl.algorithm.correction import importance
+from megatron_rl.algorithm.divergence import k3
+from megatron_rl.algorithm.policy_loss import Clip
+from megatron_rl.algorithm.statistics import Statistics
+from megatron_rl.config import AlgorithmConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleLogProbs:
+    """The log-probs of a micro-batch's targets under each role; of the policy with gradients."""
+
+    policy_N: torch.Tensor
+    old_N: torch.Tensor
+    """The policy that sampled; the policy's own, without gradients, where it is the same."""
+    reference_N: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """GRPO, as the flags have it."""
+
+    config: AlgorithmConfig
+    max_tokens: int
+    """The most tokens of a response."""
+
+    def share(self, num_targets: int, num_responses: int) -> int:
+        """A micro-batch's share of the update's denominator."""
+        return aggregation.share(self.config.aggregation, num_targets, num_responses, self.max_tokens)
+
+    def loss(
+        self,
+        log_probs: RoleLogProbs,
+        engine_N: torch.Tensor,
+        advantages_N: torch.Tensor,
+        sequences_N: torch.Tensor,
+        lengths_S: torch.Tensor,
+    ) -> tuple[torch.Tensor, Statistics]:
+        """The sum over the micro-batch, to be divided by the update's denominator, and its statistics."""
+        config, old_N = self.config, log_probs.old_N
+        clip = Clip(config.clamp_eps_lower, config.clamp_eps_upper)
+        ratio_N = (log_probs.policy_N - old_N).exp()
+        loss_N = clip.loss(ratio_N, advantages_N)
+        if config.is_correction:
+            loss_N = loss_N * importance(old_N, engine_N, config.is_truncation)
+        divergence_N = None
+        if log_probs.reference_N is not None:
+            divergence_N = k3(log_probs.policy_N, log_probs.reference_N)
+            loss_N = loss_N + config.kl_beta * divergence_N
+        weights_N = aggregation.WEIGHTS[config.aggregation](sequences_N, lengths_S)
+        total = (loss_N * weights_N).sum()
+        with torch.no_grad():
+            statistics = _statistics(clip, total, ratio_N, advantages_N, old_N - engine_N, divergence_N)
+        return total, statistics
+
+
+def _statistics(
+    clip: Clip,
+    total: torch.Tensor,
+    ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    mismatch_N: torch.Tensor,
+    divergence_N: torch.Tensor | None,
+) -> Statistics:
+    sums = {
+        "loss": total,
+        "targets": torch.tensor(float(len(ratio_N))),
+        "ratio": ratio_N.sum(dtype=torch.float64),
+        "clipped_low": clip.is_low(ratio_N, advantages_N).sum(),
+        "clipped_high": clip.is_high(ratio_N, advantages_N).sum(),
+        "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
+        # Of the engine's tokens: how far the trainer's policy is from the one that sampled.
+        "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),
+    }
+    if divergence_N is not None:
+        sums["kl"] = divergence_N.sum(dtype=torch.float64)
+    maxima = {"mismatch": mismatch_N.abs().max() if len(mismatch_N) else mismatch_N.new_zeros(())}
+    return Statistics(sums, maxima)

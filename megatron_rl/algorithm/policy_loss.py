@@ -1,0 +1,29 @@
+"""The clipped surrogate of PPO and GRPO, per token.
+
+Letters: N targets.
+"""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """How far the ratio of policy to old policy counts."""
+
+    lower: float
+    upper: float
+
+    def loss(self, ratio_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
+        """-min(ratio * A, clip(ratio) * A)."""
+        clipped_N = ratio_N.clamp(1 - self.lower, 1 + self.upper)
+        return -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+
+    def is_low(self, ratio_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
+        """Where clipping from below ends the gradient: bad tokens that have become unlikely enough."""
+        return (ratio_N < 1 - self.lower) & (advantages_N < 0)
+
+    def is_high(self, ratio_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
+        """Where clipping from above ends the gradient: good tokens that have become likely enough."""
+        return (ratio_N > 1 + self.upper) & (advantages_N > 0)

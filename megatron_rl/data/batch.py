@@ -1,0 +1,81 @@
+"""A slot as the model takes it: one pack, and what the algorithm knows of each of its targets.
+
+Letters: T tokens of the buffer, N targets, S responses of the micro-batch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megatron_rl.data.packing import Pack, pack_groups
+from megatron_rl.rollout.wire import GroupPart, Slot, log_probs_of, tokens_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One micro-batch. What belongs to a response is looked up by `pack.target_sequences_N`."""
+
+    replica: int
+    index: int
+    """The slot's number in its iteration."""
+    pack: Pack
+    engine_log_probs_N: torch.Tensor
+    """What the engine sampled with, fp32."""
+    advantages_S: torch.Tensor
+    lengths_S: torch.Tensor
+    """Tokens of each response."""
+    parts: tuple[GroupPart, ...]
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.lengths_S)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.engine_log_probs_N)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return dataclasses.replace(
+            self,
+            pack=self.pack.to(device),
+            engine_log_probs_N=self.engine_log_probs_N.to(device),
+            advantages_S=self.advantages_S.to(device),
+            lengths_S=self.lengths_S.to(device),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Batcher:
+    """Makes batches of slots; the same bytes give the same batch on every rank."""
+
+    advantage: Callable[[np.ndarray], np.ndarray]
+    multiple_of: int = 1
+    """The buffer's length is padded to a multiple of this."""
+    vocab_size: int | None = None
+
+    def batch(self, slot: Slot) -> Batch:
+        """The slot's groups in one pack, in their order."""
+        responses = [response for part in slot.parts for response in part.responses]
+        groups = [
+            (tokens_of(part.prompt_tokens), [tokens_of(response.tokens) for response in part.responses])
+            for part in slot.parts
+        ]
+        advantages = [
+            self.advantage(np.asarray(part.rewards, dtype=np.float64))[
+                part.first_response : part.first_response + len(part.responses)
+            ]
+            for part in slot.parts
+        ]
+        engine = np.concatenate([log_probs_of(response.log_probs) for response in responses])
+        return Batch(
+            replica=slot.replica,
+            index=slot.index,
+            pack=pack_groups(groups, self.multiple_of, vocab_size=self.vocab_size),
+            engine_log_probs_N=torch.from_numpy(engine.astype(np.float32)),
+            advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
+            lengths_S=torch.tensor([len(tokens_of(response.tokens)) for response in responses]),
+            parts=tuple(slot.parts),
+        )
