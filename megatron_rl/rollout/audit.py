@@ -7,7 +7,7 @@ without it. `megatron_rl.rollout.audit_check` reads it again; docs/audit.md says
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout.append_file import AppendFile
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.rollout.slots import Claim
-from megatron_rl.rollout.wire import WIRE_VERSION, Group, Plan, Sampling, Submission
+from megatron_rl.rollout.wire import WIRE_VERSION, Evaluation, Group, Plan, Sampling, Submission
 
 FILE_NAME = "audit.jsonl"
 FIRST_PREV = "0" * 64
@@ -131,7 +131,18 @@ class Fail(Event, frozen=True, kw_only=True, tag="fail"):
     reason: str
 
 
-AnyEvent = Start | Recovered | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail
+class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
+    """Responses to prompts that are not trained on were sampled from a version, and scored."""
+
+    version: int
+    fingerprint: str
+    sampling: Sampling
+    num_prompts: int
+    num_responses: int
+    mean_reward: float
+
+
+AnyEvent = Start | Recovered | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail | Evaluate
 
 
 class AuditLog:
@@ -226,6 +237,20 @@ class AuditLog:
     def fail(self, version: int, reason: str) -> None:
         """The iteration ended without an update. The reason is cut short: the log holds no texts of the data."""
         self._append(Fail(version=version, reason=reason[:200]))
+
+    def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
+        """An evaluation has ended."""
+        rewards = [response.reward for group in groups for response in group.responses]
+        self._append(
+            Evaluate(
+                version=evaluation.version,
+                fingerprint=evaluation.fingerprint,
+                sampling=evaluation.sampling,
+                num_prompts=len(groups),
+                num_responses=len(rewards),
+                mean_reward=sum(rewards) / len(rewards),
+            )
+        )
 
     def close(self) -> None:
         """A second call does nothing."""

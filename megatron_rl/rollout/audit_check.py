@@ -50,6 +50,7 @@ class Report:
     num_starts: int
     num_recovered: int
     iterations: list[IterationSummary]
+    evaluations: list[audit.Evaluate]
     breaches: list[Breach]
 
 
@@ -74,6 +75,7 @@ class _Meaning:
         self.num_starts = 0
         self.num_recovered = 0
         self.summaries: list[IterationSummary] = []
+        self.evaluations: list[audit.Evaluate] = []
         self._published: audit.Publish | None = None
         self._engines: set[str] = set()
         self._attempt: _Attempt | None = None
@@ -97,6 +99,9 @@ class _Meaning:
                 return self._complete(event)
             case audit.Fail():
                 self._end(event.version, "failed")
+            case audit.Evaluate():
+                self.evaluations.append(event)
+                return self._of_the_published(event, "evaluated")
         return iter(())
 
     def _start(self, event: audit.Start) -> _Problems:
@@ -123,14 +128,7 @@ class _Meaning:
     def _submit(self, event: audit.Submit, line: int) -> _Problems:
         self._attempt = attempt = _Attempt(event, self._engines, line)
         self.summaries.append(attempt.summary)
-        if self._published is None or self._published.version != event.version:
-            yield BreachName.NOT_PUBLISHED, f"version {event.version} is submitted, and was not published last"
-        elif self._published.fingerprint != event.fingerprint:
-            published = self._published.fingerprint[:12]
-            yield (
-                BreachName.FOREIGN_FINGERPRINT,
-                f"version {event.version} is submitted with {event.fingerprint[:12]}, published was {published}",
-            )
+        yield from self._of_the_published(event, "submitted")
         if self._highest is not None and event.version > self._highest + 1:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows on {self._highest}"
         self._highest = event.version
@@ -145,6 +143,16 @@ class _Meaning:
             wanted = group_seed(self.run or "", event.version, prompt)
             if seed != wanted:
                 yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
+
+    def _of_the_published(self, event: audit.Submit | audit.Evaluate, what: str) -> _Problems:
+        if self._published is None or self._published.version != event.version:
+            yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what}, and was not published last"
+        elif self._published.fingerprint != event.fingerprint:
+            published = self._published.fingerprint[:12]
+            yield (
+                BreachName.FOREIGN_FINGERPRINT,
+                f"version {event.version} is {what} with {event.fingerprint[:12]}, published was {published}",
+            )
 
     def _group(self, event: audit.GroupFinished) -> _Problems:
         attempt = self._current(event.version)
@@ -245,6 +253,7 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         num_starts=meaning.num_starts,
         num_recovered=meaning.num_recovered,
         iterations=meaning.summaries,
+        evaluations=meaning.evaluations,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )
 
@@ -270,6 +279,11 @@ def _print(report: Report) -> None:
         print(
             f"{item.version:>8} {item.fingerprint[:12]:<12} {item.outcome:<10} {item.num_groups:>7} "
             f"{item.num_responses:>9} {item.num_tokens:>10}  {', '.join(sorted(item.engines))}{restored}"
+        )
+    for evaluation in report.evaluations:
+        print(
+            f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
+            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
         )
     for breach in report.breaches:
         print(f"BREACH line {breach.line}: {breach.name}: {breach.detail}")

@@ -12,6 +12,8 @@ from megatron_rl.rollout import wire
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
+# After the deadline of an evaluation, for its reason to arrive.
+_GRACE_SECONDS = 10.0
 
 
 class RolloutError(MegatronRLError):
@@ -20,6 +22,10 @@ class RolloutError(MegatronRLError):
 
 class IterationFailed(RolloutError):
     """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
+
+
+class EvaluationFailed(RolloutError):
+    """The evaluation cannot be finished; the iteration that runs goes on."""
 
 
 class RolloutClient:
@@ -66,12 +72,9 @@ class RolloutClient:
 
     def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
         """Wait for a slot."""
-        path = f"/v1/iterations/{version}/slots/{replica}/{index}"
-        deadline = time.monotonic() + deadline_seconds
-        while (remaining := deadline - time.monotonic()) > 0:
-            answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
-            if answer.status_code == 200:
-                return wire.decode(answer.content, wire.Slot)
+        answer = self._poll(f"/v1/iterations/{version}/slots/{replica}/{index}", deadline_seconds)
+        if answer is not None:
+            return wire.decode(answer, wire.Slot)
         raise RolloutError(
             f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
             f"ask {self._endpoint}/v1/status who waits for what"
@@ -81,6 +84,20 @@ class RolloutClient:
         """Why the iteration failed, or None if it has not within `patience` seconds."""
         answer = self._call("GET", f"/v1/iterations/{version}/failure", params={"patience": patience})
         return wire.decode(answer.content, wire.Failure).reason if answer.status_code == 200 else None
+
+    def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
+        """Have prompts answered and scored by the version that engines hold, and wait for it, to its deadline.
+
+        An iteration may run meanwhile: its groups go first. The next publish has to wait.
+        """
+        self._call("POST", "/v1/evaluations", content=wire.encode(evaluation))
+        answer = self._poll(f"/v1/evaluations/{evaluation.version}", evaluation.deadline_seconds + _GRACE_SECONDS)
+        if answer is None:
+            raise RolloutError(
+                f"the evaluation of version {evaluation.version} was not answered within "
+                f"{evaluation.deadline_seconds:.0f} s, its deadline: ask {self._endpoint}/v1/status what it waits for"
+            )
+        return wire.decode(answer, wire.Evaluated)
 
     def complete(self, version: int) -> None:
         """Everything of the iteration was trained on."""
@@ -97,6 +114,15 @@ class RolloutClient:
     def shutdown(self) -> None:
         """End the sidecar."""
         self._call("POST", "/v1/shutdown")
+
+    def _poll(self, path: str, seconds: float) -> bytes | None:
+        """What is waited for there; None when it did not come in time."""
+        deadline = time.monotonic() + seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
+            if answer.status_code == 200:
+                return answer.content
+        return None
 
     def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
         """Ask until there is an answer: a connection that breaks says nothing about what was asked."""
@@ -127,10 +153,11 @@ def read_token(path: Path) -> str:
 
 
 def _error_of(answer: httpx.Response, what: str) -> RolloutError:
+    kind = ""
     try:
-        text = answer.json()["error"]
+        text, kind = answer.json()["error"], answer.json().get("kind", "")
     except (ValueError, KeyError, TypeError):
         text = answer.text[:300]
     if answer.status_code == 410:
-        return IterationFailed(text)
+        return EvaluationFailed(text) if kind == "EvaluationFailed" else IterationFailed(text)
     return RolloutError(f"{what} was answered {answer.status_code}: {text}")

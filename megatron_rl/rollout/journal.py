@@ -192,7 +192,7 @@ def group_key(submission: Submission, prompt_index: int, scoring: str = "") -> b
 
 def _submission_key(submission: Submission) -> bytes:
     """All that decides which claims fit: the deadline does not."""
-    return _hash(msgspec.structs.replace(submission, deadline_seconds=0.0))
+    return _hash(msgspec.structs.replace(submission, deadline_seconds=1.0))
 
 
 def _hash(what: object) -> bytes:

@@ -3,6 +3,7 @@
 Arrays travel as little-endian bytes; `tokens_of` and `log_probs_of` give them back without a copy.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,9 @@ WIRE_VERSION = 1
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
+
+# vLLM samples with this where less is asked for, and says so in its log only.
+LEAST_TEMPERATURE = 0.01
 
 FinishReason = Literal["stop", "length"]
 Order = Literal["completion", "prompt"]
@@ -67,6 +71,40 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompts: list[Prompt]
     deadline_seconds: float
 
+    def __post_init__(self) -> None:
+        _check_sampling(self.sampling, self.deadline_seconds, is_greedy_allowed=False)
+
+    @property
+    def group_size(self) -> int:
+        return self.plan.group_size
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts that version `version` of the policy is judged by, and never trained on; temperature 0 is greedy."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    prompts: list[Prompt]
+    group_size: int
+    sampling: Sampling
+    deadline_seconds: float
+
+    def __post_init__(self) -> None:
+        _check_sampling(self.sampling, self.deadline_seconds, is_greedy_allowed=True)
+        if not self.prompts or [prompt.index for prompt in self.prompts] != list(range(len(self.prompts))):
+            raise InputError(
+                f"an evaluation of {len(self.prompts)} prompts: give at least one, with indices 0, 1, 2, ... in order"
+            )
+        if self.group_size < 1:
+            raise InputError(f"group_size {self.group_size} of an evaluation: it must be at least 1")
+        if self.sampling.temperature == 0 and self.group_size > 1:
+            raise InputError(
+                f"group_size {self.group_size} at temperature 0: greedy responses to one prompt are all the same; "
+                f"ask for 1, or for a temperature of at least {LEAST_TEMPERATURE}"
+            )
+
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens [start, end) of a response were sampled under this version."""
@@ -97,6 +135,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     prompt: Prompt
     responses: list[Response]
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to an evaluation: a group for each prompt, in the order of the prompts."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    groups: list[Group]
 
 
 class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +208,26 @@ def decode(data: bytes, kind: type[T]) -> T:
     if wire != WIRE_VERSION:
         raise InputError(f"wire version {wire}, this side speaks {WIRE_VERSION}: install the same megatron_rl on both")
     return message
+
+
+def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allowed: bool) -> None:
+    """An InputError that names the value, for what an engine would quietly take for something else."""
+    temperature = sampling.temperature
+    is_greedy = is_greedy_allowed and temperature == 0
+    if not (is_greedy or LEAST_TEMPERATURE <= temperature < math.inf):
+        greedy = ", or 0 for greedy" if is_greedy_allowed else "; only evaluations may be greedy"
+        raise InputError(
+            f"temperature {temperature:g}: write a finite one of at least {LEAST_TEMPERATURE}, since engines sample "
+            f"with that where less is asked for{greedy}"
+        )
+    if sampling.max_tokens < 1:
+        raise InputError(f"max_tokens {sampling.max_tokens}: it must be at least 1")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise InputError(
+            f"min_tokens {sampling.min_tokens}: it must be from 0 to max_tokens, which is {sampling.max_tokens}"
+        )
+    if not 0 < deadline_seconds < math.inf:
+        raise InputError(f"deadline_seconds {deadline_seconds:g}: it must be above 0, and finite")
 
 
 def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:

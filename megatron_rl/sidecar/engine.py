@@ -38,6 +38,8 @@ class GroupRequest:
     group_size: int
     seed: int
     sampling: Sampling
+    can_wait: bool = False
+    """Others go first: an evaluation takes what training leaves."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.rollout import wire
+from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.metrics import exposition
 from megatron_rl.sidecar.service import Conflict, RolloutService
@@ -23,7 +24,7 @@ MAX_NEW_ENGINES = 64
 _OPEN = "/health"
 _PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
 _STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
-    ((IterationFailed,), 410),
+    ((IterationFailed, EvaluationFailed), 410),
     ((Conflict, WrongVersion, NotAllClaimed, ClaimConflict), 409),
     ((NoSuchSlot,), 404),
     ((InputError, UsageError), 400),
@@ -38,6 +39,7 @@ def application(service: RolloutService, token: str, shutdown: Callable[[], None
     app.add_middleware(_Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)
     _trainer_routes(app, service)
+    _evaluation_routes(app, service)
     _operator_routes(app, service, shutdown)
     return app
 
@@ -133,6 +135,23 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         service.renew_lease(_lease_of(request))
         await service.abort(version, reason)
         return {"version": version}
+
+
+def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
+    @app.post("/v1/evaluations")
+    async def evaluate(request: Request) -> dict[str, int]:
+        """Body: Evaluation. Answers at once; its groups come after those of the iteration that runs."""
+        service.renew_lease(_lease_of(request))
+        evaluation = await _body(request, wire.Evaluation)
+        await service.evaluate(evaluation)
+        return {"version": evaluation.version}
+
+    @app.get("/v1/evaluations/{version}")
+    async def evaluated(request: Request, version: int, patience: float = 30.0) -> Response:
+        """An Evaluated; 204 when it was not finished within `patience` seconds, 410 when it has failed."""
+        service.renew_lease(_lease_of(request))
+        data = await service.evaluated(version, _bounded(patience))
+        return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
 
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:

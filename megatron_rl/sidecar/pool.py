@@ -3,7 +3,7 @@
 Invariants:
 
 - a group goes to the READY engine with the fewest responses in flight, and to none beyond its bound; whoever waits
-  longest is served first;
+  longest is served first, but a group that can wait only when no other does;
 - a group whose engine is lost, or whose answer is not one, goes to an engine again at once, with the same seed, a
   bounded number of times;
 - what was taken of an engine is given back however a request ends, cancellation included.
@@ -20,6 +20,9 @@ from megatron_rl.sidecar.engine import Engine, EngineLost, EngineRefused, Engine
 _log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
+
+
+_Queue = collections.deque[tuple[int, asyncio.Future[Engine]]]
 
 
 class EnginePool:
@@ -40,12 +43,13 @@ class EnginePool:
         self._on_lost = on_lost
         self._none_left = none_left
         self._in_flight: collections.Counter[str] = collections.Counter()
-        self._waiting: collections.deque[tuple[int, asyncio.Future[Engine]]] = collections.deque()
+        # Those that go first, and those that can wait.
+        self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         """The responses of a group, from whichever engine gives them."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            engine = await self._take(request.group_size)
+            engine = await self._take(request.group_size, self._waiting[request.can_wait])
             try:
                 return await engine.generate(request)
             except (EngineLost, EngineRefused) as error:
@@ -65,27 +69,27 @@ class EnginePool:
     @property
     def num_waiting(self) -> int:
         """Groups that wait for an engine."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting))
 
     def engines_changed(self) -> None:
         """An engine has become ready, or will never be."""
-        while self._waiting:
-            size, future = self._waiting[0]
+        while queue := self._waiting[0] or self._waiting[1]:
+            size, future = queue[0]
             if future.done():
-                self._waiting.popleft()
+                queue.popleft()
             elif engine := self._choose(size):
-                self._waiting.popleft()
+                queue.popleft()
                 self._in_flight[engine.name] += size
                 future.set_result(engine)
             elif reason := self._none_left():
-                self._waiting.popleft()
+                queue.popleft()
                 future.set_exception(EngineLost(reason))
             else:
                 return
 
-    async def _take(self, size: int) -> Engine:
+    async def _take(self, size: int, queue: _Queue) -> Engine:
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, future))
+        queue.append((size, future))
         self.engines_changed()
         try:
             return await future

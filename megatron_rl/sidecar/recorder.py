@@ -78,6 +78,10 @@ class RunRecorder:
         """The iteration ended without an update."""
         self.audit.fail(version, reason)
 
+    def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
+        """An evaluation has ended. It is not journaled: one that a kill ended is asked for again."""
+        self.audit.evaluate(evaluation, groups)
+
     def close(self) -> None:
         """Close the files."""
         self._end_journal()

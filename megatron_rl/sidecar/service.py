@@ -13,27 +13,24 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout import seeds, wire
+from megatron_rl.rollout import wire
 from megatron_rl.rollout.append_file import AppendFailed
-from megatron_rl.rollout.provenance import GroupRefused, check_group
+from megatron_rl.rollout.provenance import Asked
 from megatron_rl.rollout.slots import Claim, Place
-from megatron_rl.sidecar.engine import GroupRequest, WeightReport
+from megatron_rl.sidecar.engine import WeightReport
+from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
+from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
 
 _log = logging.getLogger(__name__)
-
-# How often a group is sampled that does not come back as it was asked for.
-_MAX_ATTEMPTS = 3
 
 
 class Conflict(MegatronRLError):
     """The caller is not the one that this service works for now, or asks for what is past."""
 
 
-class Engines(Protocol):
+class Engines(Samplers, Protocol):
     """The engines, all together."""
-
-    async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
 
     async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]: ...
 
@@ -44,15 +41,6 @@ class Engines(Protocol):
     def remove(self, name: str) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
-
-    @property
-    def max_in_flight(self) -> int: ...
-
-
-class Scorer(Protocol):
-    """Rewards for the responses of a group."""
-
-    async def score(self, group: wire.Group) -> wire.Group: ...
 
 
 class Recorder(Protocol):
@@ -76,6 +64,8 @@ class Recorder(Protocol):
 
     def failed(self, version: int, reason: str) -> None: ...
 
+    def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None: ...
+
 
 @dataclasses.dataclass
 class Lease:
@@ -84,18 +74,6 @@ class Lease:
     run: str = ""
     number: int = 0
     renewed: float = 0.0
-
-
-@dataclasses.dataclass
-class Counters:
-    """What /metrics shows beside the iteration's own counts."""
-
-    groups: int = 0
-    tokens: int = 0
-    retried: int = 0
-    reused: int = 0
-    publishes: int = 0
-    publish_seconds: float = 0.0
 
 
 class RolloutService:
@@ -111,13 +89,14 @@ class RolloutService:
     ):
         """With `run`, whose records are kept here, no other is worked for."""
         self.engines = engines
-        self._scorer = scorer
         self._recorder = recorder
         self._lease_seconds = lease_seconds
         self._only_run = run
         self.lease = Lease()
         self.counters = Counters()
+        self._maker = GroupMaker(engines, scorer, self.counters)
         self.iteration: Iteration | None = None
+        self.evaluation: EvaluationRun | None = None
         self.weights: wire.Weights | None = None
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
@@ -145,6 +124,8 @@ class RolloutService:
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
             await self._stop()
+        if self.evaluation is not None:
+            await self.evaluation.stop(f"the run {run!r} was started again, and another trainer holds the lease now")
         return self.lease.number
 
     def renew_lease(self, number: int) -> None:
@@ -160,6 +141,7 @@ class RolloutService:
         if weights.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
         self._must_not_run("publishing")
+        self._must_not_evaluate("publishing")
         async with self._publishing:
             start = time.monotonic()
             # Until all of them have it, nobody knows what the engines hold.
@@ -174,7 +156,8 @@ class RolloutService:
         """Start an iteration. The same submission again changes nothing; another one replaces what is over."""
         if self.iteration is not None and self.iteration.is_same(submission):
             return
-        self._check(submission)
+        self._check_held(submission, "submitted")
+        self._must_not_run(f"submitting iteration {submission.version}")
         await self._stop()
         iteration = Iteration(submission, record_group=self._recorder.finished, record_claim=self._recorder.claimed)
         groups, claims = self._recorder.begin(submission)
@@ -186,6 +169,29 @@ class RolloutService:
         self._next, reached = asyncio.Event(), self._next
         reached.set()
         self._task = asyncio.create_task(self._run(iteration))
+
+    async def evaluate(self, evaluation: wire.Evaluation) -> None:
+        """Start an evaluation, beside an iteration or without one; the same again changes nothing.
+
+        Its groups take what engines the iteration leaves, and reach no slot and no journal.
+        """
+        if self.evaluation is not None and self.evaluation.is_same(evaluation):
+            return
+        self._check_held(evaluation, "to be evaluated")
+        self._must_not_evaluate(f"evaluating {len(evaluation.prompts)} other prompts")
+
+        def record(evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
+            self._recorder.evaluated(evaluation, groups)
+            self.counters.evaluations += 1
+
+        self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
+
+    async def evaluated(self, version: int, patience: float) -> bytes | None:
+        """The encoded `wire.Evaluated`; None when `patience` seconds were not enough."""
+        if self.evaluation is None or self.evaluation.version != version:
+            which = f"the last one is of version {self.evaluation.version}" if self.evaluation else "there is none"
+            raise Conflict(f"there is no evaluation of version {version}, {which}: ask for it first")
+        return await self.evaluation.answer(patience)
 
     async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
         """The slot's bytes, as soon as there is one; None when `patience` seconds were not enough.
@@ -233,6 +239,8 @@ class RolloutService:
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, "the sidecar was asked to end")
         await self._stop()
+        if self.evaluation is not None:
+            await self.evaluation.stop("the sidecar was asked to end")
 
     def status(self) -> dict[str, Any]:
         """Who waits for what."""
@@ -243,26 +251,33 @@ class RolloutService:
             "version": self.weights.version if self.weights else None,
             "fingerprint": self.weights.fingerprint if self.weights else None,
             "iteration": iteration.status() if iteration else None,
+            "evaluation": self.evaluation.status() if self.evaluation else None,
             "slots_waited_for": [list(place) for place in self._waiting],
             "engines": self.engines.status(),
             "counters": dataclasses.asdict(self.counters),
         }
 
-    def _check(self, submission: wire.Submission) -> None:
-        if submission.run != self.lease.run:
-            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {submission.run!r}")
+    def _check_held(self, asked: Asked, what: str) -> None:
+        if asked.run != self.lease.run:
+            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {asked.run!r}")
         held = self.weights
-        if held is None or (held.version, held.fingerprint) != (submission.version, submission.fingerprint):
+        if held is None or (held.version, held.fingerprint) != (asked.version, asked.fingerprint):
             text = f"{held.version} ({held.fingerprint[:12]})" if held else "none"
             raise Conflict(
-                f"version {submission.version} ({submission.fingerprint[:12]}) is submitted, and the engines hold "
-                f"{text}: publish it first"
+                f"version {asked.version} ({asked.fingerprint[:12]}) is {what}, and the engines hold {text}: "
+                f"publish it first"
             )
-        self._must_not_run(f"submitting iteration {submission.version}")
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:
             raise Conflict(f"iteration {self.iteration.version} is running: complete or abort it before {before}")
+
+    def _must_not_evaluate(self, before: str) -> None:
+        if self.evaluation is not None and not self.evaluation.is_over:
+            raise Conflict(
+                f"an evaluation of version {self.evaluation.version} is running, {self.evaluation.missing()}: wait "
+                f"for it with GET /v1/evaluations/{self.evaluation.version} before {before}"
+            )
 
     async def _submitted(self, version: int, patience: float) -> Iteration | None:
         """The iteration, waited for if it is not submitted yet; None when it was not within `patience` seconds."""
@@ -287,66 +302,14 @@ class RolloutService:
 
     async def _run(self, iteration: Iteration) -> None:
         """Make every group that is still wanted, or fail the iteration by name."""
-        seconds = iteration.submission.deadline_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._make_groups(iteration)
-        except TimeoutError:
-            self._fail(iteration, f"{iteration.missing()} after {seconds:g} s, its deadline")
-        except MegatronRLError as error:
-            self._fail(iteration, str(error))
-        except OSError as error:
-            self._fail(iteration, f"the journal cannot be written: {error}; make room for it")
-        except Exception as error:
-            _log.exception("iteration %d failed", iteration.version)
-            self._fail(iteration, f"a fault of the sidecar: {error!r}; its log has the traceback")
 
-    async def _make_groups(self, iteration: Iteration) -> None:
-        in_flight = asyncio.Semaphore(self.engines.max_in_flight)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    await in_flight.acquire()
-                    prompt = iteration.next_prompt()
-                    if prompt is None:
-                        break
-                    tasks.create_task(self._make_group(iteration, prompt, in_flight))
-        except BaseExceptionGroup as group:
-            # The first to fail is the reason; the others were cancelled for it.
-            raise group.exceptions[0] from None
+        def finished(group: wire.Group) -> None:
+            for place in iteration.finished(group):
+                self._answer(place)
 
-    async def _make_group(self, iteration: Iteration, prompt: wire.Prompt, in_flight: asyncio.Semaphore) -> None:
-        """Sample until the group is what was submitted, then score, record and hand it out."""
-        submission = iteration.submission
-        request = GroupRequest(
-            request_id=f"{submission.run}-{submission.version}-{prompt.index}",
-            prompt_tokens=tuple(wire.tokens_of(prompt.tokens).tolist()),
-            group_size=submission.plan.group_size,
-            seed=seeds.group_seed(submission.run, submission.version, prompt.index),
-            sampling=submission.sampling,
-        )
-        try:
-            group = await self._sample(submission, prompt, request)
-        finally:
-            # Scoring overlaps with the next group's sampling.
-            in_flight.release()
-        group = await self._scorer.score(group)
-        for place in iteration.finished(group):
-            self._answer(place)
-        self.counters.groups += 1
-        self.counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
-
-    async def _sample(self, submission: wire.Submission, prompt: wire.Prompt, request: GroupRequest) -> wire.Group:
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            group = wire.Group(prompt=prompt, responses=await self.engines.generate(request))
-            try:
-                check_group(submission, group)
-                return group
-            except GroupRefused as refusal:
-                _log.warning("attempt %d: %s", attempt, refusal)
-                self.counters.retried += 1
-                reason = str(refusal)
-        raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
+        reason = await self._maker.make_all(iteration.submission, iteration.next_prompt, finished, iteration.missing)
+        if reason is not None:
+            self._fail(iteration, reason)
 
     def _claim(self, iteration: Iteration, replica: int, index: int) -> bytes | None:
         try:

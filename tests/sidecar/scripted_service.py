@@ -100,6 +100,11 @@ class Memory:
     def failed(self, version, reason) -> None:
         self.events.append(("failed", version))
 
+    def evaluated(self, evaluation, groups) -> None:
+        if self.full:
+            raise AppendFailed("no room for evaluations")
+        self.events.append(("evaluated", evaluation.version))
+
 
 def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
     prompts = [
@@ -110,6 +115,18 @@ def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0)
         run="run", version=version, fingerprint=f"weights-{version}", plan=plan,
         sampling=wire.Sampling(max_tokens=8), prompts=prompts, deadline_seconds=deadline,
     )  # fmt: skip
+
+
+def evaluation(version: int = 0, num_prompts: int = 6, **changes: Any) -> wire.Evaluation:
+    prompts = [
+        wire.Prompt(index=index, row=f"held-out-{index}", tokens=wire.token_bytes([7, 8, index]))
+        for index in range(num_prompts)
+    ]
+    values = {
+        "run": "run", "version": version, "fingerprint": f"weights-{version}", "prompts": prompts, "group_size": 1,
+        "sampling": wire.Sampling(max_tokens=8, temperature=0.0), "deadline_seconds": 20.0, **changes,
+    }  # fmt: skip
+    return wire.Evaluation(**values)
 
 
 def weights(version: int = 0, run: str = "run") -> wire.Weights:

@@ -1,0 +1,108 @@
+"""One evaluation: the groups of all its prompts, kept apart from every iteration, or the reason why there are none."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import wire
+
+Finished = Callable[[wire.Group], None]
+MakeAll = Callable[
+    [wire.Evaluation, Callable[[], wire.Prompt | None], Finished, Callable[[], str]], Awaitable[str | None]
+]
+
+
+class EvaluationFailed(MegatronRLError):
+    """The evaluation cannot be finished."""
+
+
+class EvaluationRun:
+    """An evaluation from its start to its answer. Belongs to the event loop that it is started in."""
+
+    def __init__(
+        self,
+        evaluation: wire.Evaluation,
+        make_all: MakeAll,
+        record: Callable[[wire.Evaluation, list[wire.Group]], None],
+    ) -> None:
+        """`record` is called before there is an answer."""
+        self.evaluation = evaluation
+        self._record = record
+        self._failure: str | None = None
+        self._answer: bytes | None = None
+        self._groups: dict[int, wire.Group] = {}
+        self._ended = asyncio.Event()
+        self._task = asyncio.create_task(self._run(make_all))
+
+    @property
+    def version(self) -> int:
+        return self.evaluation.version
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is an answer, or a reason why there is none."""
+        return self._ended.is_set()
+
+    def is_same(self, evaluation: wire.Evaluation) -> bool:
+        """Whether this evaluation is what was, or is being, worked on; one that failed may be tried again."""
+        return self._failure is None and self.evaluation == evaluation
+
+    async def answer(self, patience: float) -> bytes | None:
+        """The encoded `wire.Evaluated`; None when it was not finished within `patience` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), patience)
+        if self._failure is not None:
+            raise EvaluationFailed(f"the evaluation of version {self.version} failed: {self._failure}")
+        return self._answer
+
+    async def stop(self, reason: str) -> None:
+        """End it, unless it is over; every wait for it ends with the reason."""
+        if not self.is_over:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._end(reason)
+
+    def missing(self) -> str:
+        """What keeps it from its end, for people."""
+        num_prompts = len(self.evaluation.prompts)
+        return f"{num_prompts - len(self._groups)} of {num_prompts} groups are not finished"
+
+    def status(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "version": self.version,
+            "failure": self._failure,
+            "is_over": self.is_over,
+            "num_prompts": len(self.evaluation.prompts),
+            "num_finished": len(self._groups),
+        }
+
+    async def _run(self, make_all: MakeAll) -> None:
+        prompts = iter(self.evaluation.prompts)
+        reason = await make_all(self.evaluation, lambda: next(prompts, None), self._finished, self.missing)
+        if reason is None:
+            try:
+                self._finish()
+            except (OSError, MegatronRLError) as error:
+                reason = f"the audit log cannot be written: {error}"
+        self._end(reason)
+
+    def _finished(self, group: wire.Group) -> None:
+        self._groups[group.prompt.index] = group
+
+    def _finish(self) -> None:
+        evaluation = self.evaluation
+        groups = [self._groups[prompt.index] for prompt in evaluation.prompts]
+        self._record(evaluation, groups)
+        self._answer = wire.encode(
+            wire.Evaluated(
+                run=evaluation.run, version=evaluation.version, fingerprint=evaluation.fingerprint, groups=groups
+            )
+        )
+
+    def _end(self, failure: str | None) -> None:
+        self._failure = failure
+        self._ended.set()

@@ -1,0 +1,132 @@
+"""Makes groups: samples each until it is what was asked for, scores it, hands it on; all of them, or says why not."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.provenance import Asked, GroupRefused, check_group, first_seed
+from megatron_rl.sidecar.engine import GroupRequest
+
+_log = logging.getLogger(__name__)
+
+# How often a group is sampled that does not come back as it was asked for.
+_MAX_ATTEMPTS = 3
+
+
+class Samplers(Protocol):
+    """The engines, as far as groups are sampled on them."""
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+
+class Scorer(Protocol):
+    """Rewards for the responses of a group."""
+
+    async def score(self, group: wire.Group) -> wire.Group: ...
+
+
+@dataclasses.dataclass
+class Counters:
+    """What /metrics shows beside the iteration's own counts."""
+
+    groups: int = 0
+    tokens: int = 0
+    retried: int = 0
+    reused: int = 0
+    publishes: int = 0
+    publish_seconds: float = 0.0
+    evaluations: int = 0
+
+
+class GroupMaker:
+    """Makes the groups of iterations and of evaluations alike."""
+
+    def __init__(self, engines: Samplers, scorer: Scorer, counters: Counters) -> None:
+        self._engines = engines
+        self._scorer = scorer
+        self._counters = counters
+
+    async def make_all(
+        self,
+        asked: Asked,
+        next_prompt: Callable[[], wire.Prompt | None],
+        finished: Callable[[wire.Group], None],
+        missing: Callable[[], str],
+    ) -> str | None:
+        """Hand each group to `finished` as soon as it is made; None, or why not all of them were.
+
+        `missing` says what is missing, when the deadline is over.
+        """
+        try:
+            async with asyncio.timeout(asked.deadline_seconds):
+                await self._make_groups(asked, next_prompt, finished)
+        except TimeoutError:
+            return f"{missing()} after {asked.deadline_seconds:g} s, its deadline"
+        except MegatronRLError as error:
+            return str(error)
+        except OSError as error:
+            return f"the journal cannot be written: {error}; make room for it"
+        except Exception as error:
+            _log.exception("version %d", asked.version)
+            return f"a fault of the sidecar: {error!r}; its log has the traceback"
+        return None
+
+    async def _make_groups(
+        self, asked: Asked, next_prompt: Callable[[], wire.Prompt | None], finished: Callable[[wire.Group], None]
+    ) -> None:
+        in_flight = asyncio.Semaphore(self._engines.max_in_flight)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await in_flight.acquire()
+                    prompt = next_prompt()
+                    if prompt is None:
+                        break
+                    tasks.create_task(self._make_group(asked, prompt, finished, in_flight))
+        except BaseExceptionGroup as group:
+            # The first to fail is the reason; the others were cancelled for it.
+            raise group.exceptions[0] from None
+
+    async def _make_group(
+        self,
+        asked: Asked,
+        prompt: wire.Prompt,
+        finished: Callable[[wire.Group], None],
+        in_flight: asyncio.Semaphore,
+    ) -> None:
+        try:
+            group = await self._sample(asked, prompt)
+        finally:
+            # Scoring overlaps with the next group's sampling.
+            in_flight.release()
+        finished(await self._scorer.score(group))
+        self._counters.groups += 1
+        self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
+
+    async def _sample(self, asked: Asked, prompt: wire.Prompt) -> wire.Group:
+        is_evaluation = isinstance(asked, wire.Evaluation)
+        request = GroupRequest(
+            request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
+            prompt_tokens=tuple(wire.tokens_of(prompt.tokens).tolist()),
+            group_size=asked.group_size,
+            seed=first_seed(asked, prompt.index),
+            sampling=asked.sampling,
+            can_wait=is_evaluation,
+        )
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            group = wire.Group(prompt=prompt, responses=await self._engines.generate(request))
+            try:
+                check_group(asked, group)
+                return group
+            except GroupRefused as refusal:
+                _log.warning("attempt %d: %s", attempt, refusal)
+                self._counters.retried += 1
+                reason = str(refusal)
+        raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
