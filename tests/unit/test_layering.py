@@ -15,6 +15,7 @@ def test_the_package_keeps_to_its_layers():
     [
         ("ops/attention.py", "from megatron_rl.weights import reader", "ops imports weights, which is not below it"),
         ("sidecar/service.py", "from megatron_rl import mcore", "sidecar imports mcore, which is not below it"),
+        ("rollout/x.py", "from megatron_rl.data import batch", "rollout imports data, which is not below it"),
         ("data/packing.py", "def f():\n    import megatron_rl.training.trainer", "data imports training"),
         ("mcore/x.py", 'import importlib\ndef f():\n    importlib.import_module("megatron_rl.cli")', "imports cli"),
         ("data/packing.py", "import megatron.core", "data imports megatron, which only mcore, platforms, weights may"),
