@@ -182,6 +182,11 @@ class AuditLog:
         """The hash of the last line: whoever keeps it elsewhere can tell later that nothing up to it was changed."""
         return self._head
 
+    @property
+    def last(self) -> int:
+        """The number of the last line."""
+        return self._seq - 1
+
     def publish(self, version: int, fingerprint: str, reports: Iterable[tuple[str, int, str]]) -> None:
         """These engines report (name, version, fingerprint)."""
         engines = [EngineReport(engine=name, version=held, fingerprint=digest) for name, held, digest in reports]

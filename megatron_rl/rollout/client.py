@@ -99,9 +99,10 @@ class RolloutClient:
             )
         return wire.decode(answer, wire.Evaluated)
 
-    def complete(self, version: int) -> None:
-        """Everything of the iteration was trained on."""
-        self._call("POST", f"/v1/iterations/{version}/complete")
+    def complete(self, version: int) -> str:
+        """Everything of the iteration was trained on. The audit log's head comes back, for whoever keeps it elsewhere:
+        `megatron-rl audit RUN --head HEAD` then proves that the log up to here is what it was."""
+        return self._call("POST", f"/v1/iterations/{version}/complete").json()["head"]
 
     def abort(self, version: int, reason: str) -> None:
         """The iteration is not wanted any more."""

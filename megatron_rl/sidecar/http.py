@@ -123,11 +123,11 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         return Response(wire.encode(wire.Failure(version=version, reason=reason)), media_type=wire.MEDIA_TYPE)
 
     @app.post("/v1/iterations/{version}/complete")
-    async def complete(request: Request, version: int) -> dict[str, int]:
-        """The trainer has trained on every slot."""
+    async def complete(request: Request, version: int) -> dict[str, Any]:
+        """The trainer has trained on every slot. Answers with hash and number of the audit log's last line."""
         service.renew_lease(_lease_of(request))
-        service.complete(version)
-        return {"version": version}
+        head, line = service.complete(version)
+        return {"version": version, "head": head, "line": line}
 
     @app.post("/v1/iterations/{version}/abort")
     async def abort(request: Request, version: int, reason: str = "the trainer aborted it") -> dict[str, int]:

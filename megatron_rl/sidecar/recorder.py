@@ -82,6 +82,10 @@ class RunRecorder:
         """An evaluation has ended. It is not journaled: one that a kill ended is asked for again."""
         self.audit.evaluate(evaluation, groups)
 
+    def head(self) -> tuple[str, int]:
+        """The audit log's last line: its hash, and its number."""
+        return self.audit.head, self.audit.last
+
     def close(self) -> None:
         """Close the files."""
         self._end_journal()

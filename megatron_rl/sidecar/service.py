@@ -66,6 +66,10 @@ class Recorder(Protocol):
 
     def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None: ...
 
+    def head(self) -> tuple[str, int]:
+        """Hash and number of the last line of the audit log."""
+        ...
+
 
 @dataclasses.dataclass
 class Lease:
@@ -222,12 +226,14 @@ class RolloutService:
             await asyncio.wait_for(self._failed.wait(), max(0.0, deadline - time.monotonic()))
         return iteration.failure
 
-    def complete(self, version: int) -> None:
-        """The trainer says that it has trained on all of it."""
+    def complete(self, version: int) -> tuple[str, int]:
+        """The trainer says that it has trained on all of it. Hash and number of the audit log's last line come back:
+        kept by the trainer, the hash proves later that nothing up to that line was changed."""
         iteration = self._iteration_of(version)
         if not iteration.is_over:
             iteration.complete()
             self._recorder.completed(version)
+        return self._recorder.head()
 
     async def abort(self, version: int, reason: str) -> None:
         """End an iteration that is not wanted any more."""

@@ -105,6 +105,9 @@ class Memory:
             raise AppendFailed("no room for evaluations")
         self.events.append(("evaluated", evaluation.version))
 
+    def head(self) -> tuple[str, int]:
+        return f"hash-{len(self.events)}", len(self.events)
+
 
 def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
     prompts = [

@@ -1,5 +1,6 @@
 """The sidecar as a process of its own, over scripted engines: started, asked, killed, started again, ended."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,11 +21,13 @@ SCRIPTED = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--rew
 PLACES = [(replica, index) for replica in range(2) for index in range(2)]
 
 
-def run_iteration(client: RolloutClient, version: int) -> list[int]:
+def run_iteration(client: RolloutClient, version: int, heads: list[str] | None = None) -> list[int]:
     client.publish(weights(version), 10)
     client.submit(submission(version))
     slots = [client.slot(version, *place, 10) for place in PLACES]
-    client.complete(version)
+    head = client.complete(version)
+    if heads is not None:
+        heads.append(head)
     return sorted(part.prompt_index for slot in slots for part in slot.parts)
 
 
@@ -58,6 +61,27 @@ def test_iterations_survive_a_kill_of_the_sidecar_and_the_audit_finds_nothing_wr
         assert second.end() == 0
     assert megatron_rl(["audit", str(folder)]) == 0
     assert "3 of 4 iterations complete, 0 breaches" in capsys.readouterr().out
+
+
+def test_the_head_that_complete_gives_proves_later_that_the_log_is_what_it_was(tmp_path: Path, capsys) -> None:
+    folder, heads = tmp_path / "run", []
+    with sidecar(folder, *SCRIPTED) as process, process.client() as client:
+        client.take_lease("run")
+        run_iteration(client, 0, heads)
+        run_iteration(client, 1, heads)
+        # The answer may have been lost: it may be asked for again.
+        assert client.complete(1) == heads[1] != heads[0]
+        assert process.end() == 0
+    lines = (folder / "audit.jsonl").read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[-1])["hash"] == heads[1]
+    assert json.loads(lines[-1])["event"] == "complete"
+    words = ["audit", str(folder), "--head", heads[0], "--head", heads[1]]
+    assert megatron_rl(words) == 0
+    assert f"lines 1 to {len(lines)} are those" in capsys.readouterr().out
+    (folder / "audit.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert megatron_rl(["audit", str(folder)]) == 0
+    assert megatron_rl(words) == 5
+    assert "head not found" in capsys.readouterr().out
 
 
 def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) -> None:
