@@ -191,6 +191,14 @@ class RolloutConfig:
             megatron=False,
         ),
     ] = "vllm"
+    script: Annotated[
+        Path | None,
+        Option(
+            "How scripted engines behave, a JSON file: vocab_size, lengths, tokens_per_second, delay, delay_seed.",
+            names=("--rollout-script",),
+            megatron=False,
+        ),
+    ] = None
     num_engines: Annotated[
         int, Option("Engines that are started.", names=("--rollout-num-engines",), megatron=False)
     ] = 1

@@ -23,7 +23,8 @@ from megatron_rl.sidecar.http import application
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.scoring import Decode, PoolScorer, tokenizer_decoder
-from megatron_rl.sidecar.scripted import Script, ScriptedFactory
+from megatron_rl.sidecar.script_file import read_script
+from megatron_rl.sidecar.scripted import ScriptedFactory
 from megatron_rl.sidecar.server import serve
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import SidecarSettings, parse
@@ -109,7 +110,8 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
 def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
-        return ScriptedFactory(Script())
+        model = settings.hf_model
+        return ScriptedFactory(read_script(rollout.script, read_architecture(model).vocab_size if model else None))
     length = rollout.max_model_len or settings.seq_length
     assert length is not None
     assert settings.hf_model is not None

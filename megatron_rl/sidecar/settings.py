@@ -144,6 +144,11 @@ def _check(settings: SidecarSettings) -> None:
             f"--rollout-devices names {len(rollout.devices)} devices, and {rollout.num_engines} engines of "
             f"{rollout.tensor_parallel_size} take {wanted}: name as many"
         )
+    if rollout.script is not None and rollout.engine != "scripted":
+        raise UsageError(
+            f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
+            f"drop one of them"
+        )
     if rollout.engine == "vllm":
         if settings.hf_model is None:
             raise UsageError("--hf-model is missing: engines start from a Hugging Face folder")

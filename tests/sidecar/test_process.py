@@ -123,6 +123,7 @@ def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) 
         ((*SCRIPTED, "--rollout-listen", "127.0.0.1"), 2, "no HOST:PORT"),
         ((*SCRIPTED, "--rollout-devices", "0"), 2, "name as many"),
         ((*SCRIPTED, "--reward-on-error", "perhaps"), 2, "perhaps"),
+        ((*SCRIPTED, "--rollout-script", "none.json"), 4, "none.json cannot be read"),
     ],
 )
 def test_what_cannot_work_ends_it_at_once_with_what_to_write(words, code: int, message: str, tmp_path: Path) -> None:
@@ -158,3 +159,37 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
         for place in PLACES:
             for part in client.slot(0, *place, 10).parts:
                 assert part.rewards == [2.0 * len(wire.tokens_of(response.tokens)) for response in part.responses]
+
+
+def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_same_in_every_run(
+    tmp_path: Path,
+) -> None:
+    reward, script = tmp_path / "reward.py", tmp_path / "script.json"
+    reward.write_text("def one(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    script.write_text('{"vocab_size": 50, "lengths": [3, 8], "delay": [0, 2], "delay_seed": 2489}')
+    words = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--reward", f"{reward}:one")
+    orders: list[list[int]] = []
+    # Of this seed no two of the eight delays are less than 0.2 seconds apart.
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        with (
+            sidecar(tmp_path / str(number) / "run", *words, "--rollout-script", str(script)) as process,
+            process.client() as client,
+        ):
+            client.take_lease("run")
+            client.publish(weights(), 10)
+            client.submit(submission(plan=wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=2)))
+            parts = [part for index in range(8) for part in client.slot(0, 0, index, 10).parts]
+            client.complete(0)
+            responses = [response for part in parts for response in part.responses]
+            assert {response.engine for response in responses} == {"engine-0", "engine-1"}
+            assert {response.finish_reason for response in responses} == {"stop", "length"}
+            for response in responses:
+                tokens = wire.tokens_of(response.tokens)
+                assert 3 <= len(tokens) <= 8
+                assert (len(tokens) == 8) == (response.finish_reason == "length")
+                assert tokens.max() < 50
+            assert [part.rewards for part in parts] == [[1.0, 1.0]] * 8
+            orders.append([part.prompt_index for part in parts])
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == list(range(8)) != orders[0]

@@ -35,6 +35,13 @@ def test_what_cannot_be_is_refused_with_what_to_write(words: str, message: str) 
         parse(f"{SCRIPTED} --reward exact {words}".split())
 
 
+def test_a_script_is_for_scripted_engines_only() -> None:
+    words = "--rollout-folder run --reward exact --hf-model model --seq-length 64 --rollout-script s.json"
+    with pytest.raises(UsageError, match="--rollout-script s.json is for --rollout-engine scripted, and this is vllm"):
+        parse(words.split())
+    assert parse(f"{SCRIPTED} --reward exact --rollout-script s.json".split()).rollout.script == Path("s.json")
+
+
 def test_a_vllm_sidecar_wants_a_length() -> None:
     words = "--rollout-folder run --reward exact --hf-model model"
     with pytest.raises(UsageError, match="--rollout-max-model-len is missing"):

@@ -1,0 +1,73 @@
+"""The file that says how scripted engines behave."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.rollout.wire import Sampling
+from megatron_rl.sidecar.engine import GroupRequest
+from megatron_rl.sidecar.script_file import read_script
+from megatron_rl.sidecar.scripted import Script
+
+
+def written(folder: Path, content: object) -> Path:
+    path = folder / "script.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def delays(path: Path) -> list[float]:
+    script = read_script(path, None)
+    requests = [
+        GroupRequest(str(seed), (1,), 1, seed, Sampling(max_tokens=4), can_wait=False) for seed in range(0, 4000, 100)
+    ]
+    return [script.delay(request) for request in requests]
+
+
+def test_what_the_file_says_is_how_engines_behave(tmp_path: Path) -> None:
+    script = read_script(written(tmp_path, {"vocab_size": 50, "lengths": [3, 9], "tokens_per_second": 200}), 131)
+    assert (script.vocab_size, script.lengths, script.tokens_per_second) == (50, (3, 9), 200.0)
+
+
+def test_without_a_file_or_a_field_the_vocabulary_is_that_of_the_model(tmp_path: Path) -> None:
+    assert read_script(None, 131).vocab_size == 131
+    assert read_script(written(tmp_path, {}), 131).vocab_size == 131
+    assert read_script(None, None).vocab_size == Script().vocab_size
+
+
+def test_delays_lie_in_their_range_differ_between_groups_and_follow_from_their_seed(tmp_path: Path) -> None:
+    first = delays(written(tmp_path, {"delay": [0.1, 0.5], "delay_seed": 3}))
+    assert len(set(first)) == len(first)
+    assert 0.1 <= min(first) < 0.2
+    assert 0.4 < max(first) <= 0.5
+    assert delays(written(tmp_path, {"delay": [0.1, 0.5], "delay_seed": 3})) == first
+    assert delays(written(tmp_path, {"delay": [0.1, 0.5], "delay_seed": 4})) != first
+    assert set(delays(written(tmp_path, {"delay_seed": 3}))) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"delays": [0, 1]}, "unknown field delays, the nearest is delay; there are vocab_size, lengths"),
+        ({"lengths": [0, 4]}, r"lengths \[0, 4\]: write \[LEAST, MOST\] with 1 <= LEAST <= MOST"),
+        ({"lengths": [5, 4]}, r"lengths \[5, 4\]"),
+        ({"lengths": 4}, "lengths"),
+        ({"delay": [-1, 4]}, r"delay \[-1, 4\]: write seconds"),
+        ({"delay": [2, 1]}, r"delay \[2, 1\]"),
+        ({"tokens_per_second": 0}, "tokens_per_second 0.0: write a number above 0"),
+        ({"vocab_size": 0}, "vocab_size 0: write at least 1"),
+        ({"vocab_size": 132}, "vocab_size 132: the model of --hf-model has 131 tokens"),
+        ("{", "is not JSON"),
+        ("[1]", "Expected `object`"),
+    ],
+)
+def test_a_script_that_cannot_be_played_is_refused_with_file_field_and_remedy(tmp_path, content, message) -> None:
+    with pytest.raises(InputError, match=f"--rollout-script .*script.json.*{message}"):
+        read_script(written(tmp_path, content), 131)
+
+
+def test_a_script_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.json cannot be read: No such file"):
+        read_script(tmp_path / "none.json", None)
