@@ -29,7 +29,11 @@ class EvaluationFailed(RolloutError):
 
 
 class RolloutClient:
-    """One rank's connection. `patience` is how long a sidecar may stay away before that is an error."""
+    """One rank's connection. `patience` is how long a sidecar may stay away before that is an error.
+
+    Its threads may share one: each call takes a connection of its own from the pool, and one that waits keeps no other
+    waiting. The lease is the client's, so it is taken before threads start.
+    """
 
     def __init__(
         self, endpoint: str, token: str, patience: float = 120.0, transport: httpx.BaseTransport | None = None

@@ -12,12 +12,13 @@ from megatron_rl.rollout.audit_check import verify
 from megatron_rl.rollout.client import EvaluationFailed as ClientEvaluationFailed
 from megatron_rl.rollout.client import RolloutError
 from megatron_rl.rollout.seeds import evaluation_seed
-from megatron_rl.sidecar.engine import EngineState
+from megatron_rl.sidecar.engine import EngineState, GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.pool import EnginePool
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
+from megatron_rl.sidecar.vllm_engine import VllmEngine
 from tests.sidecar.scripted_service import (
     Engines,
     Memory,
@@ -29,6 +30,7 @@ from tests.sidecar.scripted_service import (
 )
 from tests.sidecar.test_http import serving, started
 from tests.sidecar.test_service import all_slots, serve, trained
+from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
 
 
 def decoded(data: bytes | None) -> wire.Evaluated:
@@ -242,6 +244,34 @@ def test_a_client_is_told_why_an_evaluation_failed(tmp_path: Path) -> None:
         with pytest.raises(ClientEvaluationFailed, match="6 of 6 groups are not finished after 0.3 s"):
             client.evaluate(evaluation(deadline_seconds=0.3))
         client.publish(weights(1), 10)
+
+
+def test_a_greedy_evaluation_on_vllm_gives_the_tokens_that_transformers_would_choose(
+    engine: VllmEngine, models: Models, run
+) -> None:
+    reference = Reference(models.second)
+
+    async def check(held: wire.Weights) -> wire.Evaluated:
+        service = RolloutService(Engines(engine), RewardLength(), Memory())
+        await service.take_lease("test")
+        await service.publish(held)
+        asked = evaluation(
+            held.version, run="test", fingerprint=held.fingerprint, sampling=wire.Sampling(max_tokens=8, temperature=0)
+        )
+        await service.evaluate(asked)
+        answer = decoded(await service.evaluated(held.version, 60))
+        await service.close()
+        return answer
+
+    with in_shared_memory(models.second, 71) as held:
+        answer = run(check(held))
+    for group in answer.groups:
+        (response,) = group.responses
+        asked = GroupRequest(
+            "", tuple(wire.tokens_of(group.prompt.tokens)), 1, response.seed, wire.Sampling(max_tokens=8)
+        )
+        assert reference.num_greedy(asked, response) == len(wire.tokens_of(response.tokens))
+        assert reference.worst_log_prob(asked, response) < 1e-4
 
 
 def test_an_evaluation_is_in_the_audit_log_and_of_the_version_that_was_published(tmp_path: Path) -> None:
