@@ -1,7 +1,8 @@
 """The audit log of a run: what was published, submitted, sampled, claimed and trained on, as hashes, in a chain.
 
 One line of JSON an event: `seq` counts from 0, `prev` is the hash of the line before, and `hash` the one of this line
-without it. `megatron_rl.rollout.audit_check` reads it again; docs/audit.md says what it proves.
+without it. A file that is full is followed by another, and the chain goes on in it.
+`megatron_rl.rollout.audit_check` reads it again; docs/audit.md says what it proves.
 """
 
 import hashlib
@@ -16,11 +17,11 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout.append_file import AppendFile
+from megatron_rl.rollout.audit_files import MAX_BYTES, existing_files, file_of
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.rollout.slots import Claim
 from megatron_rl.rollout.wire import WIRE_VERSION, Evaluation, Group, Plan, Sampling, Submission
 
-FILE_NAME = "audit.jsonl"
 FIRST_PREV = "0" * 64
 _HASH_PATTERN = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
 _READ_BYTES = 1 << 16
@@ -46,6 +47,12 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     """The last line had been torn by a kill; this many bytes were cut off."""
 
     num_bytes: int
+
+
+class Continued(Event, frozen=True, kw_only=True, tag="continued"):
+    """The first line of every file but the first: the chain goes on here."""
+
+    file: int
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +149,7 @@ class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
     mean_reward: float
 
 
-AnyEvent = Start | Recovered | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail | Evaluate
+AnyEvent = Start | Recovered | Continued | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail | Evaluate
 
 
 class AuditLog:
@@ -155,18 +162,24 @@ class AuditLog:
         details: dict[str, Any] | None = None,
         sync: bool = False,
         clock: Callable[[], float] = time.time,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`details` of the start (versions, flags) must hold nothing secret: they are written as they are."""
-        self._clock = clock
+        """`details` of the start (versions, flags) must hold nothing secret: they are written as they are.
+
+        `path` is the log's first file; a file that holds a line takes no other beyond `max_bytes`.
+        """
+        self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
         self._seq, self._head = 0, FIRST_PREV
-        self._file = AppendFile(path, sync)
+        # Open as long as the log is, whichever file is written to: its lock is the log's.
+        self._first = self._file = AppendFile(path, sync)
+        self._index = 0
         try:
-            num_bytes_cut = self._find_end()
+            num_bytes_cut = self._continue()
             self._append(Start(run=run, details=details or {}))
             if num_bytes_cut:
                 self._append(Recovered(num_bytes=num_bytes_cut))
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> "AuditLog":
@@ -260,14 +273,44 @@ class AuditLog:
     def close(self) -> None:
         """A second call does nothing."""
         self._file.close()
+        self._first.close()
 
     def _append(self, event: AnyEvent) -> None:
         line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        if self._file.size and self._file.size + len(line) > self._max_bytes:
+            self._open(self._index + 1)
+        if self._index and not self._file.size:
+            self._write(*make_line(self._seq, self._head, self._clock(), Continued(file=self._index)))
+            line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        self._write(line, line_hash)
+
+    def _write(self, line: bytes, line_hash: str) -> None:
         self._file.append(line)
         self._seq, self._head = self._seq + 1, line_hash
 
+    def _open(self, index: int) -> None:
+        """Go on in the file of that number; the first one stays open."""
+        file = AppendFile(file_of(self._first.path, index), self._sync) if index else self._first
+        if self._file is not self._first:
+            self._file.close()
+        self._file, self._index = file, index
+
+    def _continue(self) -> int:
+        """Continue after the last whole line, in whichever file it is; how many bytes of a torn one were cut off."""
+        num_bytes_cut = 0
+        indices = list(existing_files(self._first.path))
+        for index in reversed(indices):
+            self._open(index)
+            num_bytes_cut += self._find_end()
+            if self._file.size:
+                break
+        if indices[-1] > self._index:
+            # A file that was begun, and has no line yet.
+            self._open(indices[-1])
+        return num_bytes_cut
+
     def _find_end(self) -> int:
-        """Continue after the last whole line; how many bytes of a torn one behind it were cut off."""
+        """Take up the chain after the file's last whole line, if it has one; how many bytes behind it were cut off."""
         content, start = b"", self._file.size
         # Backwards until a whole line, with the newline before it, is there.
         while start > 0 and content.count(b"\n") < 2:

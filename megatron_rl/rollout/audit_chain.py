@@ -17,6 +17,8 @@ class BreachName(enum.StrEnum):
     CHANGED_CONTENT = "changed content"
     BROKEN_CHAIN = "broken chain"
     MISSING_LINE = "missing line"
+    MISSING_FILE = "missing file"
+    EXCHANGED_FILE = "exchanged file"
     DOUBLED_LINE = "doubled line"
     REORDERED_LINE = "reordered line"
     HEAD_NOT_FOUND = "head not found"

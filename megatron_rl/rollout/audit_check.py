@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.rollout import audit
 from megatron_rl.rollout.audit_chain import Breach, BreachName, Chain
+from megatron_rl.rollout.audit_files import file_of, files_to_read, first_file, lines_of
 from megatron_rl.rollout.provenance import FINISH_REASONS, version_tag
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.rollout.slots import Claim, Division, Place, divide
@@ -43,7 +44,8 @@ class Report:
     """What a log holds, and what is wrong with it."""
 
     run: str
-    num_lines: int
+    files: list[tuple[str, int]]
+    """The files of the log, and the lines in each: breaches count lines over all of them."""
     head: str
     num_covered: int
     """Lines up to the last of the heads that were given: these are proved to be as they were then."""
@@ -52,6 +54,20 @@ class Report:
     iterations: list[IterationSummary]
     evaluations: list[audit.Evaluate]
     breaches: list[Breach]
+
+    @property
+    def num_lines(self) -> int:
+        return sum(num_lines for _, num_lines in self.files)
+
+    def place(self, line: int) -> str:
+        """Where a line is, for people; the file is said where there are several."""
+        if len(self.files) == 1:
+            return f"line {line}"
+        for name, num_lines in self.files:
+            if line <= num_lines:
+                return f"line {line} of {name}"
+            line -= num_lines
+        return f"line {line} behind the last"
 
 
 class _Attempt:
@@ -230,24 +246,28 @@ class _Meaning:
 
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:
-    """Read a log from its first line to its last."""
-    if path.is_dir():
-        path = path / audit.FILE_NAME
-    chain, meaning, breaches, num_lines = Chain(heads), _Meaning(), [], 0
-    try:
-        with path.open("rb") as file:
-            for num_lines, line in enumerate(file, start=1):
-                event = chain.take(num_lines, line)
-                if event is not None:
-                    breaches += [Breach(name, num_lines, detail) for name, detail in meaning.take(event, num_lines)]
-    except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror}; name the log, or the folder that holds {audit.FILE_NAME}"
-        ) from None
+    """Read a log from its first line to its last, through all of its files."""
+    chain, meaning, breaches = Chain(heads), _Meaning(), []
+    files: list[tuple[str, int]] = []
+    number, expected, first = 0, 0, first_file(path)
+    for index, file in files_to_read(first).items():
+        num_before, link = number, chain.head
+        if index != expected:
+            detail = f"there is no {file_of(first, expected).name} before {file.name}"
+            breaches.append(Breach(BreachName.MISSING_FILE, number + 1, detail))
+        for number, line in enumerate(lines_of(file), start=num_before + 1):
+            event = chain.take(number, line)
+            if event is not None:
+                breaches += [Breach(name, number, detail) for name, detail in meaning.take(event, number)]
+            if number == num_before + 1 and index == expected and not _goes_on(index, link, line, event):
+                detail = f"{file.name} does not go on where the file before it ends"
+                breaches.append(Breach(BreachName.EXCHANGED_FILE, number, detail))
+        files.append((file.name, number - num_before))
+        expected = index + 1
     chain.finish()
     return Report(
         run=meaning.run or "",
-        num_lines=num_lines,
+        files=files,
         head=chain.head,
         num_covered=max(chain.heads_found.values(), default=0),
         num_starts=meaning.num_starts,
@@ -256,6 +276,13 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         evaluations=meaning.evaluations,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )
+
+
+def _goes_on(index: int, link: str, line: bytes, event: audit.AnyEvent | None) -> bool:
+    """Whether a file's first line is the one that follows on the file before it, as far as it can be read."""
+    links = audit.read_links(line.removesuffix(b"\n"))
+    expected = audit.Continued(file=index) if index else event
+    return links is None or (links.prev == link and event in (None, expected))
 
 
 def main(argv: list[str]) -> int:
@@ -286,7 +313,7 @@ def _print(report: Report) -> None:
             f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
         )
     for breach in report.breaches:
-        print(f"BREACH line {breach.line}: {breach.name}: {breach.detail}")
+        print(f"BREACH {report.place(breach.line)}: {breach.name}: {breach.detail}")
     num_complete = sum(item.outcome == "complete" for item in report.iterations)
     print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
     print(f"head {report.head}")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit import FILE_NAME, AuditLog
+from megatron_rl.rollout.audit import AuditLog
+from megatron_rl.rollout.audit_files import FILE_NAME
 from megatron_rl.rollout.journal import Journal, JournalFolder
 from megatron_rl.rollout.slots import Claim
 from megatron_rl.sidecar.engine import WeightReport
