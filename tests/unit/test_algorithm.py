@@ -1,0 +1,149 @@
+"""Advantages, losses and denominators: what a reader of the GRPO papers expects of them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.statistics import Statistics, combined
+from megatron_rl.config_loop import AlgorithmConfig
+
+rewards = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=12).map(np.array)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@given(rewards, st.integers(-8, 8))
+def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(name, values, shift):
+    values = np.round(values * 16) / 16
+    advantages = ADVANTAGES[name](values)
+    assert abs(advantages.sum()) < 1e-5 * max(1.0, np.abs(advantages).max())
+    # Sixteenths are shifted exactly.
+    assert np.allclose(ADVANTAGES[name](values + shift), advantages, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@given(st.floats(-1e6, 1e6), st.integers(2, 17))
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(name, value, count):
+    assert not ADVANTAGES[name](np.full(count, value)).any()
+
+
+def test_grpo_divides_by_the_populations_deviation():
+    assert np.allclose(
+        ADVANTAGES["grpo"](np.array([0.0, 1.0, 1.0, 2.0])), np.array([-1, 0, 0, 1]) / math.sqrt(0.5), 1e-5
+    )
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_others():
+    values = np.array([0.0, 1.0, 5.0])
+    assert np.allclose(ADVANTAGES["rloo"](values), values - np.array([3.0, 2.5, 0.5]))
+
+
+def micro_batch(lengths: list[int], seed: int = 0, spread: float = 0.5) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    old = -3 * torch.rand(count, generator=draw)
+    return {
+        "policy": (old + spread * torch.randn(count, generator=draw)).requires_grad_(),
+        "old": old,
+        "reference": old + spread * torch.randn(count, generator=draw),
+        "engine": old + 0.01 * torch.randn(count, generator=draw),
+        "advantages": torch.randn(len(lengths), generator=draw)[sequences],
+        "sequences": sequences,
+        "lengths": torch.tensor(lengths),
+    }
+
+
+def loss_of(config: AlgorithmConfig, batch: dict[str, torch.Tensor], with_reference: bool = True):
+    objective = Objective(config, max_tokens=20)
+    roles = RoleLogProbs(batch["policy"], batch["old"], batch["reference"] if with_reference else None)
+    total, statistics = objective.loss(
+        roles, batch["engine"], batch["advantages"], batch["sequences"], batch["lengths"]
+    )
+    return total, statistics, objective.share(len(batch["old"]), len(batch["lengths"]))
+
+
+def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor]) -> float:
+    """Token by token, in Python's floats."""
+    totals = [0.0] * len(batch["lengths"])
+    names = ("policy", "old", "reference", "engine", "advantages", "sequences")
+    for policy, old, reference, engine, advantage, sequence in zip(*(batch[n].tolist() for n in names), strict=True):
+        ratio = math.exp(policy - old)
+        clipped = min(max(ratio, 1 - config.clamp_eps_lower), 1 + config.clamp_eps_upper)
+        loss = -min(ratio * advantage, clipped * advantage)
+        if config.is_correction:
+            loss *= min(math.exp(old - engine), config.is_truncation or math.inf)
+        loss += config.kl_beta * (math.exp(reference - policy) - (reference - policy) - 1)
+        totals[sequence] += loss
+    lengths = batch["lengths"].tolist()
+    return {
+        "token": sum(totals) / sum(lengths),
+        "sequence": sum(t / n for t, n in zip(totals, lengths, strict=True)) / len(lengths),
+        "constant": sum(totals) / (len(lengths) * 20),
+    }[config.aggregation]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("is_correction", [False, True])
+def test_the_loss_is_that_of_the_formula(aggregation, is_correction):
+    config = AlgorithmConfig(
+        kl_beta=0.05, clamp_eps_lower=0.1, clamp_eps_upper=0.3, aggregation=aggregation,
+        is_correction=is_correction, is_truncation=1.005,
+    )  # fmt: skip
+    batch = micro_batch([3, 1, 20, 7])
+    total, _, share = loss_of(config, batch)
+    assert total.item() / share == pytest.approx(by_the_formula(config, batch), rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_loss_of_an_update_does_not_depend_on_how_responses_are_packed(aggregation):
+    config = AlgorithmConfig(kl_beta=0.05, aggregation=aggregation)
+    lengths = [3, 1, 20, 7, 4]
+    batch = micro_batch(lengths)
+    whole, _, share = loss_of(config, batch)
+    (gradient,) = torch.autograd.grad(whole, batch["policy"])
+    total, shares, first = 0.0, 0, 0
+    for response, length in enumerate(lengths):
+        rows = slice(first, first + length)
+        part = {name: value[rows] for name, value in batch.items() if name not in ("lengths", "sequences")}
+        part |= {
+            "sequences": torch.zeros(length, dtype=torch.int64),
+            "lengths": batch["lengths"][response : response + 1],
+        }
+        loss, _, own_share = loss_of(config, part)
+        (own,) = torch.autograd.grad(loss, batch["policy"])
+        assert torch.allclose(own[rows], gradient[rows], atol=1e-7)
+        total, shares, first = total + loss.item(), shares + own_share, first + length
+    assert shares == share
+    assert total == pytest.approx(whole.item(), rel=1e-5)
+
+
+def test_a_token_whose_ratio_is_clipped_has_no_gradient_and_is_counted():
+    batch = micro_batch([40, 40], spread=1.0)
+    config = AlgorithmConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.2)
+    total, statistics, _ = loss_of(config, batch, with_reference=False)
+    (gradient,) = torch.autograd.grad(total, batch["policy"])
+    num_clipped = statistics.sums["clipped_low"].item() + statistics.sums["clipped_high"].item()
+    assert num_clipped == (gradient == 0).sum().item() > 10
+
+
+def test_at_the_first_update_the_gradient_is_that_of_the_log_probs_times_the_advantages():
+    batch = micro_batch([5, 9])
+    batch["policy"] = batch["old"].clone().requires_grad_()
+    total, statistics, _ = loss_of(AlgorithmConfig(), batch, with_reference=False)
+    (gradient,) = torch.autograd.grad(total, batch["policy"])
+    assert torch.equal(gradient, -batch["advantages"])
+    assert statistics.sums["ratio"].item() == 14
+
+
+def test_a_number_that_is_not_one_is_the_largest_of_all():
+    values = [float("nan"), 1.0, 3.0]
+    many = [Statistics({}, {"mismatch": torch.tensor(value)}) for value in values]
+    assert math.isnan(combined(many)[1]["mismatch"])
+    assert math.isnan(combined(many[::-1])[1]["mismatch"])
+    assert combined(many[1:])[1]["mismatch"] == 3.0
