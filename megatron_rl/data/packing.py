@@ -12,7 +12,7 @@ import torch
 from megatron_rl.errors import InputError
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
-Tokens = Sequence[int]
+Tokens = Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,11 @@ class SharedMemoryPublisher:
 
 
 def _own_folder(root: Path, folder: Path) -> None:
-    """Make the folders for this user alone; one that somebody else made first is not used."""
+    """Make the folders for this user alone; one that somebody else made first is not used.
+
+    What a run of this name left that was killed is removed: nobody else would.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     for path in (root, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()

@@ -82,6 +82,39 @@ class Session:
         """The device of this rank."""
         return self.platform.device()
 
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel copies of the model."""
+        return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def replica(self) -> int:
+        """The copy that this rank belongs to."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def replicas_group(self) -> dist.ProcessGroup:
+        """The ranks with this rank's place in every replica."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def store(self) -> dist.Store:
+        """A connection of its own to the store that the ranks met in: it may be read while collectives wait."""
+        store = dist.distributed_c10d._get_default_store()
+        return store.clone() if hasattr(store, "clone") else store
+
+    def gather(self, item: T) -> list[T]:
+        """What every rank has, on every rank."""
+        items: list[T] = [item] * self.world_size
+        dist.all_gather_object(items, item, group=self.control_group)
+        return items
+
+    def from_first(self, item: T) -> T:
+        """What rank 0 has, on every rank."""
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(group=self.control_group)

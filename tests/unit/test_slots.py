@@ -1,0 +1,170 @@
+"""The data loader: batches of slots, in order, one ahead, made once, and of this version only."""
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.data.batch import Batcher
+from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.slots import divide
+
+PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=2)
+IDENTITY = Identity("run", 3, "weights-3")
+
+
+def response(length: int, reward: float = 0.0, version: str = "3", fingerprint: str = "weights-3") -> wire.Response:
+    return wire.Response(
+        tokens=wire.token_bytes(range(length)),
+        log_probs=wire.log_prob_bytes(-np.arange(length) / 8),
+        finish_reason="stop",
+        seed=1,
+        engine="0",
+        spans=[wire.Span(version=version, start=0, end=length)],
+        fingerprint=fingerprint,
+        reward=reward,
+    )
+
+
+def slot(index: int = 0, **changes) -> wire.Slot:
+    responses = [response(3, 1.0), response(5, 0.0)]
+    part = wire.GroupPart(
+        prompt_index=index, row=f"rows:{index}", prompt_tokens=wire.token_bytes([7, 8]), first_response=0,
+        responses=responses, rewards=[1.0, 0.0],
+    )  # fmt: skip
+    made = wire.Slot(run="run", version=3, fingerprint="weights-3", replica=0, index=index, parts=[part, part])
+    return msgspec.structs.replace(made, **changes)
+
+
+class Source:
+    """Gives slots when they are let go."""
+
+    def __init__(self):
+        self.asked: list[int] = []
+        self.let_go = [threading.Event() for _ in range(4)]
+
+    def fetch(self, index: int) -> wire.Slot:
+        self.asked.append(index)
+        assert self.let_go[index].wait(10)
+        return slot(index)
+
+
+def slots_of(fetch, **options) -> IterationSlots:
+    return IterationSlots(fetch, Batcher(ADVANTAGES["mean"]), divide(PLAN), IDENTITY, torch.device("cpu"), **options)
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_rank_asks_in_order_and_one_ahead_of_what_it_computes():
+    source = Source()
+    source.let_go[0].set()
+    slots = slots_of(source.fetch)
+    updates = iter(slots.of_update(0))
+    assert source.asked == []
+    assert next(updates).index == 0
+    until(lambda: source.asked == [0, 1])
+    time.sleep(0.05)
+    assert source.asked == [0, 1]
+    for event in source.let_go:
+        event.set()
+    assert [batch.index for batch in (*updates, *slots.of_update(1))] == [1, 2, 3]
+    assert source.asked == [0, 1, 2, 3]
+
+
+def test_a_batch_is_made_once_for_all_chunks_and_passes():
+    source = Source()
+    for event in source.let_go:
+        event.set()
+    slots = slots_of(source.fetch)
+    one, other = list(slots.of_update(1)), list(slots.after(0))
+    assert [a is b for a, b in zip(one, other, strict=True)] == [True, True]
+    assert sorted(source.asked) == [0, 1, 2, 3]
+
+
+def test_a_wait_is_a_wait_where_the_batch_is_wanted():
+    source = Source()
+    entered = []
+
+    class Waiting:
+        def __enter__(self):
+            entered.append("in")
+
+        def __exit__(self, *_):
+            entered.append("out")
+
+    slots = slots_of(source.fetch, waiting=Waiting)
+    thread = threading.Thread(target=slots.wait_for_all)
+    thread.start()
+    until(lambda: entered == ["in"])
+    for event in source.let_go:
+        event.set()
+    thread.join(5)
+    assert entered == ["in", "out"] * 4
+
+
+def test_a_fault_of_the_service_comes_out_where_the_batch_is_wanted():
+    def fails(index: int) -> wire.Slot:
+        raise MegatronRLError("iteration 3 failed: an engine is lost")
+
+    with pytest.raises(MegatronRLError, match="an engine is lost"):
+        next(iter(slots_of(fails).of_update(0)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"run": "another"},
+        {"fingerprint": "weights-2"},
+        {"response": response(3, version="2")},
+        {"response": response(3, fingerprint="weights-2")},
+        {"response": msgspec.structs.replace(response(3), spans=[])},
+        {"response": msgspec.structs.replace(response(3), spans=[wire.Span(version="3", start=0, end=2)])},
+        {
+            "response": msgspec.structs.replace(
+                response(3),
+                spans=[wire.Span(version="2", start=0, end=1), wire.Span(version="3", start=1, end=3)],
+            )
+        },
+    ],
+    ids=["version", "run", "weights", "older", "others", "no span", "short span", "two versions"],
+)
+def test_what_was_not_sampled_from_this_version_is_refused(changes):
+    def fetch(index: int) -> wire.Slot:
+        given = dict(changes)
+        made = slot(index)
+        if (other := given.pop("response", None)) is not None:
+            made.parts[0].responses[0] = other
+        return msgspec.structs.replace(made, **given)
+
+    with pytest.raises(SlotRefused, match="slot \\(0, 0\\) of iteration 3"):
+        slots_of(fetch).batch(0)
+
+
+def test_a_batch_holds_each_response_behind_one_copy_of_its_prompt():
+    batch = Batcher(ADVANTAGES["mean"], multiple_of=8).batch(slot())
+    assert batch.pack.num_tokens == 24  # two groups of 2 + 3 + 5, padded
+    assert batch.lengths_S.tolist() == [3, 5, 3, 5]
+    assert batch.advantages_S.tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert batch.pack.target_tokens_N.tolist() == [0, 1, 2, 0, 1, 2, 3, 4] * 2
+    assert batch.engine_log_probs_N.tolist() == [-0.0, -0.125, -0.25, -0.0, -0.125, -0.25, -0.375, -0.5] * 2
+
+
+def test_a_part_of_a_group_has_the_advantages_that_the_whole_group_gives_it():
+    whole = slot()
+    part = msgspec.structs.replace(
+        whole.parts[0], first_response=1, responses=whole.parts[0].responses[1:], rewards=[1.0, 0.0]
+    )
+    batch = Batcher(ADVANTAGES["mean"]).batch(msgspec.structs.replace(whole, parts=[part]))
+    assert batch.advantages_S.tolist() == [-0.5]
