@@ -8,9 +8,10 @@ from megatron_rl.errors import ExitCode, MegatronRLError
 
 # A command, the module whose `main(argv)` runs it, and what it does.
 _COMMANDS = {
-    "audit": ("megatron_rl.rollout.audit_check", "check the audit log of a run: who sampled what, under which weights"),
+    "audit": ("megatron_rl.audit", "check the audit log of a run: who sampled what, under which weights"),
     "convert": ("megatron_rl.convert", "convert weights between Hugging Face's format and Megatron's"),
     "doctor": ("megatron_rl.doctor", "show platform, versions, what is missing, and what to do"),
+    "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
+from megatron_rl.errors import UsageError
 from megatron_rl.flags import Option
 
 
@@ -296,3 +297,9 @@ class ObserveConfig:
     wandb_exp_name: Annotated[str, Option("The name of the run there.")] = ""
     wandb_save_dir: Annotated[str, Option("The folder of its local files.")] = ""
     wandb_entity: Annotated[str, Option("Whose project it is.")] = ""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise UsageError(f"--log-interval {self.log_interval} is below 1: write 1 or more")
+        if self.log_samples < 0:
+            raise UsageError(f"--log-samples {self.log_samples} is below 0: write 0 for none")

@@ -1,0 +1,126 @@
+"""`megatron-rl picture`: the curves of one or more runs, and where their time went.
+
+    megatron-rl picture RUN...                     as text
+    megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
+
+RUN is a folder with metrics.jsonl, or such a file; LABEL=RUN gives it another name than the folder's.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
+from megatron_rl.observe import metrics
+from megatron_rl.observe.chart import Points
+from megatron_rl.observe.report import evaluations_of, rewards_of, text_curves, time_by_span
+
+_Records = Sequence[Mapping[str, Any]]
+_FORMATS = (".png", ".svg", ".pdf")
+# The same part of the time has the same colour in every picture; others take what is left.
+_SPANS = ("train", "wait", "publish", "update", "evaluate", "save", "other")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, its metrics.jsonl, or LABEL=either")
+    parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
+    arguments = parser.parse_args(argv)
+    files = _labelled(arguments.runs)
+    if arguments.out is None:
+        print(text_curves({label: metrics.read(path) for label, path in files.items()}))
+    else:
+        picture(files, arguments.out)
+        print(f"written to {arguments.out}")
+    return ExitCode.OK
+
+
+def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
+    """Draw reward and evaluation against the iteration, all runs in one picture, and beside it the seconds of an
+    iteration by what they went to. `out` appears when it is whole.
+    """
+    if out.suffix not in _FORMATS:
+        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
+    runs = {label: metrics.read(path) for label, path in metrics_files.items()}
+    figure = _figure()
+    grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
+    _draw_curves(figure.add_subplot(grid[0, 0]), runs)
+    _draw_times(figure.add_subplot(grid[0, 1]), runs)
+    unfinished = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(unfinished, dpi=150)
+        unfinished.replace(out)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise InputError(f"--out {out} cannot be written: {error.strerror}") from None
+
+
+def _figure() -> Any:
+    try:
+        module = importlib.import_module("matplotlib.figure")
+        # The canvas that needs no display.
+        importlib.import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        raise PlatformError(
+            f"pictures need matplotlib, which does not load ({error}): pip install matplotlib, or leave out --out"
+        ) from error
+    return module.Figure(figsize=(11, 4.5), layout="constrained")
+
+
+def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
+    for index, (label, records) in enumerate(runs.items()):
+        # Thinner than the one before, so that runs that came to the same are all seen.
+        look: dict[str, Any] = {"color": f"C{index}", "linewidth": 1.5 * (len(runs) - index)}
+        prefix = f"{label}: " if len(runs) > 1 else ""
+        curves: dict[str, tuple[Points, dict[str, Any]]] = {
+            "reward": (rewards_of(records), {"alpha": 0.6}),
+            "held out": (evaluations_of(records), {"marker": "o", "linestyle": "--"}),
+        }
+        for name, (points, style) in curves.items():
+            if points:
+                axes.plot(*zip(*points, strict=True), label=f"{prefix}{name}", **look, **style)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("mean reward, share of held-out prompts that pass")
+    axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if axes.lines:
+        axes.legend()
+
+
+def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
+    labels = list(runs)
+    means = [_mean_seconds(records) for records in runs.values()]
+    spans = [*_SPANS, *sorted({span for mean in means for span in mean} - set(_SPANS))]
+    below = [0.0] * len(runs)
+    for index, span in enumerate(spans):
+        heights = [mean.get(span, 0.0) for mean in means]
+        if any(heights):
+            axes.bar(labels, heights, bottom=below, width=0.6, color=f"C{index}", label=span)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set_ylabel("seconds of an iteration, mean")
+    if any(below):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+
+
+def _mean_seconds(records: _Records) -> dict[str, float]:
+    timed = [record for record in records if metrics.seconds_by_span(record)]
+    return {name: seconds / len(timed) for name, seconds in time_by_span(timed).items()}
+
+
+def _labelled(runs: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for run in runs:
+        label, separator, text = run.partition("=")
+        path = Path(text if separator else run)
+        if not separator:
+            label = (path if path.is_dir() else path.parent).resolve().name
+        if label in files:
+            raise UsageError(f"{files[label]} and {path} are both called {label}: write LABEL={path}")
+        files[label] = path
+    return files

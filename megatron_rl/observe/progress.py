@@ -1,0 +1,323 @@
+"""What a run is doing, for whoever watches it: a live display on a terminal, else a line an iteration."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.config import ObserveConfig
+from megatron_rl.observe.metrics import number_at
+
+_REFRESHES_PER_SECOND = 4
+# The time that is left follows from this many of the last iterations.
+_NUM_REMEMBERED = 10
+
+
+class Progress:
+    """What the loop tells; this one shows nothing of it. No method waits for the display."""
+
+    def begin(self, version: int, num_groups: int) -> None:
+        """An iteration begins: `version` is the number of those before it, in this and earlier runs."""
+
+    def phase(self, name: str) -> None:
+        """What is done now: publishing, generating, training, updating, evaluating, saving."""
+
+    def counts(
+        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
+    ) -> None:
+        """Groups of this iteration that are sampled, and trained on; what is waited for, "" for nothing. What is not
+        given stays as it was.
+        """
+
+    def end(self, version: int, metrics: Mapping[str, Any]) -> None:
+        """The iteration is over, and this is what it came to. Behind the last one there may be a call more, for what
+        the last version came to in evaluation.
+        """
+
+    def say(self, text: str) -> None:
+        """A line for people, above the display."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; a second call does nothing."""
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
+    """The progress that `--progress` asks for, of a run of `total` iterations. Its methods do not raise."""
+    kind = config.progress
+    if kind == "auto":
+        kind = "live" if stream.isatty() and os.environ.get("TERM") not in (None, "dumb") else "lines"
+    if kind == "none":
+        return GuardedProgress(QuietProgress())
+    shown = LiveProgress if kind == "live" else LineProgress
+    return GuardedProgress(shown(total, config.log_interval, stream))
+
+
+class GuardedProgress(Progress):
+    """Keeps what goes wrong in showing progress, as a terminal that is gone, out of the loop: it is said on standard
+    error, and nothing is shown from then on but what is said.
+    """
+
+    def __init__(self, inner: Progress) -> None:
+        self._inner = inner
+
+    def begin(self, version: int, num_groups: int) -> None:
+        self._try(lambda inner: inner.begin(version, num_groups))
+
+    def phase(self, name: str) -> None:
+        self._try(lambda inner: inner.phase(name))
+
+    def counts(
+        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
+    ) -> None:
+        self._try(lambda inner: inner.counts(finished=finished, trained=trained, waiting_for=waiting_for))
+
+    def end(self, version: int, metrics: Mapping[str, Any]) -> None:
+        self._try(lambda inner: inner.end(version, metrics))
+
+    def say(self, text: str) -> None:
+        self._try(lambda inner: inner.say(text))
+
+    def close(self) -> None:
+        self._try(lambda inner: inner.close())
+
+    def _try(self, call: Callable[[Progress], None]) -> None:
+        inner = self._inner
+        try:
+            call(inner)
+        except Exception as error:
+            self._inner = QuietProgress()
+            with contextlib.suppress(Exception):
+                inner.close()
+            with contextlib.suppress(Exception):
+                print(f"progress is not shown any more: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class QuietProgress(Progress):
+    """Nothing but what is said, which may be a warning; on standard error."""
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class LineProgress(Progress):
+    """A line every `interval` iterations, and one at the end of the last."""
+
+    def __init__(self, total: int, interval: int, stream: TextIO) -> None:
+        self._total = total
+        self._interval = interval
+        self._stream = stream
+
+    def end(self, version: int, metrics: Mapping[str, Any]) -> None:
+        if is_due(version, self._total, self._interval):
+            self.say(line_of(version, self._total, metrics))
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class _Terminal(Console):
+    """A console whose reader may go: rich ends the process then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the terminal is gone")
+
+
+class _Display(Live):
+    """Keeps what went wrong in its thread, which nobody would see there."""
+
+    failure: Exception | None = None
+
+    def refresh(self) -> None:
+        try:
+            super().refresh()
+        except Exception as error:
+            self.failure = error
+            self.console.quiet = True
+
+
+class LiveProgress(Progress):
+    """One display that a thread of its own redraws; the loop only leaves notes for it."""
+
+    def __init__(self, total: int, interval: int, stream: TextIO) -> None:
+        self._total = total
+        self._interval = interval
+        self._console = _Terminal(file=stream, force_terminal=True, highlight=False)
+        self._live: _Display | None = None
+        self._is_closed = False
+        self._shown = Shown(total=total)
+        self._seconds: collections.deque[float] = collections.deque(maxlen=_NUM_REMEMBERED)
+
+    def begin(self, version: int, num_groups: int) -> None:
+        now = time.monotonic()
+        self._note(
+            version=version, num_groups=num_groups, finished=0, trained=0, waiting_for="", begun=now, phase_begun=now
+        )
+        if self._live is None and not self._is_closed:
+            self._live = _Display(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+                # What goes to a file stays there.
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
+
+    def phase(self, name: str) -> None:
+        self._note(phase=name, phase_begun=time.monotonic())
+
+    def counts(
+        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
+    ) -> None:
+        given = {"finished": finished, "trained": trained, "waiting_for": waiting_for}
+        self._note(**{name: value for name, value in given.items() if value is not None})
+
+    def end(self, version: int, metrics: Mapping[str, Any]) -> None:
+        if version < self._total:
+            self._seconds.append(time.monotonic() - self._shown.begun)
+            self._note(metrics=metrics, seconds=sum(self._seconds) / len(self._seconds), phase="", waiting_for="")
+        if is_due(version, self._total, self._interval):
+            self.say(line_of(version, self._total, metrics))
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        self._is_closed = True
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _note(self, **changes: Any) -> None:
+        if self._live is not None and self._live.failure is not None:
+            raise self._live.failure
+        # Replaced as a whole, so that the display's thread never sees half of a change and nobody needs a lock.
+        self._shown = dataclasses.replace(self._shown, **changes)
+
+    def _render(self) -> RenderableType:
+        return display(self._shown, time.monotonic())
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """All that the live display shows, at one moment."""
+
+    total: int
+    version: int = 0
+    num_groups: int = 0
+    finished: int = 0
+    trained: int = 0
+    waiting_for: str = ""
+    phase: str = ""
+    begun: float = 0.0
+    phase_begun: float = 0.0
+    # The mean of the last iterations; None before the end of the first.
+    seconds: float | None = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def display(shown: Shown, now: float) -> RenderableType:
+    """Three rows: the run, the groups of this iteration, and what happens now beside what the last one came to."""
+    bars = Table.grid(padding=(0, 2))
+    bars.add_column(no_wrap=True)
+    bars.add_column(width=24)
+    bars.add_column(no_wrap=True, overflow="ellipsis")
+    bars.add_row(
+        Text(f"iteration {shown.version + 1} of {shown.total}", style="bold"),
+        ProgressBar(total=max(shown.total, 1), completed=shown.version),
+        Text(f"{_clock(_left(shown, now))} left" if shown.seconds is not None else ""),
+    )
+    bars.add_row(
+        Text(f"{shown.trained} of {shown.num_groups} groups trained"),
+        ProgressBar(total=max(shown.num_groups, 1), completed=shown.trained),
+        Text(f"{shown.finished} finished"),
+    )
+    doing = [f"{shown.phase} {_clock(now - shown.phase_begun)}"] if shown.phase else []
+    doing += [f"waiting for {shown.waiting_for}"] if shown.waiting_for else []
+    reward = number_at(shown.metrics, "reward", "mean")
+    came_to = [] if reward is None else [f"reward {reward:.3f}"]
+    row = "   ".join(filter(None, (", ".join(doing), *came_to, _rates(shown.metrics))))
+    return Group(bars, Text(row, no_wrap=True, overflow="ellipsis"))
+
+
+def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
+    """An iteration as one line, its columns below those of other lines; "-" where a number is missing."""
+    width = len(str(total))
+    if version >= total:
+        return "  ".join((f"    after {total}/{total}", *_remarks(metrics)))
+    iteration = number_at(metrics, "time", "iteration")
+    wait = number_at(metrics, "time", "wait")
+    share = None if wait is None or not iteration else 100 * wait / iteration
+    columns = [
+        f"iteration {version + 1:>{width}}/{total}",
+        f"reward {_number(number_at(metrics, 'reward', 'mean'), '7.3f')}",
+        f"loss {_number(number_at(metrics, 'loss'), '10.3e')}",
+        f"tokens/s {_number(number_at(metrics, 'time', 'generated_tokens_per_second'), '8,.0f')} generated "
+        f"{_number(number_at(metrics, 'time', 'trained_tokens_per_second'), '8,.0f')} trained",
+        f"{_number(iteration, '8.2f')} s",
+        f"waited {_number(share, '3.0f')}%",
+        *_remarks(metrics),
+    ]
+    return "  ".join(columns)
+
+
+def is_due(version: int, total: int, interval: int) -> bool:
+    """Whether the iteration after `version` others gets a line."""
+    return (version + 1) % interval == 0 or version + 1 >= total
+
+
+def _remarks(metrics: Mapping[str, Any]) -> list[str]:
+    """What not every iteration has."""
+    remarks = []
+    passed = number_at(metrics, "evaluation", "pass")
+    if passed is not None:
+        remarks.append(f"evaluation {passed:.3f}")
+    all_equal = number_at(metrics, "reward", "all_equal_groups")
+    if all_equal:
+        remarks.append(f"groups of equal rewards {all_equal:.0f}")
+    return remarks
+
+
+def _rates(metrics: Mapping[str, Any]) -> str:
+    generated = number_at(metrics, "time", "generated_tokens_per_second")
+    trained = number_at(metrics, "time", "trained_tokens_per_second")
+    known = [
+        f"{rate:,.0f} {word}" for rate, word in ((generated, "generated"), (trained, "trained")) if rate is not None
+    ]
+    return f"tokens/s {', '.join(known)}" if known else ""
+
+
+def _left(shown: Shown, now: float) -> float:
+    assert shown.seconds is not None
+    return max(shown.seconds * (shown.total - shown.version) - (now - shown.begun), 0.0)
+
+
+def _number(value: float | None, form: str) -> str:
+    width = int(form.split(".")[0].rstrip(","))
+    return f"{'-':>{width}}" if value is None else f"{value:{form}}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

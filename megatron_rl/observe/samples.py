@@ -1,0 +1,66 @@
+"""Responses of a run written down as text, a few an iteration, so that a person can read what the numbers stand for."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.observe.line_file import LineFile
+from megatron_rl.observe.metrics import plain
+
+FILE_NAME = "samples.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledResponse:
+    """A response as text, its reward, and what each reward function gave."""
+
+    text: str
+    reward: float
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledGroup:
+    """A prompt, the name of its row in the data set, and some of the responses to it."""
+
+    row: str
+    prompt: str
+    responses: Sequence[SampledResponse]
+
+
+class SamplesFile(LineFile):
+    """The samples of a run, at most `limit` responses an iteration; see `LineFile` for what a resumed run does."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        super().__init__(path)
+        self.limit = limit
+        self._written: tuple[int | None, int] = (None, 0)
+
+    def left(self, version: int) -> int:
+        """How many more responses of this iteration are taken: more need not be decoded."""
+        last, num_written = self._written
+        return self.limit - num_written if version == last else self.limit
+
+    def restart(self, version: int) -> int:
+        self._written = (None, 0)
+        return super().restart(version)
+
+    def write(self, version: int, groups: Iterable[SampledGroup]) -> None:
+        """Append a line a group, in their order, until the iteration's limit is reached; the rest is not written."""
+        for group in groups:
+            responses = group.responses[: self.left(version)]
+            if not responses:
+                return
+            self.append(version, _record(group, responses))
+            self._written = (version, self.limit - self.left(version) + len(responses))
+
+
+def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[str, Any]:
+    nonfinite: list[str] = []
+    record = {
+        "row": group.row,
+        "prompt": group.prompt,
+        "responses": plain([dataclasses.asdict(response) for response in responses], "responses", nonfinite),
+    }
+    return {**record, "nonfinite": nonfinite} if nonfinite else record

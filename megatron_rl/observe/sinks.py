@@ -1,0 +1,119 @@
+"""Where metrics go beside their file: TensorBoard, Weights & Biases. Each package is imported when it is asked for."""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.config import ObserveConfig
+from megatron_rl.errors import PlatformError
+from megatron_rl.observe.metrics import flat
+
+
+class Sink(Protocol):
+    """Takes an iteration's numbers under flat names, "group/name"."""
+
+    def write(self, version: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in a folder. Those of a resumed run hide what an earlier one wrote from `version` on."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        module = _imported("torch.utils.tensorboard", "tensorboard", "--tensorboard-dir")
+        self._writer = module.SummaryWriter(log_dir=str(folder), purge_step=version)
+
+    def write(self, version: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, version)
+        # Else a kill loses the last two minutes.
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run in Weights & Biases, resumed by its id; WANDB_MODE=offline keeps it in the local folder."""
+
+    def __init__(self, config: ObserveConfig, run: str, settings: Mapping[str, Any]) -> None:
+        wandb = _imported("wandb", "wandb", "--wandb-project")
+        if config.wandb_save_dir:
+            # Not made by wandb, which would write to a temporary folder in its place.
+            Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity or None,
+            name=config.wandb_exp_name or run,
+            dir=config.wandb_save_dir or None,
+            # The characters that an id may not have.
+            id=re.sub(r"[/\\#?%:\s]", "-", run),
+            resume="allow",
+            config=dict(settings),
+        )
+        # Over the version, not over wandb's own count of steps, which cannot go back to where a resumed run continues.
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+
+    def write(self, version: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "version": version})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Sinks:
+    """All of them. One that fails is said and left out from then on: the metrics file has the same, and a run of days
+    does not end because a dashboard cannot be reached.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
+        self._sinks = list(sinks)
+        self._say = say
+
+    def write(self, version: int, values: Mapping[str, Any]) -> None:
+        """Hand the nested metrics of an iteration to each."""
+        numbers = flat(values)
+        self._each(lambda sink: sink.write(version, numbers))
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self._sinks = []
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._say(f"{type(sink).__name__} fails and is left out from here on: {type(error).__name__}: {error}")
+
+
+def sinks_of(
+    config: ObserveConfig,
+    run: str,
+    version: int,
+    say: Callable[[str], None],
+    settings: Mapping[str, Any] | None = None,
+) -> Sinks:
+    """The sinks that flags ask for, in a run that starts at `version`; `settings` are shown beside its curves."""
+    sinks: list[Sink] = []
+    if config.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(config.tensorboard_dir, version))
+    if config.wandb_project:
+        sinks.append(WandbSink(config, run, settings or {}))
+    elif config.wandb_exp_name or config.wandb_entity or config.wandb_save_dir:
+        say("without --wandb-project, --wandb-exp-name, --wandb-entity and --wandb-save-dir have no effect")
+    return Sinks(sinks, say)
+
+
+def _imported(module: str, package: str, flag: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise PlatformError(
+            f"{flag} needs the package {package}, which does not load ({error}): pip install {package}, or drop {flag}"
+        ) from error
