@@ -19,7 +19,7 @@ LAYERS = (
     {"algorithm"},
     {"mcore", "sidecar", "observe", "plan"},
     {"training"},
-    {"arguments", "cli", "convert", "describe", "doctor"},
+    {"arguments", "audit", "cli", "convert", "describe", "doctor", "rescore"},
 )
 # The files at the top may import one another.
 ENTRY = LAYERS[-1]

@@ -46,6 +46,9 @@ class BreachName(enum.StrEnum):
     NEVER_CLAIMED = "group never claimed"
     WRONG_COUNT = "wrong count"
     COMPLETE_OUTSIDE = "completion outside of an iteration"
+    OTHER_JOURNAL = "journal holds other responses"
+    OTHER_CHECKPOINT = "checkpoint of other weights"
+    OTHER_LOG_PROBS = "log-probs not of these weights"
 
 
 @dataclasses.dataclass(frozen=True)

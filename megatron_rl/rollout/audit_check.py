@@ -1,17 +1,10 @@
-"""`megatron-rl audit RUN`: check the audit log of a run, and name every breach.
+"""What an audit log says happened, and where its events contradict one another or what was promised."""
 
-    megatron-rl audit RUN                 RUN is the log, or the folder that holds audit.jsonl
-    megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
-
-It ends with 0 if nothing is wrong, with 5 otherwise.
-"""
-
-import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.errors import InputError
 from megatron_rl.rollout import audit
 from megatron_rl.rollout.audit_chain import Breach, BreachName, Chain
 from megatron_rl.rollout.audit_files import file_of, files_to_read, first_file, lines_of
@@ -283,42 +276,6 @@ def _goes_on(index: int, link: str, line: bytes, event: audit.AnyEvent | None) -
     links = audit.read_links(line.removesuffix(b"\n"))
     expected = audit.Continued(file=index) if index else event
     return links is None or (links.prev == link and event in (None, expected))
-
-
-def main(argv: list[str]) -> int:
-    """Print what the log holds and every breach."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", type=Path, help="the log, or the folder that holds it")
-    parser.add_argument("--head", action="append", default=[], help="a hash of a line; may be given several times")
-    arguments = parser.parse_args(argv)
-    report = verify(arguments.run, arguments.head)
-    _print(report)
-    return ExitCode.RUN if report.breaches else ExitCode.OK
-
-
-def _print(report: Report) -> None:
-    print(f"run {report.run}: {report.num_lines} lines, {report.num_starts} starts, {report.num_recovered} recovered")
-    print(f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10}  engines")
-    for item in report.iterations:
-        restored = f"  ({item.num_restored} groups from the journal)" if item.num_restored else ""
-        print(
-            f"{item.version:>8} {item.fingerprint[:12]:<12} {item.outcome:<10} {item.num_groups:>7} "
-            f"{item.num_responses:>9} {item.num_tokens:>10}  {', '.join(sorted(item.engines))}{restored}"
-        )
-    for evaluation in report.evaluations:
-        print(
-            f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
-            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
-        )
-    for breach in report.breaches:
-        print(f"BREACH {report.place(breach.line)}: {breach.name}: {breach.detail}")
-    num_complete = sum(item.outcome == "complete" for item in report.iterations)
-    print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
-    print(f"head {report.head}")
-    if report.num_covered:
-        print(f"lines 1 to {report.num_covered} are those that the head was kept of")
 
 
 def _count(summary: IterationSummary, event: audit.GroupFinished) -> None:

@@ -13,6 +13,7 @@ One file an iteration, `<version>.journal`, in a folder of the run's own. Invari
 
 import dataclasses
 import hashlib
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -44,9 +45,12 @@ class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
     submission: bytes
 
 
-class _Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """A group, under the key of what it was sampled and scored for."""
+
     key: bytes
     prompt_index: int
+    prompt_tokens: bytes
     responses: list[Response]
 
 
@@ -54,7 +58,7 @@ class _Claimed(msgspec.Struct, frozen=True, kw_only=True, tag="claimed"):
     claim: Claim
 
 
-_Record = _Begun | _Finished | _Claimed
+_Record = _Begun | Finished | _Claimed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,7 @@ class JournalFolder:
 
     def open(self, submission: Submission) -> "Journal":
         """The journal of an iteration, with what an earlier process left in it; too old ones are deleted."""
-        path = self._folder / f"{submission.version:08d}.journal"
+        path = journal_of(self._folder, submission.version)
         journal = Journal(path, submission, self._sync, self._scoring)
         others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
         for path in others[: max(0, len(others) + 1 - self._retain)]:
@@ -129,8 +133,11 @@ class Journal:
 
     def append_group(self, group: Group) -> None:
         """Keep a finished group. AppendFailed leaves the journal as it was; so it does below."""
-        key = group_key(self._submission, group.prompt.index, self._scoring)
-        self._append(_Finished(key=key, prompt_index=group.prompt.index, responses=group.responses))
+        prompt = group.prompt
+        key = group_key(self._submission, prompt.index, self._scoring)
+        self._append(
+            Finished(key=key, prompt_index=prompt.index, prompt_tokens=prompt.tokens, responses=group.responses)
+        )
 
     def append_claim(self, claim: Claim) -> None:
         """Keep a claim, before it is answered."""
@@ -175,6 +182,33 @@ class Journal:
         return Recovered(list(groups.values()), claims, num_bytes_cut, num_stale)
 
 
+def journal_of(folder: Path, version: int) -> Path:
+    """The journal of an iteration, in the folder of a run's journals."""
+    return folder / f"{version:08d}.journal"
+
+
+def read_groups(path: Path) -> Iterator[Finished]:
+    """Every group in a journal, whatever it was sampled for; reads only, so a sidecar may have it open."""
+    with path.open("rb") as file:
+        stored = _Stored(path, os.fstat(file.fileno()).st_size, file.fileno())
+        for offset, payload in _payloads(stored):
+            record = _decode(payload, path, offset)
+            if isinstance(record, Finished):
+                yield record
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A file that is only read."""
+
+    path: Path
+    size: int
+    descriptor: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self.descriptor, size, offset)
+
+
 def group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
     """What a group was sampled and scored for; the seed is that of its first response."""
     what = (
@@ -204,7 +238,7 @@ def _head(payload: bytes) -> bytes:
     return start + struct.pack("<I", zlib.crc32(start))
 
 
-def _payloads(file: AppendFile) -> Iterator[tuple[int, bytes]]:
+def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
     """Each whole record's offset and payload. Ends before a torn one.
 
     A kill tears by cutting short, so a head or a payload that is as long as it should be and has another checksum is

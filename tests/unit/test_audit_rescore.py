@@ -1,0 +1,220 @@
+"""`megatron-rl audit RUN --rescore N`: an engine that samples with other weights than it claims is caught by name."""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl import cli
+from megatron_rl.rescore import _fingerprint_of
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.audit_files import FILE_NAME
+from megatron_rl.rollout.audit_samples import choose, kept
+from megatron_rl.rollout.seeds import group_seed
+from megatron_rl.sidecar.engine import WeightReport
+from megatron_rl.sidecar.iteration import Iteration
+from megatron_rl.sidecar.recorder import RunRecorder
+from tests import hf_models
+
+PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2)
+ENGINES = ("engine-0", "engine-1")
+TEMPERATURE = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Versions 3, 4 and 5 of a policy, as --save-hf leaves them, and their fingerprints."""
+
+    folder: Path
+    fingerprints: dict[int, str]
+
+    def of(self, version: int) -> Path:
+        return self.folder / f"iter_{version:07d}"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for version in (3, 4, 5):
+        hf_models.draw("qwen3", folder / f"iter_{version:07d}", seed=version, num_hidden_layers=2)
+    return Checkpoints(folder, {version: _fingerprint_of(folder / f"iter_{version:07d}") for version in (3, 4, 5)})
+
+
+def sampled(
+    checkpoint: Path, submission: wire.Submission, prompt: wire.Prompt, engine: str, noise: float = 0.0
+) -> wire.Group:
+    """A group whose log-probs are those of this checkpoint, whatever the submission says."""
+    seed = group_seed(submission.run, submission.version, prompt.index)
+    responses = []
+    for number in range(PLAN.group_size):
+        length = 3 + prompt.index + number
+        (tokens,) = hf_models.sequences([length], seed=seed % 2**31 + number)
+        whole = [*wire.tokens_of(prompt.tokens).tolist(), *tokens]
+        (found,) = hf_models.log_probs(checkpoint, [whole], TEMPERATURE)
+        log_probs = found[-length:] + noise * torch.linspace(-1, 1, length)
+        responses.append(
+            wire.Response(
+                tokens=wire.token_bytes(tokens), log_probs=wire.log_prob_bytes(log_probs.numpy()), seed=seed + number,
+                finish_reason="stop", engine=engine, fingerprint=submission.fingerprint, reward=1.0,
+                spans=[wire.Span(version=str(submission.version), start=0, end=length)],
+            )
+        )  # fmt: skip
+    return wire.Group(prompt=prompt, responses=responses)
+
+
+def record(
+    run: Path, checkpoints: Checkpoints, versions: Sequence[int] = (3, 4), lying: str = "", noise: float = 0.0
+) -> Path:
+    """A run of these versions, as the service records it; a lying engine samples with the version before."""
+    recorder = RunRecorder(run, "run", retain=2)
+    for version in versions:
+        fingerprint = checkpoints.fingerprints[version]
+        weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
+        recorder.published(weights, [(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
+        prompts = [
+            wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
+            for index in range(PLAN.num_prompts)
+        ]
+        submission = wire.Submission(
+            run="run", version=version, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=60,
+            sampling=wire.Sampling(max_tokens=16, temperature=TEMPERATURE),
+        )  # fmt: skip
+        recorder.begin(submission)
+        iteration = Iteration(submission, recorder.finished, recorder.claimed)
+        for prompt in prompts:
+            engine = ENGINES[prompt.index % 2]
+            held = version - 1 if engine == lying else version
+            iteration.finished(sampled(checkpoints.of(held), submission, prompt, engine, noise))
+            iteration.claim(0, prompt.index)
+        recorder.completed(version)
+    recorder.close()
+    return run
+
+
+def audit(run: Path, folder: Path, *words: str, count: int = 16) -> int:
+    return cli.main(["audit", str(run), "--rescore", str(count), "--checkpoints", str(folder), *words])
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Path:
+    return record(tmp_path_factory.mktemp("honest") / "run", checkpoints)
+
+
+def test_log_probs_of_the_weights_that_were_published_pass_and_the_differences_are_said(
+    honest, checkpoints, capsys
+) -> None:
+    assert audit(honest, checkpoints.folder) == 0
+    output = capsys.readouterr().out
+    assert "16 responses of 2 versions computed again, 0 breaches" in output
+    for version in (3, 4):
+        # Four prompts with two responses of 3 to 7 tokens each.
+        line = re.search(rf"^ +{version} +8 +40 +(\S+) +(\S+) +0.001$", output, re.MULTILINE)
+        assert line is not None, output
+        assert 0 <= float(line[2]) <= float(line[1]) < 1e-5
+
+
+def test_fewer_responses_are_spread_over_the_versions_and_always_the_same(honest: Path) -> None:
+    samples = kept(honest).samples
+    chosen = choose(samples, 5, "seed")
+    assert sorted(sample.version for sample in chosen) == [3, 3, 3, 4, 4]
+    assert len({(sample.version, sample.prompt, sample.number) for sample in chosen}) == 5
+    assert choose(samples, 5, "seed") == chosen != choose(samples, 5, "another")
+    assert len(choose(samples, 100, "seed")) == 16
+
+
+def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name(tmp_path, checkpoints, capsys) -> None:
+    run = record(tmp_path / "run", checkpoints, versions=(4, 5), lying="engine-1")
+    assert cli.main(["audit", str(run)]) == 0
+    capsys.readouterr()
+    assert audit(run, checkpoints.folder) == 5
+    breaches = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BREACH")]
+    assert len(breaches) == 8
+    assert all("log-probs not of these weights" in line and "(engine engine-1)" in line for line in breaches)
+    assert sum("of version 5" in line and "beyond 0.001" in line for line in breaches) == 4
+
+
+def test_log_probs_that_are_off_by_more_than_the_bound_are_a_breach_and_the_bound_can_be_given(
+    tmp_path, checkpoints, capsys
+) -> None:
+    run = record(tmp_path / "run", checkpoints, versions=(3,), noise=0.004)
+    assert audit(run, checkpoints.folder) == 5
+    assert "token 0 is 0.004 off, beyond 0.001" in capsys.readouterr().out
+    assert audit(run, checkpoints.folder, "--rescore-bound", "0.005") == 0
+
+
+def test_a_checkpoint_of_other_weights_is_a_breach_and_nothing_is_computed_from_it(
+    honest, checkpoints, tmp_path, capsys
+) -> None:
+    shutil.copytree(checkpoints.of(3), tmp_path / "iter_0000003")
+    shutil.copytree(checkpoints.of(5), tmp_path / "iter_0000004")
+    assert audit(honest, tmp_path) == 5
+    output = capsys.readouterr().out
+    assert "checkpoint of other weights" in output
+    assert f"has fingerprint {checkpoints.fingerprints[5][:12]}, and version 4 was published with" in output
+    assert "8 responses of 1 versions computed again, 1 breaches" in output
+
+
+def test_versions_that_cannot_be_computed_again_are_named_with_the_reason(tmp_path, checkpoints, capsys) -> None:
+    run = record(tmp_path / "run", checkpoints, versions=(3, 4, 5))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints.of(5), folder / "iter_0000005")
+    assert audit(run, folder) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^ +3 not computed again: its journal .*00000003.journal is no longer kept", output, re.M)
+    assert re.search(r"^ +4 not computed again: there is no checkpoint .*iter_0000004$", output, re.M)
+    assert "8 responses of 1 versions computed again" in output
+
+
+def test_when_nothing_can_be_computed_again_that_is_no_success(honest, tmp_path, capsys) -> None:
+    assert audit(honest, tmp_path) == 4
+    assert "no response" in capsys.readouterr().err
+
+
+def test_a_journal_that_holds_other_responses_than_the_log_is_a_breach(honest, checkpoints, tmp_path, capsys) -> None:
+    other = record(tmp_path / "other" / "run", checkpoints, versions=(3,), noise=1e-4)
+    run = tmp_path / "run"
+    shutil.copytree(honest, run)
+    shutil.copyfile(other / "journal" / "00000003.journal", run / "journal" / "00000003.journal")
+    assert audit(run, checkpoints.folder) == 5
+    output = capsys.readouterr().out
+    assert output.count("journal holds other responses: 00000003.journal: response 0 of prompt") == 4
+    assert "3 not computed again: its journal" in output
+
+
+def test_a_journal_that_a_sidecar_writes_to_can_be_read(tmp_path, checkpoints) -> None:
+    recorder = RunRecorder(record(tmp_path / "run", checkpoints, versions=(3,)), "run")
+    assert len(kept(tmp_path / "run").samples[3]) == 8
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--rescore", "4"), 2, "--checkpoints is missing"),
+        (("--rescore", "0", "--checkpoints", "."), 2, "--rescore 0: it must be at least 1"),
+        (("--rescore", "4", "--checkpoints", "nowhere"), 4, "--checkpoints nowhere is no folder"),
+        (("--rescore", "4", "--checkpoints", ".", "--rescore-bound", "nan"), 2, "--rescore-bound nan"),
+        (("--checkpoints", "."), 2, "are for --rescore N"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_before_the_log_is_read(words, code, message, capsys) -> None:
+    assert cli.main(["audit", "no-such-run", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_log_alone_is_checked_without_torch(honest: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "audit", str(honest / FILE_NAME)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
