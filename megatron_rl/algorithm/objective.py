@@ -72,7 +72,7 @@ def _statistics(
     divergence_N: torch.Tensor | None,
 ) -> Statistics:
     sums = {
-        "loss": total,
+        "loss": total.detach(),
         "targets": torch.tensor(float(len(ratio_N))),
         "ratio": ratio_N.sum(dtype=torch.float64),
         "clipped_low": clip.is_low(ratio_N, advantages_N).sum(),

@@ -1,0 +1,35 @@
+"""When a run is saved, and what beside model and optimizer: all that makes a resumed run the one that never stopped."""
+
+from megatron_rl.config import Settings
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.mcore.policy import Policy
+from megatron_rl.mcore.session import Session
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        policy: Policy,
+        run: str,
+        prompts: PromptSource | None,
+        reference: str | None,
+    ):
+        self._settings = settings
+        self._session = session
+        self._policy = policy
+        self._run = run
+        self._prompts = prompts
+        self._reference = reference
+
+    def load(self) -> int:
+        return 0
+
+    def save_if_due(self, version: int, is_last: bool) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,61 @@
+"""How good the policy is on prompts that it is not trained on: sampled by the engines, between publish and submit."""
+
+import statistics
+from typing import Any
+
+from megatron_rl.config import EvaluationConfig
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.wire import Evaluated, Evaluation, Prompt, Sampling
+
+
+class Evaluator:
+    """Rank 0's. The other ranks wait for its slots meanwhile."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        client: RolloutClient,
+        run: str,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        deadline_seconds: float,
+    ):
+        self._config = config
+        self._client = client
+        self._run = run
+        self._prompts = prompts
+        self._sampling = sampling
+        self._deadline_seconds = deadline_seconds
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        """Every so many iterations, and at the end."""
+        interval = self._config.interval
+        return interval is not None and (is_last or version % interval == 0)
+
+    def evaluate(self, version: int, fingerprint: str) -> dict[str, Any]:
+        """The mean reward, and the share of prompts of which a response passes."""
+        evaluated = self._client.evaluate(
+            Evaluation(
+                run=self._run,
+                version=version,
+                fingerprint=fingerprint,
+                prompts=self._prompts,
+                group_size=self._config.num_samples,
+                sampling=self._sampling,
+                deadline_seconds=self._deadline_seconds,
+            )
+        )
+        return summary(evaluated, self._config.pass_reward)
+
+
+def summary(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
+    """pass is pass@k of all k responses to a prompt, mean what one of them gets."""
+    rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
+    lengths = [len(response.tokens) // 4 for group in evaluated.groups for response in group.responses]
+    return {
+        "mean": statistics.fmean(reward for group in rewards for reward in group),
+        "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),
+        "num_prompts": len(rewards),
+        "num_samples": len(rewards[0]),
+        "length_mean": statistics.fmean(lengths),
+    }

@@ -1,0 +1,105 @@
+"""The updates of an iteration: losses over its slots, gradients, optimizer steps.
+
+Letters: N targets.
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.statistics import Statistics, combined
+from megatron_rl.data.batch import Batch
+from megatron_rl.data.slots import IterationSlots
+from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.mcore.policy import Policy
+from megatron_rl.mcore.roles import RoleLoss, is_reporter
+from megatron_rl.mcore.session import Session
+from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
+
+
+class TrainingFailed(MegatronRLError):
+    """An update that must not be made."""
+
+    exit_code = ExitCode.RUN
+
+
+class Roles(Protocol):
+    """The models that losses are made of."""
+
+    def forward_backward(
+        self, slots: IterationSlots, update: int, loss: RoleLoss, reference_is_policy: bool = False
+    ) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What the updates of an iteration did; measures of this rank's replica, on the one rank that speaks for it."""
+
+    updates: list[UpdateOutcome]
+    measures: Measures | None
+
+
+class Learner:
+    """Turns the slots of an iteration into updates of the policy."""
+
+    def __init__(self, policy: Policy, roles: Roles, objective: Objective, session: Session):
+        self._policy = policy
+        self._roles = roles
+        self._objective = objective
+        self._session = session
+
+    def learn(self, slots: IterationSlots, reference_is_policy: bool) -> Learned:
+        """One update after the other, each over its own slots."""
+        statistics: list[Statistics] = []
+        updates = []
+        for update in range(slots.division.plan.num_updates):
+            of_update: list[Statistics] = []
+            self._roles.forward_backward(slots, update, self._loss(of_update), reference_is_policy)
+            self._session.agree(lambda of_update=of_update: _check_finite(of_update))  # type: ignore[misc]
+            updates.append(self._step(slots, update))
+            statistics += of_update
+        if not is_reporter():
+            return Learned(updates, None)
+        measures = of_batches(slots.of_all())
+        sums, maxima = combined(statistics)
+        measures.merge(Measures(sums=sums, largest=maxima))
+        return Learned(updates, measures)
+
+    def _loss(self, statistics: list[Statistics]) -> RoleLoss:
+        def loss(log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
+            sequences_N = batch.pack.target_sequences_N
+            total, of_batch = self._objective.loss(
+                log_probs,
+                batch.engine_log_probs_N,
+                # index_select: its result does not depend on the number of threads.
+                batch.advantages_S.index_select(0, sequences_N),
+                sequences_N,
+                batch.lengths_S,
+            )
+            statistics.append(of_batch)
+            return total
+
+        return loss
+
+    def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
+        shares = [self._objective.share(batch.num_targets, batch.num_responses) for batch in slots.of_update(update)]
+        total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
+        dist.all_reduce(total, group=self._session.replicas_group)
+        denominator = int(total)
+        result = self._policy.update(1.0 / denominator)
+        return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator)
+
+
+def _check_finite(statistics: list[Statistics]) -> None:
+    for number, one in enumerate(statistics):
+        loss = float(one.sums["loss"])
+        if not math.isfinite(loss):
+            mismatch = float(one.maxima["mismatch"])
+            raise TrainingFailed(
+                f"the loss of micro-batch {number} is {loss} (its log-probs differ from the engine's by up to "
+                f"{mismatch:g}): nothing was updated; look at --lr, --clip-grad and the precision"
+            )

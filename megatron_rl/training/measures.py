@@ -1,0 +1,129 @@
+"""What a replica says of an iteration, and what the run says of all replicas: the metrics of an iteration."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.algorithm.advantages import is_all_equal
+from megatron_rl.data.batch import Batch
+from megatron_rl.rollout.wire import GroupPart
+
+
+class Measures(msgspec.Struct):
+    """Sums, least and largest values by name; those of several replicas add up."""
+
+    sums: dict[str, float] = {}
+    least: dict[str, float] = {}
+    largest: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def bound(self, name: str, value: float) -> None:
+        """Remember the least and the largest."""
+        self.least[name] = min(self.least.get(name, math.inf), value)
+        self.largest[name] = max(self.largest.get(name, -math.inf), value)
+
+    def merge(self, other: "Measures") -> None:
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name, value in other.least.items():
+            self.least[name] = min(self.least.get(name, math.inf), value)
+        for name, value in other.largest.items():
+            # NaN is the largest of all: Python's max would lose it.
+            known = self.largest.get(name, -math.inf)
+            self.largest[name] = value if value != value else max(known, value)
+
+
+def of_batches(batches: Iterable[Batch]) -> Measures:
+    """What the slots of a replica held."""
+    measures = Measures()
+    for batch in batches:
+        measures.add("tokens.computed", batch.pack.num_tokens)
+        measures.add("micro_batches", 1)
+        measures.bound("micro_batch", batch.pack.num_tokens)
+        for part in batch.parts:
+            _add_part(measures, part)
+    return measures
+
+
+def _add_part(measures: Measures, part: GroupPart) -> None:
+    if part.first_response == 0:
+        measures.add("groups", 1)
+        measures.add("groups.all_equal", is_all_equal(np.asarray(part.rewards)))
+        measures.add("tokens.prompt", len(part.prompt_tokens) // 4)
+    for response in part.responses:
+        length = len(response.tokens) // 4
+        measures.add("responses", 1)
+        measures.add("tokens.response", length)
+        measures.bound("length", length)
+        measures.add("truncated", response.finish_reason == "length")
+        measures.add("reward", response.reward)
+        measures.add("reward.square", response.reward**2)
+        measures.bound("reward", response.reward)
+        for name, value in response.components.items():
+            if value is not None:
+                measures.add(f"component.{name}", value)
+                measures.add(f"component.{name}.count", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOutcome:
+    """What one optimizer step did."""
+
+    gradient_norm: float
+    learning_rate: float
+    was_taken: bool
+    denominator: int
+
+
+def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
+    """The metrics of an iteration, of all replicas' measures."""
+    sums = measures.sums
+    responses, targets = sums["responses"], sums["targets"]
+    mean = sums["reward"] / responses
+    reward: dict[str, float] = {
+        "mean": mean,
+        "std": math.sqrt(max(0.0, sums["reward.square"] / responses - mean**2)),
+        "min": measures.least["reward"],
+        "max": measures.largest["reward"],
+        "all_equal_groups": int(sums["groups.all_equal"]),
+    }
+    for name in sums:
+        if name.startswith("component.") and not name.endswith(".count"):
+            reward[name.removeprefix("component.")] = sums[name] / sums[f"{name}.count"]
+    metrics: dict[str, Any] = {
+        "reward": reward,
+        "groups": int(sums["groups"]),
+        "loss": sums["loss"] / sum(update.denominator for update in updates),
+        "ratio": sums["ratio"] / targets,
+        "clip_fraction_low": sums["clipped_low"] / targets,
+        "clip_fraction_high": sums["clipped_high"] / targets,
+        "gradient_norm": updates[-1].gradient_norm,
+        "learning_rate": updates[-1].learning_rate,
+        "skipped_updates": sum(not update.was_taken for update in updates),
+        "mismatch": {
+            "mean": sums["mismatch"] / targets,
+            "max": measures.largest["mismatch"],
+            "kl": sums["mismatch_kl"] / targets,
+        },
+        "responses": {
+            "count": int(responses),
+            "length_mean": sums["tokens.response"] / responses,
+            "length_max": int(measures.largest["length"]),
+            "truncated": sums["truncated"] / responses,
+        },
+        "tokens": {
+            "prompt": int(sums["tokens.prompt"]),
+            "response": int(sums["tokens.response"]),
+            "computed": int(sums["tokens.computed"]),
+            "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
+        },
+    }
+    if "kl" in sums:
+        metrics["kl"] = sums["kl"] / targets
+    return metrics

@@ -1,0 +1,130 @@
+"""How an iteration is divided: from flags to the plan that trainer and sidecar share; what cannot be is refused."""
+
+import dataclasses
+from pathlib import Path
+
+from megatron_rl.config import Settings
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.rollout.slots import Division, divide
+from megatron_rl.rollout.wire import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What follows from the flags on batches."""
+
+    division: Division
+    longest_prompt: int
+    """The most tokens of a prompt."""
+    longest_response: int
+    """The most tokens of a response."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.division.plan
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most tokens that a micro-batch can have."""
+        group_size, size = self.plan.group_size, self.plan.micro_batch_size
+        prompts = self.division.groups_per_unit
+        responses = group_size if size >= group_size else size
+        return prompts * (self.longest_prompt + responses * self.longest_response)
+
+
+def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
+    """A UsageError for the first thing that cannot be."""
+    algorithm, training, loop = settings.algorithm, settings.training, settings.loop
+    group_size = algorithm.group_size
+    if group_size < 2:
+        raise UsageError(
+            f"--grpo-group-size {group_size}: a response is compared with the others of its group: write 2 or more"
+        )
+    if training.train_iters is None:
+        raise UsageError("--train-iters is missing: write the number of iterations")
+    if settings.model.hf_model is None:
+        raise UsageError("--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens")
+    division = _divide(settings, num_replicas)
+    longest_prompt, longest_response = _lengths(settings)
+    sizes = Sizes(division, longest_prompt, longest_response)
+    most = loop.max_tokens_per_microbatch
+    if most is not None and sizes.largest_micro_batch > most:
+        raise UsageError(
+            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size {training.micro_batch_size} can "
+            f"have {sizes.largest_micro_batch} tokens ({longest_prompt} of a prompt, {longest_response} of each "
+            f"response): make it smaller, or --rollout-max-tokens, or --max-prompt-tokens"
+        )
+    return sizes
+
+
+def _divide(settings: Settings, num_replicas: int) -> Division:
+    algorithm, training = settings.algorithm, settings.training
+    group_size, of_update = algorithm.group_size, training.global_batch_size
+    prompts = algorithm.prompts_per_step
+    if prompts is None:
+        if of_update is None:
+            raise UsageError(
+                "--grpo-prompts-per-step is missing: write the prompts of an iteration, or --global-batch-size, the "
+                "responses of an update"
+            )
+        if of_update % group_size:
+            raise UsageError(
+                f"--global-batch-size {of_update} is not a multiple of --grpo-group-size {group_size}: it counts "
+                "responses, and an update takes whole groups"
+            )
+        prompts = of_update // group_size
+    responses = prompts * group_size
+    if of_update is None:
+        of_update = responses
+    if of_update < 1 or responses % of_update or of_update % group_size:
+        raise UsageError(
+            f"--global-batch-size {of_update} does not divide the {responses} responses of an iteration "
+            f"(--grpo-prompts-per-step {prompts} times --grpo-group-size {group_size}) into updates of whole groups: "
+            f"write {responses} for one update, or a multiple of {group_size} that divides it"
+        )
+    plan = Plan(
+        num_prompts=prompts,
+        group_size=group_size,
+        num_replicas=num_replicas,
+        micro_batch_size=training.micro_batch_size,
+        num_updates=responses // of_update,
+        order=settings.loop.consume_order,
+    )
+    try:
+        return divide(plan)
+    except InputError as error:
+        raise UsageError(str(error)) from None
+
+
+def _lengths(settings: Settings) -> tuple[int, int]:
+    """The most tokens of a prompt and of a response; together they are at most --seq-length."""
+    whole, prompt, response = (
+        settings.training.seq_length,
+        settings.data.max_prompt_tokens,
+        settings.sampling.max_tokens,
+    )
+    if whole is None:
+        raise UsageError("--seq-length is missing: write the most tokens that a prompt and a response have together")
+    for flag, value in (("--max-prompt-tokens", prompt), ("--rollout-max-tokens", response)):
+        if value is not None and not 0 < value < whole:
+            raise UsageError(f"{flag} {value} is not between 0 and --seq-length {whole}: write one that is")
+    if prompt is not None and response is not None and prompt + response > whole:
+        raise UsageError(
+            f"--max-prompt-tokens {prompt} and --rollout-max-tokens {response} together are above --seq-length "
+            f"{whole}: make one smaller, or write --seq-length {prompt + response}"
+        )
+    if response is None:
+        if prompt is None:
+            raise UsageError("--rollout-max-tokens is missing: write the most tokens of a response")
+        response = whole - prompt
+    return (prompt if prompt is not None else whole - response), response
+
+
+def run_folder(settings: Settings) -> Path:
+    """Where everything of a run lies that is no checkpoint; its name is the run's."""
+    save = settings.checkpoint.save
+    if settings.rollout.folder is not None:
+        return settings.rollout.folder
+    if save is None:
+        raise UsageError("--rollout-folder is missing: write it, or --save, and the run's folder is SAVE/rollout/NAME")
+    return save / "rollout" / save.resolve().name

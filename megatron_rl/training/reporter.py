@@ -1,0 +1,110 @@
+"""What the loop tells people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Settings
+from megatron_rl.data.slots import IterationSlots
+from megatron_rl.observe import metrics as metrics_file
+from megatron_rl.observe import samples as samples_file
+from megatron_rl.observe.metrics import MetricsFile
+from megatron_rl.observe.progress import Progress, progress_of
+from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
+from megatron_rl.observe.sinks import Sinks, sinks_of
+from megatron_rl.rollout.wire import tokens_of
+
+Decode = Callable[[list[int]], str]
+
+# What engine's and trainer's log-probs differ by on the average when all is well, with room.
+_MISMATCH = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+
+
+class Reporter:
+    """Writes down what an iteration came to."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        num_groups: int,
+        metrics: MetricsFile,
+        samples: SamplesFile,
+        sinks: Sinks,
+        progress: Progress,
+        decode: Decode,
+    ):
+        self._num_groups = num_groups
+        self._metrics = metrics
+        self._samples = samples
+        self._sinks = sinks
+        self._progress = progress
+        self._decode = decode
+        dtype = settings.rollout.dtype or settings.architecture.dtype
+        self._mismatch_warning = settings.observe.mismatch_warning or _MISMATCH[dtype]
+
+    def begin(self, version: int) -> None:
+        self._progress.begin(version, self._num_groups)
+
+    def phase(self, name: str) -> None:
+        self._progress.phase(name)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._sinks.close()
+        self._samples.close()
+        self._metrics.close()
+
+    def iteration(self, version: int, metrics: dict[str, Any], slots: IterationSlots) -> None:
+        """An iteration is over; its slots are those of this rank's replica."""
+        self._warn(metrics)
+        self._write_samples(version, slots)
+        self.write(version, metrics)
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        self._metrics.write(metrics)
+        self._sinks.write(version, metrics)
+        self._progress.end(version, metrics)
+
+    def _warn(self, metrics: dict[str, Any]) -> None:
+        difference = metrics["mismatch"]["mean"]
+        if not difference <= self._mismatch_warning:
+            self._progress.say(
+                f"warning: engine's and trainer's log-probs differ by {difference:.2g} on the average, above "
+                f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
+            )
+        groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
+        if equal == groups:
+            self._progress.say(
+                f"warning: in all {groups} groups every response got the same reward: this iteration teaches nothing"
+            )
+
+    def _write_samples(self, version: int, slots: IterationSlots) -> None:
+        for batch in slots.of_all():
+            for part in batch.parts:
+                left = self._samples.left(version)
+                if left <= 0:
+                    return
+                responses = [
+                    SampledResponse(
+                        self._decode(tokens_of(response.tokens).tolist()),
+                        response.reward,
+                        {name: value for name, value in response.components.items() if value is not None},
+                    )
+                    for response in part.responses[:left]
+                ]
+                prompt = self._decode(tokens_of(part.prompt_tokens).tolist())
+                self._samples.write(version, [SampledGroup(part.row, prompt, responses)])
+
+
+def reporter_of(
+    settings: Settings, folder: Path, version: int, num_iterations: int, num_groups: int, decode: Decode
+) -> Reporter:
+    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped."""
+    progress = progress_of(settings.observe, num_iterations, sys.stdout)
+    metrics = MetricsFile(folder / metrics_file.FILE_NAME)
+    samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
+    metrics.restart(version)
+    samples.restart(version)
+    sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
+    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode)

@@ -1,0 +1,108 @@
+"""The groups of an iteration, as the loop sees them: submitted by rank 0, given to every rank slot by slot."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from megatron_rl.data.batch import Batcher
+from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore.session import Session
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.slots import Division
+from megatron_rl.rollout.wire import Prompt, Sampling, Submission
+
+
+class PromptSource(Protocol):
+    """Where prompts come from."""
+
+    def take(self, count: int) -> list[Prompt]: ...
+
+
+class Schedule(Protocol):
+    """When training may begin with the slots of an iteration."""
+
+    def wait(self, slots: IterationSlots) -> None: ...
+
+
+class Periodic:
+    """At once: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
+
+    def wait(self, slots: IterationSlots) -> None:
+        return
+
+
+class Sync:
+    """When all groups are there: what is not overlapped, to be compared with."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    def wait(self, slots: IterationSlots) -> None:
+        slots.wait_for_all()
+        self._session.barrier()
+
+
+class Rollouts:
+    """One rank's side of all iterations."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        session: Session,
+        run: str,
+        division: Division,
+        sampling: Sampling,
+        batcher: Batcher,
+        schedule: Schedule,
+        deadline_seconds: float,
+        prompts: PromptSource | None,
+        waiting: Callable[[], AbstractContextManager],
+    ):
+        """`prompts` is rank 0's; the others need none."""
+        self._client = client
+        self._session = session
+        self._run = run
+        self._division = division
+        self._sampling = sampling
+        self._batcher = batcher
+        self._schedule = schedule
+        self._deadline_seconds = deadline_seconds
+        self._prompts = prompts
+        self._waiting = waiting
+        self.audit_head = ""
+        """What the sidecar's log ended with when the last iteration was complete; on rank 0."""
+
+    @contextlib.contextmanager
+    def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
+        """The slots of this rank's replica. All of them must have been trained on when the context is left."""
+        identity = Identity(self._run, version, fingerprint)
+        if self._session.rank == 0:
+            self._client.submit(self._submission(identity))
+        slots = IterationSlots(
+            lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
+            self._batcher,
+            self._division,
+            identity,
+            self._session.device,
+            self._waiting,
+        )
+        try:
+            self._schedule.wait(slots)
+            yield slots
+        finally:
+            slots.close()
+        if self._session.rank == 0:
+            self.audit_head = self._client.complete(version)
+
+    def _submission(self, identity: Identity) -> Submission:
+        assert self._prompts is not None
+        return Submission(
+            run=identity.run,
+            version=identity.version,
+            fingerprint=identity.fingerprint,
+            plan=self._division.plan,
+            sampling=self._sampling,
+            prompts=self._prompts.take(self._division.plan.num_prompts),
+            deadline_seconds=self._deadline_seconds,
+        )

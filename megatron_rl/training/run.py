@@ -1,0 +1,247 @@
+"""From settings to a run: what is made, in which order, and taken down again."""
+
+import contextlib
+import datetime
+import getpass
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.config import Settings
+from megatron_rl.data.batch import Batcher
+from megatron_rl.data.prompts import PromptSource, load_prompts
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.mcore.build import parallel_sizes, session_of
+from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.publish import SharedMemoryPublisher
+from megatron_rl.mcore.reference import Reference, reference_of
+from megatron_rl.mcore.roles import SeparateRoles
+from megatron_rl.mcore.session import Session
+from megatron_rl.observe import metrics, samples
+from megatron_rl.observe.metrics import read
+from megatron_rl.observe.report import Places, print_report
+from megatron_rl.observe.timeline import Timeline
+from megatron_rl.rollout.audit_files import FILE_NAME as AUDIT_FILE
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.wire import Sampling
+from megatron_rl.sidecar.scoring import tokenizer_decoder
+from megatron_rl.training.checkpoints import Checkpoints
+from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.learner import Learner
+from megatron_rl.training.plan import Sizes, run_folder, sizes_of
+from megatron_rl.training.reporter import Reporter, reporter_of
+from megatron_rl.training.rollouts import Periodic, Rollouts, Sync
+from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
+from megatron_rl.training.stop import StopRequest
+from megatron_rl.training.trainer import Trainer
+from megatron_rl.training.watch import Watch
+
+
+def train(settings: Settings) -> int:
+    """One rank of a run, from start to end; returns the exit code."""
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = sizes_of(settings, world_size // parallel_sizes(settings).model)
+    folder = run_folder(settings)
+    stop = StopRequest(settings.loop.grace_seconds).install()
+    with contextlib.ExitStack() as stack:
+        prompts, sidecar = None, None
+        if is_first:
+            # What is wrong with the data shows before an engine is started.
+            prompts = _prompts(settings, sizes)
+            for note in (*settings.notes, *prompts.notes):
+                print(f"note: {note}", file=sys.stderr)
+            if settings.service.endpoint is None:
+                sidecar = OwnSidecar(settings, folder)
+                stack.callback(sidecar.close)
+        # A rank may wait for engines to start, and then for an iteration's last group.
+        waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
+        session = stack.enter_context(session_of(settings, waiting))
+        watch = stack.enter_context(Watch(session.store, session.rank))
+        run = _Run(settings, sizes, folder, session, prompts, stop, stack)
+        run.connect(sidecar)
+        watch.tidy = run.publisher.close
+        return run.train()
+
+
+class _Run:
+    """The parts of a run on one rank."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sizes: Sizes,
+        folder: Path,
+        session: Session,
+        prompts: PromptSource | None,
+        stop: StopRequest,
+        stack: contextlib.ExitStack,
+    ):
+        self._settings = settings
+        self._sizes = sizes
+        self._folder = folder
+        self._name = folder.resolve().name
+        self._session = session
+        self._prompts = prompts
+        self._stop = stop
+        self._stack = stack
+        assert settings.training.train_iters is not None
+        self._num_iterations = settings.training.train_iters
+        self._policy = policy_of(settings, session, self._num_iterations * sizes.plan.num_updates)
+        self._reference = _reference(settings, session)
+        self._checkpoints = Checkpoints(
+            settings, session, self._policy, self._name, prompts, self._reference.fingerprint if self._reference else None
+        )
+        self._version = self._checkpoints.load()
+
+    def connect(self, sidecar: OwnSidecar | None) -> None:
+        """Wait for the sidecar and take it for this run."""
+        settings, session = self._settings, self._session
+        minutes = settings.service.start_minutes
+
+        def find() -> Address | None:
+            if session.rank != 0:
+                return None
+            return given_address(settings) if sidecar is None else sidecar.address(minutes * 60)
+
+        address = session.from_first(session.agree(find))
+        assert address is not None
+        client = address.client(settings.service.patience_seconds)
+        self._client: RolloutClient = self._stack.enter_context(client)
+        lease = session.agree(lambda: client.take_lease(self._name) if session.rank == 0 else 0)
+        client.use_lease(session.from_first(lease))
+        self.publisher = SharedMemoryPublisher(
+            self._policy.weights,
+            session,
+            client if session.rank == 0 else None,
+            self._name,
+            settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}",
+            settings.publish.dtype,
+            datetime.timedelta(minutes=settings.publish.deadline_minutes),
+        )
+        self._stack.callback(self.publisher.close)
+
+    def train(self) -> int:
+        timeline = Timeline()
+        reporter = self._reporter(timeline)
+        trainer = Trainer(
+            session=self._session,
+            policy=self._policy,
+            publisher=self.publisher,
+            rollouts=self._rollouts(lambda: timeline.span("wait")),
+            learner=self._learner(),
+            checkpoints=self._checkpoints,
+            evaluator=self._evaluator(),
+            reporter=reporter,
+            timeline=timeline,
+            stop=self._stop,
+            reference=self._reference.fingerprint if self._reference else None,
+            largest_micro_batch=self._sizes.largest_micro_batch,
+        )
+        version = trainer.train(self._version, self._num_iterations)
+        self._stop.over()
+        if reporter is not None:
+            reporter.close()
+            print_report(read(self._folder), self._places(version), sys.stdout)
+        return ExitCode.OK
+
+    def _rollouts(self, waiting: Callable[[], contextlib.AbstractContextManager]) -> Rollouts:
+        settings, session = self._settings, self._session
+        tensor = settings.transformer.get("tensor_model_parallel_size", 1)
+        batcher = Batcher(
+            ADVANTAGES[settings.algorithm.advantage],
+            multiple_of=tensor if settings.transformer.get("sequence_parallel") else 1,
+            vocab_size=settings.architecture.vocab_size,
+        )
+        return Rollouts(
+            self._client,
+            session,
+            self._name,
+            self._sizes.division,
+            self._sampling(settings.sampling.temperature),
+            batcher,
+            Periodic() if settings.loop.schedule == "periodic" else Sync(session),
+            settings.service.deadline_minutes * 60,
+            self._prompts,
+            waiting,
+        )
+
+    def _learner(self) -> Learner:
+        settings = self._settings
+        roles = SeparateRoles(
+            self._policy.wrapped, self._reference.chunks if self._reference else None, settings.sampling.temperature
+        )
+        objective = Objective(settings.algorithm, self._sizes.longest_response)
+        return Learner(self._policy, roles, objective, self._session)
+
+    def _sampling(self, temperature: float) -> Sampling:
+        sampling = self._settings.sampling
+        return Sampling(
+            max_tokens=self._sizes.longest_response,
+            temperature=temperature,
+            stop_token_ids=sampling.stop_token_ids or [],
+            ignore_eos=sampling.ignore_eos,
+        )
+
+    def _evaluator(self) -> Evaluator | None:
+        settings = self._settings
+        if self._prompts is None or settings.evaluation.interval is None:
+            return None
+        return Evaluator(
+            settings.evaluation,
+            self._client,
+            self._name,
+            self._prompts.held_out(settings.evaluation.num_prompts),
+            self._sampling(settings.evaluation.temperature),
+            settings.service.deadline_minutes * 60,
+        )
+
+    def _reporter(self, timeline: Timeline) -> Reporter | None:
+        if self._session.rank != 0:
+            return None
+        assert self._settings.model.hf_model is not None
+        decode = tokenizer_decoder(str(self._settings.model.hf_model))
+        reporter = reporter_of(
+            self._settings, self._folder, self._version, self._num_iterations, self._sizes.plan.num_prompts, decode
+        )
+        self._stack.callback(reporter.close)
+        timeline.restart()
+        return reporter
+
+    def _places(self, version: int) -> Places:
+        settings = self._settings
+        return Places(
+            metrics=self._folder / metrics.FILE_NAME,
+            samples=self._folder / samples.FILE_NAME,
+            audit_log=self._folder / AUDIT_FILE,
+            tensorboard=settings.observe.tensorboard_dir,
+        )
+
+
+def _prompts(settings: Settings, sizes: Sizes) -> PromptSource:
+    assert settings.model.hf_model is not None
+    prompts = load_prompts(
+        settings.data,
+        settings.model.hf_model,
+        seed=settings.training.seed,
+        longest=sizes.longest_prompt,
+        vocab_size=settings.architecture.vocab_size,
+    )
+    if settings.evaluation.interval is not None and not prompts.num_held_out:
+        raise UsageError(
+            f"--eval-interval {settings.evaluation.interval} has no prompts to evaluate on: write --prompts-held-out "
+            "or --eval-prompts, or drop it"
+        )
+    return prompts
+
+
+def _reference(settings: Settings, session: Session) -> Reference | None:
+    """Where the divergence counts for nothing there is none."""
+    if settings.algorithm.kl_beta == 0:
+        return None
+    folder = settings.algorithm.ref_model or settings.model.hf_model
+    assert folder is not None
+    return reference_of(settings, session, folder)

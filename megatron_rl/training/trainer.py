@@ -1,0 +1,121 @@
+"""The loop: publish, submit, consume, update."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.data.slots import IterationSlots
+from megatron_rl.mcore.policy import Policy
+from megatron_rl.mcore.publish import SharedMemoryPublisher
+from megatron_rl.mcore.session import Session
+from megatron_rl.observe.timeline import Timeline
+from megatron_rl.training.checkpoints import Checkpoints
+from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.learner import Learned, Learner
+from megatron_rl.training.measures import Measures, metrics_of
+from megatron_rl.training.reporter import Reporter
+from megatron_rl.training.rollouts import Rollouts
+from megatron_rl.training.stop import StopRequest
+
+
+class Trainer:
+    """One rank of the run. Version v is the policy after v iterations.
+
+    What only rank 0 has is None on the others: the evaluator and the reporter.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: Policy,
+        publisher: SharedMemoryPublisher,
+        rollouts: Rollouts,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        evaluator: Evaluator | None,
+        reporter: Reporter | None,
+        timeline: Timeline,
+        stop: StopRequest,
+        reference: str | None,
+        largest_micro_batch: int,
+    ):
+        self._session = session
+        self._policy = policy
+        self._publisher = publisher
+        self._rollouts = rollouts
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._evaluator = evaluator
+        self._reporter = reporter
+        self._timeline = timeline
+        self._stop = stop
+        self._reference = reference
+        self._largest_micro_batch = largest_micro_batch
+
+    def train(self, version: int, num_iterations: int) -> int:
+        """Go on from a version; returns the one that was reached, which is less than asked for after SIGTERM."""
+        is_stopped = False
+        while version < num_iterations and not is_stopped:
+            if self._reporter is not None:
+                self._reporter.begin(version)
+            fingerprint = self._publish(version)
+            evaluation = self._evaluate(version, fingerprint)
+            with self._during("train"), self._rollouts.iteration(version, fingerprint) as slots:
+                learned = self._learner.learn(slots, fingerprint == self._reference)
+            is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
+            version += 1
+            with self._during("save"):
+                self._checkpoints.save_if_due(version, is_last=is_stopped or version == num_iterations)
+        if not is_stopped:
+            self._evaluate_last(version)
+        with self._during("save"):
+            self._checkpoints.finish()
+        return version
+
+    @contextlib.contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        if self._reporter is not None:
+            self._reporter.phase(phase)
+        with self._timeline.span(phase):
+            yield
+
+    def _publish(self, version: int) -> str:
+        with self._during("publish"):
+            self._policy.synchronize()
+            return self._publisher.publish(version)
+
+    def _evaluate(self, version: int, fingerprint: str, is_last: bool = False) -> dict[str, Any] | None:
+        if self._evaluator is None or not self._evaluator.is_due(version, is_last):
+            return None
+        with self._during("evaluate"):
+            return self._evaluator.evaluate(version, fingerprint)
+
+    def _evaluate_last(self, version: int) -> None:
+        """What the last update came to."""
+        is_due = self._evaluator is not None and self._evaluator.is_due(version, is_last=True)
+        if not self._session.from_first(is_due):
+            return
+        fingerprint = self._publish(version)
+        evaluation = self._evaluate(version, fingerprint, is_last=True)
+        if self._reporter is not None:
+            self._reporter.write(version, {"version": version, "fingerprint": fingerprint, "evaluation": evaluation})
+
+    def _report(
+        self, version: int, fingerprint: str, slots: IterationSlots, learned: Learned, evaluation: dict | None
+    ) -> bool:
+        """Write the iteration down; returns whether any rank was asked to stop."""
+        handed_in = self._session.gather((learned.measures, self._stop.is_asked))
+        if self._reporter is not None:
+            measures = Measures()
+            for of_replica, _ in handed_in:
+                if of_replica is not None:
+                    measures.merge(of_replica)
+            metrics = {"version": version, "fingerprint": fingerprint}
+            metrics |= metrics_of(measures, learned.updates, self._largest_micro_batch)
+            metrics |= {"evaluation": evaluation} if evaluation is not None else {}
+            metrics |= {"audit_head": self._rollouts.audit_head}
+            times = self._timeline.take()
+            times["generated_tokens_per_second"] = measures.sums["tokens.response"] / times["iteration"]
+            times["trained_tokens_per_second"] = measures.sums["tokens.computed"] / times["iteration"]
+            self._reporter.iteration(version, metrics | {"time": times}, slots)
+        return any(is_asked for _, is_asked in handed_in)

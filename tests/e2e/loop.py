@@ -1,0 +1,188 @@
+"""A whole run for tests: a tiny model with a tokenizer, prompts, a reward, scripted engines, and its ranks."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+
+from tests import hf_models
+from tests.ranks import ROOT
+
+REWARD = '''
+def parity(prompts, completions, completion_ids, **columns):
+    """Of the tokens' sum: as good as random, and the same for the same tokens."""
+    return [float(sum(ids) % 3) for ids in completion_ids]
+'''
+
+
+def draw_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A Qwen3 of two layers whose tokens are numbers."""
+    hf_models.draw("qwen3", folder, seed, **{"num_hidden_layers": 2, "max_position_embeddings": 1024, **changes})
+    vocabulary = {str(number): number for number in range(hf_models.VOCAB_SIZE)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="0").save_pretrained(
+        folder
+    )
+    return folder
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    """Ragged prompts of numbers, with an answer."""
+    rows = [
+        {"prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)), "answer": str(row)}
+        for row in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_reward(path: Path) -> str:
+    path.write_text(REWARD)
+    return f"{path}:parity"
+
+
+@dataclasses.dataclass
+class Ranks:
+    """The processes of a run."""
+
+    processes: list[subprocess.Popen]
+    outputs: list[Path]
+
+    def wait(self, seconds: float = 120.0) -> list[int]:
+        """Exit codes; whoever has not ended by then is killed, and the test fails with what they printed."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)
+            time.sleep(2)
+            raise AssertionError(f"not all ranks ended within {seconds} s\n{self.text()}") from None
+        finally:
+            self.kill()
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def text(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{path.read_text()[-6000:]}" for rank, path in enumerate(self.outputs))
+
+
+def start(folder: Path, world_size: int, words: list[str], **environment: str) -> Ranks:
+    """Start the ranks as torchrun would."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **environment,
+    }
+    processes, outputs = [], []
+    for rank in range(world_size):
+        outputs.append(folder / f"rank-{rank}.output")
+        with outputs[-1].open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(ROOT / "pretrain_grpo.py"), *words],
+                    cwd=ROOT,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return Ranks(processes, outputs)
+
+
+@contextlib.contextmanager
+def running(folder: Path, world_size: int, words: list[str], **environment: str) -> Iterator[Ranks]:
+    """The ranks, killed at the end if they still run."""
+    ranks = start(folder, world_size, words, **environment)
+    try:
+        yield ranks
+    finally:
+        ranks.kill()
+
+
+def run(folder: Path, world_size: int, words: list[str], seconds: float = 120.0, **environment: str) -> Ranks:
+    """A run that must end well."""
+    ranks = start(folder, world_size, words, **environment)
+    codes = ranks.wait(seconds)
+    assert codes == [0] * world_size, f"exit codes {codes}\n{ranks.text()}"
+    return ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What runs of a test share."""
+
+    folder: Path
+    model: Path
+    prompts: Path
+    reward: str
+
+    def words(self, run: str, **changes: Any) -> list[str]:
+        """A small run over scripted engines; a change replaces a flag, None drops it, True makes it a switch."""
+        flags: dict[str, Any] = {
+            "hf_model": self.model,
+            "prompts": self.prompts,
+            "reward": self.reward,
+            "reward_workers": 1,
+            "rollout_engine": "scripted",
+            "rollout_folder": self.folder / "runs" / run,
+            "rollout_num_engines": 2,
+            "rollout_max_tokens": 24,
+            "seq_length": 64,
+            "train_iters": 3,
+            "grpo_prompts_per_step": 8,
+            "grpo_group_size": 4,
+            "micro_batch_size": 4,
+            "lr": 1e-3,
+            "lr_decay_style": "constant",
+            "clip_grad": 1.0,
+            "weight_decay": 0.01,
+            "rollout_deadline_minutes": 1,
+            "consume_order": "prompt",
+            **changes,
+        }
+        words: list[str] = []
+        for name, value in flags.items():
+            if value is not None and value is not False:
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
+
+
+def make_world(folder: Path, num_prompts: int = 40) -> World:
+    """Draw the model, write prompts and reward."""
+    return World(
+        folder,
+        draw_model(folder / "model"),
+        write_prompts(folder / "prompts.jsonl", num_prompts),
+        write_reward(folder / "reward.py"),
+    )
