@@ -79,14 +79,21 @@ class Model:
             chunk.zero_grad_buffer()
         results = runner.forward_backward(self.wrapped, self.mine(packs), loss)
         for chunk in self.wrapped:
-            _gather_reduced_shards(chunk)
+            gather_reduced_shards(chunk)
         return self._everywhere(results)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
-        named = [(name, parameter.main_grad) for name, parameter in model.named_shards(self.chunks)]
+        return self.whole({name: parameter.main_grad for name, parameter in model.named_shards(self.chunks)})
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Weights, likewise."""
+        return self.whole({name: parameter.detach() for name, parameter in model.named_shards(self.chunks)})
+
+    def whole(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What every rank has for its parameters, likewise."""
         session, mapping = self.session, self.weights.mapping
-        shards = shards_of(mapping, session.coordinates, self.chunks[0].vocab_size, named)
+        shards = shards_of(mapping, session.coordinates, self.chunks[0].vocab_size, named.items())
         pieces = [
             (piece, shard.parameter.narrow(piece.dim, piece.target, piece.length).clone())
             for shard in shards
@@ -150,7 +157,7 @@ def build(
     return Model(session, architecture, chunks, weights, model.wrap(chunks, config, ddp))
 
 
-def _gather_reduced_shards(chunk: DistributedDataParallel) -> None:
+def gather_reduced_shards(chunk: DistributedDataParallel) -> None:
     """With the distributed optimizer a rank holds only its share of the reduced gradients."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return

@@ -1,0 +1,189 @@
+"""Updates in every layout against torch's AdamW; schedules; gradients that are not finite."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_rl.config import Settings
+from megatron_rl.errors import UsageError
+from megatron_rl.mcore.optimizer import NonFiniteGradient, apply_update, schedule_of, synchronized
+from tests import hf_models
+from tests.command_lines import DENSE, parse
+from tests.distributed.layouts import Model
+from tests.distributed.training import LAYOUTS, training
+from tests.ranks import run_ranks
+
+RATE, DECAY, CLIP, EPSILON, SCALE = 0.125, 0.25, 1.5, 0.1, 0.01
+# So great an epsilon that Adam does not turn rounding into whole steps.
+ADAM = f"--lr {RATE} --weight-decay {DECAY} --clip-grad {CLIP} --adam-eps {EPSILON} --lr-decay-style constant"
+TOLERANCE = 1e-5
+OVERLAPPED = "DP2+overlap"
+
+
+def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
+    """The weights before and after two updates, the gradients of both and of one more pass, what was reported."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for name in names:
+        with training(folder, f"{ADAM} {LAYOUTS[name]}") as trained:
+            weights, gradients, reports = [trained.parameters()], [], []
+            for _ in range(2):
+                trained.accumulate()
+                gradients.append(trained.gradients())
+                reports.append(apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE))
+                stale = name == OVERLAPPED and differ_over_replicas(trained)
+            trained.accumulate()
+            gradients.append(trained.gradients())
+            results[name] = (*_after(trained, weights), gradients, reports, stale)
+    return results
+
+
+def _after(trained: Model, weights: list) -> tuple:
+    """Synchronizing after a pass must change nothing: the pass has gathered everything."""
+    passed = trained.parameters()
+    synchronized(trained.wrapped)
+    weights.append(trained.parameters())
+    return weights, passed
+
+
+def differ_over_replicas(trained: Model) -> bool:
+    """Whether parameters are stale after a step, and up to date once they are asked for."""
+    mine = trained.weights.fingerprint()
+    synchronized(trained.wrapped)
+    return mine != trained.weights.fingerprint()
+
+
+def by_hand(weights: dict, gradients: list[dict], reports: list) -> dict:
+    """AdamW with clipping over whole tensors; norms do not decay."""
+    weights = {name: value.clone() for name, value in weights.items()}
+    groups = [
+        {"params": [value for value in weights.values() if value.dim() > 1], "weight_decay": DECAY},
+        {"params": [value for value in weights.values() if value.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=RATE, eps=EPSILON)
+    for gradient, report in zip(gradients, reports, strict=True):
+        norm = math.sqrt(sum(float((value * SCALE).double().square().sum()) for value in gradient.values()))
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > CLIP, "the gradient must be one that is clipped"
+        for name, value in weights.items():
+            value.grad = gradient[name] * (SCALE * CLIP / (norm + 1e-6))
+        adam.step()
+    return weights
+
+
+def run_bad_gradients(folder: Path) -> tuple[str, bool, list, list[float]]:
+    """An infinite gradient on one replica; then float16, whose scale is far too great at first."""
+    torch.distributed.init_process_group("gloo")
+    with training(folder, f"{ADAM} {LAYOUTS['DP2+distopt']}") as trained:
+        before = trained.weights.fingerprint()
+        trained.update()
+        moved = trained.weights.fingerprint()
+        trained.accumulate()
+        if trained.session.rank == 1:
+            gradients = trained.wrapped[0].buffers[0].grad_data
+            gradients[len(gradients) // 2] = float("inf")
+        with pytest.raises(NonFiniteGradient) as caught:
+            apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE)
+        is_kept = before != moved == trained.weights.fingerprint()
+    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e30 --hysteresis 1") as trained:
+        reports = [trained.update() for _ in range(100)]
+        rates = [trained.schedule.num_steps, sum(report.was_taken for report in reports)]
+    return str(caught.value), is_kept, reports, rates
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def test_an_update_is_what_adam_makes_of_the_sum_of_losses_in_every_layout(folder: Path) -> None:
+    results = run_ranks(run_updates, 1, ["TP1"], folder)[0]
+    results |= run_ranks(run_updates, 2, [name for name in LAYOUTS if name not in ("TP1", "EP2")], folder)[0]
+    third = results["TP1"][2][2]
+    for name, (weights, passed, gradients, reports, stale) in results.items():
+        expected = by_hand(weights[0], gradients[:2], reports)
+        for tensor, value in weights[1].items():
+            moved = (value - weights[0][tensor]).abs().max()
+            assert moved > 0, f"{name}: {tensor} was not updated"
+            rounding = 2**-23 * value.abs().max()
+            assert (value - expected[tensor]).abs().max() <= TOLERANCE * moved + rounding, f"{name}: {tensor}"
+            assert torch.equal(value, passed[tensor]), f"{name}: a pass left {tensor} stale"
+            difference = (gradients[2][tensor] - third[tensor]).abs().max() / third[tensor].abs().max()
+            assert difference <= 1e-4, f"{name}: the gradient of {tensor} after two updates"
+        assert [report.was_taken for report in reports] == [True, True]
+        assert [report.learning_rate for report in reports] == [RATE, RATE]
+        assert stale == (name == OVERLAPPED)
+
+
+def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_finds_its_scale(folder: Path) -> None:
+    for text, is_kept, reports, (num_steps, num_taken) in run_ranks(run_bad_gradients, 2, folder):
+        assert "in update 2: nothing was updated" in text
+        assert is_kept
+        assert num_steps == num_taken
+        assert 1 < num_taken < len(reports)
+        assert not reports[0].was_taken
+        assert math.isnan(reports[0].gradient_norm)
+        assert reports[-1].was_taken
+        assert reports[-1].is_finite
+
+
+class Groups:
+    """An optimizer, as a schedule sees it."""
+
+    def __init__(self, settings: Settings):
+        self.config = OptimizerConfig(**{"min_lr": 0.0, **settings.optimizer})
+        self.param_groups: list[dict] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+
+
+def rates(words: str, num_updates: int = 8) -> list[float]:
+    settings = parse(*DENSE, "--lr 1.0", words)
+    optimizer = Groups(settings)
+    schedule = schedule_of(settings, optimizer, num_updates)
+    values = []
+    for _ in range(num_updates):
+        values.append(optimizer.param_groups[0]["lr"])
+        schedule.step(1)
+    return values
+
+
+def test_rates_follow_megatrons_schedules_counted_in_updates() -> None:
+    assert rates("--lr-decay-style constant") == [1.0] * 8
+    assert rates("") == [1 - step / 8 for step in range(8)]
+    assert rates("--min-lr 0.5 --lr-decay-iters 4") == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5, 0.5, 0.5]
+    assert rates("--lr-decay-style constant --lr-warmup-iters 4")[:6] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("--lr-decay-style constant --lr-warmup-fraction 0.25 --lr-warmup-init 0.5")[:4] == [
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 4"
+    assert rates(wsd) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_weight_decay_grows_over_all_updates_and_norms_have_none() -> None:
+    settings = parse(
+        *DENSE, "--lr 1.0 --weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 1.0"
+    )
+    optimizer = Groups(settings)
+    schedule = schedule_of(settings, optimizer, 4)
+    values = []
+    for _ in range(5):
+        values.append([group["weight_decay"] for group in optimizer.param_groups])
+        schedule.step(1)
+    assert values == [[0.0, 0.0], [0.25, 0.0], [0.5, 0.0], [0.75, 0.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr-warmup-iters 8", "--lr-warmup-iters 8 is not below the 8 updates of the decay"),
+        ("--lr-warmup-init 2", "--lr-warmup-init 2 is above --lr 1"),
+    ],
+)
+def test_a_warmup_that_does_not_fit_is_an_error_that_names_its_flag(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rates(words)

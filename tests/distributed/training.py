@@ -1,0 +1,73 @@
+"""A model that is trained, described by flags as a run is, on the ranks of a test."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_rl import arguments
+from megatron_rl.config import Settings
+from megatron_rl.mcore.build import model_of, session_of
+from megatron_rl.mcore.model import wrap
+from megatron_rl.mcore.optimizer import UpdateResult, apply_update, ddp_config_of, optimizer_of, schedule_of
+from megatron_rl.mcore.runner import forward_backward
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.weights import ModelWeights
+from tests.distributed.layouts import Model, gather_reduced_shards
+from tests.distributed.parity import shared_loss, shared_packs
+
+LAYOUTS = {
+    "TP1": "",
+    "TP2": "--tensor-model-parallel-size 2",
+    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "DP2": "",
+    "DP2+distopt": "--use-distributed-optimizer",
+    "DP2+overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
+    "EP2": "--expert-model-parallel-size 2",
+}
+
+
+@dataclasses.dataclass
+class Training(Model):
+    """One rank's part of it."""
+
+    settings: Settings
+    optimizer: Any
+    schedule: Any
+
+    def accumulate(self) -> None:
+        """Gradients of the parity test's packs."""
+        forward_backward(self.wrapped, self.mine(shared_packs(self.session.sizes.tensor)), shared_loss)
+        for chunk in self.wrapped:
+            gather_reduced_shards(chunk)
+
+    def update(self, scale: float = 0.01) -> UpdateResult:
+        self.accumulate()
+        return apply_update(self.optimizer, self.schedule, self.wrapped, scale)
+
+
+def settings_of(folder: Path, words: str) -> Settings:
+    return arguments.parse(["--platform", "cpu", "--hf-model", str(folder), *words.split()])
+
+
+@contextlib.contextmanager
+def training(folder: Path, words: str, num_updates: int = 10) -> Iterator[Training]:
+    """torch.distributed must have been started; several of these may follow each other."""
+    settings = settings_of(folder, words)
+    with session_of(settings) as session:
+        yield training_in(session, settings, num_updates)
+
+
+def training_in(session: Session, settings: Settings, num_updates: int = 10) -> Training:
+    chunks = model_of(settings, session.platform)
+    weights = ModelWeights(chunks, session)
+    weights.load_hf(settings.model.hf_model)
+    wrapped = wrap(chunks, get_model_config(chunks[0]), ddp_config_of(settings))
+    optimizer = optimizer_of(settings, wrapped)
+    schedule = schedule_of(settings, optimizer, num_updates)
+    return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, schedule)
