@@ -36,9 +36,9 @@ def _metrics(version, seconds=1.0):
         "loss": -0.1,
         "time": {
             "iteration": 4 * seconds,
-            "wait": seconds,
+            "wait": 0.5 * seconds,
             "train": 2 * seconds,
-            "other": seconds,
+            "other": 1.5 * seconds,
             "generated_tokens_per_second": 1000.0,
             "trained_tokens_per_second": 2000.0,
         },
@@ -112,6 +112,16 @@ def test_a_damaged_line_is_named_and_nothing_is_dropped(tmp_path):
     with pytest.raises(InputError, match="line 2"):
         metrics.read(path)
     assert path.read_bytes() == before
+
+
+def test_what_is_dropped_is_the_end_of_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"version": 0}\n{"version": 5}\n{"version": 3}\n')
+    path.chmod(0o600)
+    file = MetricsFile(path)
+    assert file.restart(4) == 2
+    file.close()
+    assert metrics.read(path) == [{"version": 0}]
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
@@ -355,7 +365,7 @@ def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_
     assert begins == ["iteration  4/10", "iteration  8/10", "iteration 10/10"]
     assert lines[0] == (
         "iteration  4/10  reward   0.300  loss -1.000e-01  tokens/s    1,000 generated    2,000 trained   4000.00 s  "
-        "waited  25%  groups of equal rewards 1"
+        "waited  12%  groups of equal rewards 1"
     )
     assert lines[0].index("loss") == lines[2].index("loss")
     assert lines[3] == "    after 10/10  evaluation 0.750"
@@ -469,6 +479,26 @@ def test_a_reader_that_is_gone_ends_the_progress_and_not_the_loop(kind, capfd, m
         stream.close()
 
 
+def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    shown = progress.progress_of(ObserveConfig(progress="live"), 3, stream)
+    shown.begin(0, 2)
+    os.close(reader)
+    for _ in range(100):
+        shown.counts(trained=1)
+        time.sleep(0.05)
+        errors = capfd.readouterr().err
+        if errors:
+            break
+    assert "progress is not shown any more: BrokenPipeError" in errors
+    assert "Traceback" not in errors
+    shown.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
 def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
     with pytest.raises(UsageError, match="--log-interval 0 is below 1"):
         ObserveConfig(log_interval=0)
@@ -494,8 +524,8 @@ what it came to
 
 where the time went
   train  10.0 s   50.0%
-  wait    5.0 s   25.0%
-  other   5.0 s   25.0%
+  wait    2.5 s   12.5%
+  other   7.5 s   37.5%
   all    20.0 s  100.0%
 
 where everything lies
