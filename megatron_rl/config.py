@@ -310,6 +310,38 @@ class RewardConfig:
             megatron=False,
         ),
     ] = "auto"
+    timeout: Annotated[
+        float,
+        Option(
+            "Seconds that a function may take for a group, where no @SECONDS says otherwise.",
+            names=("--reward-timeout",),
+            megatron=False,
+        ),
+    ] = 30.0
+    readable: Annotated[
+        list[Path] | None,
+        Option(
+            "Files and folders that confined functions may read, beside the folders of their own files.",
+            names=("--reward-readable",),
+            megatron=False,
+        ),
+    ] = None
+    environment: Annotated[
+        list[str] | None,
+        Option(
+            "Names of environment variables that functions are given.",
+            names=("--reward-environment",),
+            megatron=False,
+        ),
+    ] = None
+    memory_gib: Annotated[
+        float | None,
+        Option(
+            "The most address space of a process that functions run in; without bound if not given.",
+            names=("--reward-memory-gib",),
+            megatron=False,
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
+REWARDS_LOG = "rewards.log"
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
@@ -98,8 +99,12 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
         on_error=parse_on_error(reward.on_error),
         confine=reward.confine,
         private=(settings.folder.resolve(),),
+        readable=tuple(path.resolve() for path in reward.readable or ()),
+        environment=tuple(reward.environment or ()),
+        memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),
+        log=settings.folder / REWARDS_LOG,
     )
-    pool = RewardPool(parse_specs(reward.functions or []), pool_settings)
+    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
     await pool.start()
     try:
         yield pool

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import glob
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -20,6 +21,9 @@ _SUBJECTS: dict[str, type] = {
 }
 # Of subjects that the sidecar reads only this much of.
 _SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
+
+# Python alone; functions need what they need.
+_LEAST_MEMORY_GIB = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,5 +158,19 @@ def _check(settings: SidecarSettings) -> None:
             raise UsageError("--hf-model is missing: engines start from a Hugging Face folder")
         if rollout.max_model_len is None and settings.seq_length is None:
             raise UsageError("--rollout-max-model-len is missing: write it, or --seq-length")
-    if settings.reward.functions is None:
+    _check_rewards(settings.reward)
+
+
+def _check_rewards(reward: RewardConfig) -> None:
+    if reward.functions is None:
         raise UsageError("--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one")
+    if not 0 < reward.timeout < math.inf:
+        raise UsageError(f"--reward-timeout {reward.timeout:g}: write seconds above 0")
+    if reward.memory_gib is not None and not _LEAST_MEMORY_GIB <= reward.memory_gib < math.inf:
+        raise UsageError(
+            f"--reward-memory-gib {reward.memory_gib:g}: a process that functions run in needs {_LEAST_MEMORY_GIB:g} "
+            f"at least; write more, or leave it out"
+        )
+    for path in reward.readable or ():
+        if not path.exists():
+            raise UsageError(f"--reward-readable {path}: there is no such file or folder; name one that exists")

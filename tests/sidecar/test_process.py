@@ -124,6 +124,8 @@ def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) 
         ((*SCRIPTED, "--rollout-devices", "0"), 2, "name as many"),
         ((*SCRIPTED, "--reward-on-error", "perhaps"), 2, "perhaps"),
         ((*SCRIPTED, "--rollout-script", "none.json"), 4, "none.json cannot be read"),
+        ((*SCRIPTED, "--reward-environment", "NO_SUCH"), 2, "--reward-environment NO_SUCH: it is not set here"),
+        ((*SCRIPTED, "--reward-environment", "HOME"), 2, "--reward-environment HOME: functions have a value of"),
     ],
 )
 def test_what_cannot_work_ends_it_at_once_with_what_to_write(words, code: int, message: str, tmp_path: Path) -> None:
@@ -193,3 +195,68 @@ def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_s
             orders.append([part.prompt_index for part in parts])
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == list(range(8)) != orders[0]
+
+
+REACHES = """
+import os, resource, sys
+
+def reaches(prompts, completions, **columns):
+    print("scoring", len(completions), file=sys.stderr)
+    assert os.environ["JUDGE_KEY"] == "secret"
+    assert "NOT_ASKED_FOR" not in os.environ
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == 2 << 30
+    with open(os.path.join(FOLDER, "table.txt")) as file:
+        return [float(file.read())] * len(completions)
+"""
+
+
+def test_rewards_reach_what_flags_name_and_what_they_print_is_in_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    monkeypatch.setenv("NOT_ASKED_FOR", "secret")
+    tables, rewards = tmp_path / "tables", tmp_path / "rewards"
+    for folder in (tables, rewards):
+        folder.mkdir()
+    (tables / "table.txt").write_text("2.5")
+    (rewards / "mine.py").write_text(f"FOLDER = {str(tables)!r}\n{REACHES}")
+    words = ("--rollout-engine", "scripted", "--reward", f"{rewards / 'mine.py'}:reaches")
+    named = ("--reward-readable", str(tables), "--reward-environment", "JUDGE_KEY", "--reward-memory-gib", "2")
+    with sidecar(tmp_path / "run", *words, *named) as process, process.client() as client:
+        client.take_lease("run")
+        client.publish(weights(), 10)
+        client.submit(submission())
+        assert client.slot(0, 0, 0, 10).parts[0].rewards == [2.5, 2.5]
+        assert process.end() == 0
+    assert "scoring 2" in (tmp_path / "run" / "rewards.log").read_text()
+
+
+def test_without_the_flags_rewards_reach_neither_and_the_failure_names_function_and_prompt(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    reward = tmp_path / "mine.py"
+    reward.write_text(f"FOLDER = {str(tmp_path)!r}\n{REACHES}")
+    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:reaches")
+    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
+        client.take_lease("run")
+        client.publish(weights(), 10)
+        client.submit(submission())
+        reason = client.failure(0, 10)
+        assert reason is not None
+        assert "reward reaches failed for prompt" in reason
+        assert "JUDGE_KEY" in reason
+
+
+def test_a_reward_that_takes_longer_than_the_flag_says_fails_its_group_by_name(tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("import time\ndef slow(prompts, **columns):\n    time.sleep(30)\n")
+    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:slow", "--reward-timeout", "0.5")
+    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
+        client.take_lease("run")
+        client.publish(weights(), 10)
+        client.submit(submission())
+        reason = client.failure(0, 10)
+        assert reason is not None
+        assert "reward slow failed for prompt" in reason
+        assert "did not end within 0.5 seconds" in reason

@@ -27,6 +27,10 @@ def test_flags_become_settings_and_lists_join() -> None:
         ("--rollout-num-engines many", "--rollout-num-engines many"),
         ("--rollout-listen 127.0.0.1:99999", "no HOST:PORT"),
         ("--rollout-devices 0 1 2 --rollout-num-engines 2", "names 3 devices"),
+        ("--reward-timeout 0", "--reward-timeout 0: write seconds above 0"),
+        ("--reward-timeout inf", "--reward-timeout inf"),
+        ("--reward-memory-gib 0.01", "--reward-memory-gib 0.01: a process that functions run in needs 0.125 at least"),
+        ("--reward-readable /no/such/path", "--reward-readable /no/such/path: there is no such file or folder"),
         ("--num-layers 4", "unknown flag --num-layers"),
     ],
 )

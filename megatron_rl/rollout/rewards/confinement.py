@@ -8,9 +8,10 @@ one's other entries, each for itself.
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megatron_rl.errors import UsageError
 from megatron_rl.rollout.rewards import kernel
 from megatron_rl.rollout.rewards.kernel import Access
 
@@ -132,11 +133,11 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
         del missing[SIGNALS]
 
 
-def child_environment(names: Iterable[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
+def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
     """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
     environment = {name: os.environ[name] for name in kept if name in os.environ}
-    return environment | {
+    fixed = {
         "HOME": str(scratch),
         "TMPDIR": str(scratch),
         "PYTHONPATH": os.pathsep.join(python_path),
@@ -144,6 +145,12 @@ def child_environment(names: Iterable[str], scratch: Path, python_path: Iterable
         "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1",
     }
+    for name in names:
+        if name in fixed:
+            raise UsageError(f"--reward-environment {name}: functions have a value of their own for it; leave it out")
+        if name not in os.environ:
+            raise UsageError(f"--reward-environment {name}: it is not set here; export it first, or leave it out")
+    return environment | fixed
 
 
 def python_path() -> list[str]:
