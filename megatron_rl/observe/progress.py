@@ -151,7 +151,6 @@ class _Display(Live):
             super().refresh()
         except Exception as error:
             self.failure = error
-            self.console.quiet = True
 
 
 class LiveProgress(Progress):
