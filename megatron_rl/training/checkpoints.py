@@ -29,7 +29,13 @@ class Checkpoints:
         return 0
 
     def save_if_due(self, version: int, is_last: bool) -> None:
-        pass
+        config = self._settings.checkpoint
+        if not (is_last or (config.save_interval and version % config.save_interval == 0)):
+            return
+        self._policy.synchronize()
+        if config.save_hf is not None:
+            folder = config.save_hf / f"iter_{version:07d}"
+            self._policy.weights.save_hf(folder, self._settings.model.hf_model, self._settings.publish.dtype)
 
     def finish(self) -> None:
         pass
