@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import time
 from typing import Any
@@ -16,10 +17,16 @@ from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses
+from megatron_rl.sidecar.vllm_moe_patch import NOT_APPLIED
 from megatron_rl.sidecar.vllm_server import EXTENSION
+
+_log = logging.getLogger(__name__)
 
 # Long enough that attention, norms and the output layer all have a say, short enough to cost nothing.
 _PROBE_TOKENS = 32
+# Between log-probs of the same weights from the same kernels: those of some devices do not add in a fixed order.
+_RELOAD_TOLERANCES = {"float32": 1e-4}
+_RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
 _COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
@@ -71,17 +78,16 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Wait until the server answers and its workers are ready for us; EngineLost with its last lines otherwise."""
-        deadline = time.monotonic() + self._deadlines.start
-        while not await self._answers_health():
-            if self._handle and (end := self._handle.poll()):
-                raise EngineLost(f"engine {self.name} {end} before it was ready; its last lines:\n{self.log_tail()}")
-            if time.monotonic() > deadline:
-                raise EngineLost(
-                    f"engine {self.name} was not ready after {self._deadlines.start} s; its last lines:\n"
-                    f"{self.log_tail()}"
-                )
-            await asyncio.sleep(_POLL_SECONDS)
-        await self._prepare()
+        try:
+            async with asyncio.timeout(self._deadlines.start):
+                await self._until_healthy()
+                await self._prepare()
+                await self._check_updates()
+        except TimeoutError:
+            raise EngineLost(
+                f"engine {self.name} was not ready after {self._deadlines.start:g} s; its last lines:\n"
+                f"{self.log_tail()}"
+            ) from None
         self.state = EngineState.WAITING
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -204,6 +210,42 @@ class VllmEngine:
             vocab_size=int(facts["vocab_size"]),
             eos_token_ids=tuple(facts["eos_token_ids"]),
         )
+
+    async def _until_healthy(self) -> None:
+        while not await self._answers_health():
+            if self._handle and (end := self._handle.poll()):
+                raise EngineLost(f"engine {self.name} {end} before it was ready; its last lines:\n{self.log_tail()}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _check_updates(self) -> None:
+        """A vLLM that loads this model in place otherwise than from its start would sample from nobody's weights.
+
+        Every later check would pass: what was received is what was announced, and all engines are wrong alike.
+        """
+        patched = self.facts["moe_patch"]
+        if self._handle is None:
+            # It may hold any weights by now, so it cannot be tried.
+            if patched.startswith(NOT_APPLIED):
+                raise EngineRefused(
+                    f"engine {self.name}: it is not known whether vLLM {self.facts['vllm']} updates experts in place "
+                    f"on a CPU ({patched}): let the sidecar start the engine, which tries it"
+                )
+            return
+        before = await self.probe()
+        answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
+        if not all(answer["reloaded"] for answer in answers):
+            _log.warning("engine %s: no safetensors to try updates in place with", self.name)
+            return
+        await self._post("reload", "/reset_prefix_cache")
+        after = await self.probe()
+        tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
+        # Written so that what is not a number is no match.
+        if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
+            raise EngineRefused(
+                f"engine {self.name}: after its own checkpoint was loaded in place the log-probs of the probe are "
+                f"others, by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot update this model here "
+                f"(experts: {patched})"
+            )
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
         received = await self._workers("load", "megatron_rl_receive", weights.location, str(os.getuid()))

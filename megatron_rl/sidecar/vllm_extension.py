@@ -11,7 +11,6 @@ touches a weight.
 import contextlib
 import json
 import stat
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.weights.reader import Checkpoint
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -66,6 +66,7 @@ class WorkerExtension:
         import vllm
         from vllm.platforms import current_platform
 
+        from megatron_rl.sidecar.vllm_moe_patch import patch_experts_updated_in_place
         from megatron_rl.sidecar.vllm_seed_patch import patch_seeded_partial_prefill
         from megatron_rl.sidecar.vllm_sockets import close_listeners
 
@@ -77,9 +78,11 @@ class WorkerExtension:
             "max_model_len": config.max_model_len,
             "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
             "vocab_size": config.get_vocab_size(),
+            "dtype": str(config.dtype).removeprefix("torch."),
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
+            "moe_patch": patch_experts_updated_in_place(self.model_runner.get_model()),
             "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
         }
 
@@ -91,8 +94,7 @@ class WorkerExtension:
         received = _mapped(Path(folder))
         world_size = self.vllm_config.parallel_config.world_size
         share = sorted(received)[self.rank % world_size :: world_size]
-        with _one_thread_on_cpu():
-            digests = {name: digest(received[name]).tolist() for name in share}
+        digests = {name: digest(received[name]).tolist() for name in share}
         self.megatron_rl_received = received
         return {"digests": digests}
 
@@ -106,11 +108,17 @@ class WorkerExtension:
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(_specs(received))
-        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
-            self.reload_weights(weights_iterator=iter(received.items()))
-            recorded.check_all_loaded()
+        self.megatron_rl_load_in_place(received)
         self.megatron_rl_fingerprint = found
         return {"fingerprint": found}
+
+    @answered
+    def megatron_rl_reload_checkpoint(self) -> Answer:
+        """Load the checkpoint that this engine started from again, in place; whether there is one to be loaded."""
+        tensors = _started_from(Path(self.vllm_config.model_config.model))
+        if tensors:
+            self.megatron_rl_load_in_place(tensors)
+        return {"reloaded": bool(tensors)}
 
     @answered
     def megatron_rl_begin_stream(self) -> Answer:
@@ -144,6 +152,13 @@ class WorkerExtension:
     def megatron_rl_report(self) -> Answer:
         """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
+
+    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights of the model; whose they are is for the caller to know."""
+        self.megatron_rl_fingerprint = ""
+        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
+            self.reload_weights(weights_iterator=iter(tensors.items()))
+            recorded.check_all_loaded()
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
@@ -179,7 +194,8 @@ class WorkerExtension:
 
     def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
         """The tensors have the names and shapes of the checkpoint that this engine started from."""
-        wanted = _checkpoint_shapes(Path(self.vllm_config.model_config.model))
+        tensors = _started_from(Path(self.vllm_config.model_config.model))
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         given = {spec.name: spec.shape for spec in specs}
         if not wanted:
             return
@@ -249,15 +265,12 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
 
 
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a checkpoint; read from the headers of its files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+def _started_from(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint, mapped; none where it is in another format."""
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    with Checkpoint(folder) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
 def _eos_token_ids(config: Any) -> set[int]:
@@ -268,14 +281,3 @@ def _eos_token_ids(config: Any) -> set[int]:
     for value in (stored, getattr(config.hf_text_config, "eos_token_id", None)):
         found |= set(value if isinstance(value, list) else [] if value is None else [value])
     return found
-
-
-@contextlib.contextmanager
-def _one_thread_on_cpu() -> Iterator[None]:
-    """Digests are chunks that fit in a cache: between them threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

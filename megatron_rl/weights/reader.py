@@ -45,6 +45,10 @@ class Checkpoint:
         self._file_of.clear()
         self._files.close()
 
+    def names(self) -> list[str]:
+        """Of the tensors that models read."""
+        return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
+
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, as a view of the file."""
         return self._file_of[name].get_tensor(name)
@@ -63,7 +67,7 @@ class Checkpoint:
     def check(self, mapping: Mapping) -> None:
         """Raise unless the folder holds exactly the architecture's tensors, in their shapes."""
         wanted = {spec.name: spec.shape for spec in mapping.manifest()}
-        found = {name for name in self._file_of if not name.endswith(_DERIVED)}
+        found = set(self.names())
         has_head = mapping.architecture.tied_embeddings and _HEAD in found
         if has_head:
             found.discard(_HEAD)

@@ -36,8 +36,8 @@ class Models:
     second: Path
 
 
-def draw(family: str, folder: Path) -> Models:
-    first, second = (hf_models.draw(family, folder / str(seed), seed, **SIZES) for seed in (0, 1))
+def draw(family: str, folder: Path, **changes: Any) -> Models:
+    first, second = (hf_models.draw(family, folder / str(seed), seed, **SIZES, **changes) for seed in (0, 1))
     return Models(first, second)
 
 
