@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,10 @@ class Ranks:
         return "\n".join(f"--- rank {rank}\n{path.read_text()[-6000:]}" for rank, path in enumerate(self.outputs))
 
 
-def start(folder: Path, world_size: int, words: list[str], **environment: str) -> Ranks:
-    """Start the ranks as torchrun would."""
+def start(
+    folder: Path, world_size: int, words: list[str], faults: Mapping[int, str] | None = None, **environment: str
+) -> Ranks:
+    """Start the ranks as torchrun would; `faults` is code that a rank runs before it begins."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -109,7 +112,7 @@ def start(folder: Path, world_size: int, words: list[str], **environment: str) -
         with outputs[-1].open("wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(ROOT / "pretrain_grpo.py"), *words],
+                    [sys.executable, *_program((faults or {}).get(rank)), *words],
                     cwd=ROOT,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
@@ -120,10 +123,21 @@ def start(folder: Path, world_size: int, words: list[str], **environment: str) -
     return Ranks(processes, outputs)
 
 
+def _program(fault: str | None) -> list[str]:
+    script = str(ROOT / "pretrain_grpo.py")
+    if fault is None:
+        return [script]
+    # What a run imports finds the script's folder first, as it would without the fault.
+    prologue = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    return ["-c", f"{prologue}{textwrap.dedent(fault)}\nrunpy.run_path({script!r}, run_name='__main__')"]
+
+
 @contextlib.contextmanager
-def running(folder: Path, world_size: int, words: list[str], **environment: str) -> Iterator[Ranks]:
+def running(
+    folder: Path, world_size: int, words: list[str], faults: Mapping[int, str] | None = None, **environment: str
+) -> Iterator[Ranks]:
     """The ranks, killed at the end if they still run."""
-    ranks = start(folder, world_size, words, **environment)
+    ranks = start(folder, world_size, words, faults, **environment)
     try:
         yield ranks
     finally:
