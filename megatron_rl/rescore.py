@@ -2,6 +2,9 @@
 
 A version's weights are the checkpoint of its iteration, in Hugging Face's format, and must have the fingerprint that
 the log says was published. transformers computes in float32 what the engine reported, at the sampling temperature.
+
+A step of training may change log-probs by less than an engine's rounding. So an engine's responses are also compared,
+all together, with what the version before would have given: rounding does not draw them toward it, old weights do.
 """
 
 import dataclasses
@@ -24,6 +27,9 @@ from megatron_rl.weights.reader import Checkpoint
 
 # Engines and transformers round differently, by the precision that engines compute in.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
+# When an engine's responses count as nearer to the version before: so many, and so many standard errors beyond chance.
+_LEAST_RESPONSES = 8
+_STANDARD_ERRORS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
     reasons, breaches = dict(kept.reasons), list(kept.breaches)
     folders: dict[int, Path] = {}
     for version in kept.samples:
-        folder = checkpoints / f"iter_{version:07d}"
+        folder = _folder_of(checkpoints, version)
         try:
             held = _fingerprint_of(folder)
         except InputError as error:
@@ -69,7 +75,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
         samples = [sample for sample in chosen if sample.version == version]
         if samples:
             allowed = BOUNDS[read_architecture(folder).dtype] if bound is None else bound
-            result, found = _compare(folder, samples, allowed)
+            result, found = _compare(folder, samples, allowed, _before(kept, checkpoints, version))
             results.append(result)
             breaches += found
         else:
@@ -96,6 +102,20 @@ def _fingerprint_of(folder: Path) -> str:
         return fingerprint(specs, {spec.name: digest(checkpoint.tensor(spec.name)).tolist() for spec in specs})
 
 
+def _folder_of(checkpoints: Path, version: int) -> Path:
+    return checkpoints / f"iter_{version:07d}"
+
+
+def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
+    """The checkpoint of the version before, where there is one and it is another policy."""
+    folder, published = _folder_of(checkpoints, version - 1), kept.fingerprints.get(version - 1)
+    try:
+        held = _fingerprint_of(folder)
+    except InputError:
+        return None
+    return folder if held == published != kept.fingerprints[version] else None
+
+
 def _other_checkpoint(kept: Kept, version: int, folder: Path, held: str) -> Breach:
     published = kept.fingerprints[version]
     return Breach(
@@ -105,9 +125,13 @@ def _other_checkpoint(kept: Kept, version: int, folder: Path, held: str) -> Brea
     )
 
 
-def _compare(folder: Path, samples: Sequence[Sample], bound: float) -> tuple[Rescored, list[Breach]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    differences = [_differences(model, sample) for sample in samples]
+def _compare(
+    folder: Path, samples: Sequence[Sample], bound: float, before: Path | None
+) -> tuple[Rescored, list[Breach]]:
+    differences = _all_differences(folder, samples)
+    breaches = list(_breaches(samples, differences, bound))
+    if before is not None and not breaches:
+        breaches += _nearer(samples, differences, _all_differences(before, samples))
     everything = np.concatenate(differences)
     rescored = Rescored(
         version=samples[0].version,
@@ -117,7 +141,12 @@ def _compare(folder: Path, samples: Sequence[Sample], bound: float) -> tuple[Res
         mean=float(everything.mean()),
         bound=bound,
     )
-    return rescored, list(_breaches(samples, differences, bound))
+    return rescored, breaches
+
+
+def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return [_differences(model, sample) for sample in samples]
 
 
 def _differences(model: PreTrainedModel, sample: Sample) -> np.ndarray:
@@ -140,4 +169,27 @@ def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], boun
                 sample.line,
                 f"{sample}: token {worst} is {difference[worst]:.3g} off, beyond {bound:g}; {difference.mean():.3g} on "
                 f"average over {len(difference)} tokens",
+            )
+
+
+def _nearer(
+    samples: Sequence[Sample], differences: Sequence[np.ndarray], before: Sequence[np.ndarray]
+) -> Iterator[Breach]:
+    """Engines whose responses, taken together, are nearer to the version before than to the one they claim."""
+    for engine in sorted({sample.response.engine for sample in samples}):
+        mine = [number for number, sample in enumerate(samples) if sample.response.engine == engine]
+        # Tokens of a response are not independent of one another, so responses are what is counted.
+        to_claimed_R = np.array([differences[number].mean() for number in mine])
+        to_before_R = np.array([before[number].mean() for number in mine])
+        excess_R = to_claimed_R - to_before_R
+        if len(mine) < _LEAST_RESPONSES or not np.isfinite(excess_R).all():
+            continue
+        if excess_R.mean() > _STANDARD_ERRORS * excess_R.std(ddof=1) / math.sqrt(len(mine)):
+            sample = samples[mine[0]]
+            yield Breach(
+                BreachName.OTHER_LOG_PROBS,
+                sample.line,
+                f"{len(mine)} responses of version {sample.version} (engine {engine}) are nearer to version "
+                f"{sample.version - 1}, {to_before_R.mean():.3g} off on average, than to their own, "
+                f"{to_claimed_R.mean():.3g} off",
             )

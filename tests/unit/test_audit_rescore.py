@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_rl import cli
 from megatron_rl.rescore import _fingerprint_of
@@ -20,9 +21,11 @@ from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.recorder import RunRecorder
 from tests import hf_models
 
-PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2)
+GROUP_SIZE = 2
 ENGINES = ("engine-0", "engine-1")
 TEMPERATURE = 0.7
+# Relative, of every weight: log-probs change by some ten-thousandths.
+STEP = 3e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +48,52 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def sampled(
-    checkpoint: Path, submission: wire.Submission, prompt: wire.Prompt, engine: str, noise: float = 0.0
-) -> wire.Group:
-    """A group whose log-probs are those of this checkpoint, whatever the submission says."""
-    seed = group_seed(submission.run, submission.version, prompt.index)
-    responses = []
-    for number in range(PLAN.group_size):
-        length = 3 + prompt.index + number
-        (tokens,) = hf_models.sequences([length], seed=seed % 2**31 + number)
-        whole = [*wire.tokens_of(prompt.tokens).tolist(), *tokens]
-        (found,) = hf_models.log_probs(checkpoint, [whole], TEMPERATURE)
-        log_probs = found[-length:] + noise * torch.linspace(-1, 1, length)
-        responses.append(
-            wire.Response(
-                tokens=wire.token_bytes(tokens), log_probs=wire.log_prob_bytes(log_probs.numpy()), seed=seed + number,
-                finish_reason="stop", engine=engine, fingerprint=submission.fingerprint, reward=1.0,
-                spans=[wire.Span(version=str(submission.version), start=0, end=length)],
-            )
-        )  # fmt: skip
-    return wire.Group(prompt=prompt, responses=responses)
+    checkpoint: Path, submission: wire.Submission, prompts: list[wire.Prompt], engine: str, noise: float = 0.0
+) -> list[wire.Group]:
+    """Groups whose log-probs are those of this checkpoint, whatever the submission says."""
+    seeds = [group_seed(submission.run, submission.version, prompt.index) for prompt in prompts]
+    tokens = [
+        hf_models.sequences([3 + prompt.index % 4 + number for number in range(GROUP_SIZE)], seed=seed % 2**31)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    whole = [
+        [*wire.tokens_of(prompt.tokens).tolist(), *response]
+        for prompt, responses in zip(prompts, tokens, strict=True)
+        for response in responses
+    ]
+    found = iter(hf_models.log_probs(checkpoint, whole, TEMPERATURE))
+    return [
+        wire.Group(
+            prompt=prompt,
+            responses=[
+                wire.Response(
+                    tokens=wire.token_bytes(response),
+                    log_probs=wire.log_prob_bytes(
+                        (next(found)[-len(response) :] + noise * torch.linspace(-1, 1, len(response))).numpy()
+                    ),
+                    finish_reason="stop",
+                    seed=seed + number,
+                    engine=engine,
+                    spans=[wire.Span(version=str(submission.version), start=0, end=len(response))],
+                    fingerprint=submission.fingerprint,
+                )
+                for number, response in enumerate(responses)
+            ],
+        )
+        for prompt, seed, responses in zip(prompts, seeds, tokens, strict=True)
+    ]
 
 
 def record(
-    run: Path, checkpoints: Checkpoints, versions: Sequence[int] = (3, 4), lying: str = "", noise: float = 0.0
+    run: Path,
+    checkpoints: Checkpoints,
+    versions: Sequence[int] = (3, 4),
+    lying: str = "",
+    noise: float = 0.0,
+    num_prompts: int = 4,
 ) -> Path:
-    """A run of these versions, as the service records it; a lying engine samples with the version before."""
+    """A run of these versions, as the service records it; a lying engine keeps the first of them."""
+    plan = wire.Plan(num_prompts=num_prompts, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
     recorder = RunRecorder(run, "run", retain=2)
     for version in versions:
         fingerprint = checkpoints.fingerprints[version]
@@ -77,19 +101,19 @@ def record(
         recorder.published(weights, [(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
         prompts = [
             wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
-            for index in range(PLAN.num_prompts)
+            for index in range(num_prompts)
         ]
         submission = wire.Submission(
-            run="run", version=version, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=60,
+            run="run", version=version, fingerprint=fingerprint, plan=plan, prompts=prompts, deadline_seconds=60,
             sampling=wire.Sampling(max_tokens=16, temperature=TEMPERATURE),
         )  # fmt: skip
         recorder.begin(submission)
         iteration = Iteration(submission, recorder.finished, recorder.claimed)
-        for prompt in prompts:
-            engine = ENGINES[prompt.index % 2]
-            held = version - 1 if engine == lying else version
-            iteration.finished(sampled(checkpoints.of(held), submission, prompt, engine, noise))
-            iteration.claim(0, prompt.index)
+        for number, engine in enumerate(ENGINES):
+            held = versions[0] if engine == lying else version
+            for group in sampled(checkpoints.of(held), submission, prompts[number::2], engine, noise):
+                iteration.finished(group)
+                iteration.claim(0, group.prompt.index)
         recorder.completed(version)
     recorder.close()
     return run
@@ -132,9 +156,35 @@ def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name
     capsys.readouterr()
     assert audit(run, checkpoints.folder) == 5
     breaches = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BREACH")]
-    assert len(breaches) == 8
-    assert all("log-probs not of these weights" in line and "(engine engine-1)" in line for line in breaches)
-    assert sum("of version 5" in line and "beyond 0.001" in line for line in breaches) == 4
+    assert len(breaches) == 4
+    for line in breaches:
+        assert re.search(r"log-probs not of these weights: .* of version 5 \(engine engine-1\).* beyond 0.001", line)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-4])
+def test_old_weights_are_found_out_though_a_step_changes_less_than_the_bound(tmp_path, noise: float, capsys) -> None:
+    folder = tmp_path / "checkpoints"
+    hf_models.draw("qwen3", folder / "iter_0000003", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder / "iter_0000003", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + STEP)
+    model.save_pretrained(folder / "iter_0000004")
+    steps = Checkpoints(folder, {version: _fingerprint_of(folder / f"iter_{version:07d}") for version in (3, 4)})
+    honest = record(tmp_path / "honest" / "run", steps, noise=noise, num_prompts=8)
+    assert audit(honest, folder, count=32) == 0
+    lying = record(tmp_path / "lying" / "run", steps, lying="engine-1", noise=noise, num_prompts=8)
+    capsys.readouterr()
+    assert audit(lying, folder, count=32) == 5
+    output = capsys.readouterr().out
+    worst = re.search(r"^ +4 +16 +\d+ +(\S+)", output, re.MULTILINE)
+    assert worst is not None
+    assert float(worst[1]) < 1e-3
+    breaches = [line for line in output.splitlines() if line.startswith("BREACH")]
+    assert len(breaches) == 1
+    assert (
+        "log-probs not of these weights: 8 responses of version 4 (engine engine-1) are nearer to version 3" in output
+    )
 
 
 def test_log_probs_that_are_off_by_more_than_the_bound_are_a_breach_and_the_bound_can_be_given(
