@@ -1,16 +1,22 @@
 """The service with its real records: an iteration, a kill in the middle of one, and the audit over both."""
 
 import asyncio
+import re
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.audit_check import verify
 from megatron_rl.sidecar.iteration import IterationFailed
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.vllm_engine import VllmEngine
 from tests.sidecar.scripted_service import Engines, RewardLength, engine, submission, weights
+from tests.sidecar.vllm_models import Models, in_shared_memory
 
 PLACES = [(replica, index) for replica in range(2) for index in range(2)]
 
@@ -64,8 +70,6 @@ def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_p
             run="run", version=0, fingerprint=f"weights-{version_of_weights}", transport="shm", dtype="float32"
         )
         await service.publish(held)
-        import msgspec
-
         await service.submit(msgspec.structs.replace(submission(), fingerprint=held.fingerprint))
         for place in PLACES:
             assert await service.slot(0, *place, 10)
@@ -122,3 +126,36 @@ def test_a_failed_iteration_is_in_the_log(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert '"event":"fail"' in (tmp_path / "audit.jsonl").read_text()
+
+
+def test_what_vllm_sampled_can_be_computed_again_from_the_checkpoint_of_its_version(
+    tmp_path: Path, engine: VllmEngine, models: Models, run, capsys
+) -> None:
+    async def iteration(held: wire.Weights, recorder: RunRecorder) -> None:
+        service = RolloutService(Engines(engine), RewardLength(), recorder)
+        await service.take_lease("test")
+        await service.publish(held)
+        asked = submission(held.version)
+        sampling = wire.Sampling(max_tokens=24, temperature=0.7)
+        await service.submit(
+            msgspec.structs.replace(asked, run="test", fingerprint=held.fingerprint, sampling=sampling)
+        )
+        for place in PLACES:
+            assert await service.slot(held.version, *place, 60)
+        service.complete(held.version)
+        await service.close()
+
+    recorder = RunRecorder(tmp_path / "test", "test")
+    for version, model in ((81, models.second), (82, models.first)):
+        with in_shared_memory(model, version) as held:
+            run(iteration(held, recorder))
+        shutil.copytree(model, tmp_path / "checkpoints" / f"iter_{version:07d}")
+    recorder.close()
+    words = ["audit", str(tmp_path / "test"), "--rescore", "32", "--checkpoints", str(tmp_path / "checkpoints")]
+    assert megatron_rl(words) == 0
+    output = capsys.readouterr().out
+    assert "32 responses of 2 versions computed again, 0 breaches" in output
+    for version in (81, 82):
+        numbers = re.search(rf"^ +{version} +16 +\d+ +(\S+) +(\S+) +0.001$", output, re.MULTILINE)
+        assert numbers is not None, output
+        assert float(numbers[2]) < float(numbers[1]) < 1e-4
