@@ -1,119 +1,153 @@
-"""A model's weights in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
+"""State in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
 
+import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.core import dist_checkpointing
+import torch
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.mcore import checkpoint_folders as folders
+from megatron_rl.mcore.checkpoint_folders import find, iteration_folder
 from megatron_rl.mcore.model import PackedGPTModel
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.training_state import CONTENT, model_state, named
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+__all__ = ["find", "load_model", "save_model"]
+
+T = TypeVar("T")
+# What Megatron and torch raise about files; anything else is a fault of a program.
+_OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
 
 
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
-    target = iteration_folder(folder, iteration)
-    staged = target.with_name(f".{target.name}.partial")
-    session.agree(lambda: _create(staged, target) if session.rank == 0 else None)
-    # Saving waits for other ranks itself and tells all of them when one fails; agreeing on it gives it one name.
-    failure = _save(chunks, staged)
-    try:
-        session.agree(lambda: _raise(failure))
-        session.agree(lambda: _publish(staged, target, folder, iteration) if session.rank == 0 else None)
-    except BaseException:
-        if session.rank == 0:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
-    return target
+    request = prepare(lambda: model_state(chunks, CONTENT), folder, iteration, session)
+    together(session, request.execute_sync, unwritable(folder))
+    return iteration_folder(folder, iteration)
 
 
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
     """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
     number, source = session.agree(lambda: find(folder, iteration))
-    session.agree(lambda: _check(chunks, source))
-    state = session.agree(lambda: _read(chunks, source))
-    for name, chunk in _named(chunks):
+    found, content = session.agree(lambda: (contents(source), content_of(common_of(source))))
+    session.agree(lambda: check(model_state(chunks, content), found, source))
+    state = read(session.agree(lambda: model_state(chunks, content)), source, session)
+    for name, chunk in named(chunks):
         chunk.load_state_dict(state[name])
     return number
 
 
-def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
-    """The iteration, and the folder with its shards: of the newest checkpoint, or of the one that is asked for."""
-    if (folder / "metadata.json").exists():
-        return 0, folder
-    tracker = folder / _TRACKER
-    if iteration is None:
-        if not tracker.exists():
-            raise InputError(f"{folder} holds no checkpoint: there is neither {_TRACKER} nor metadata.json in it")
-        text = tracker.read_text().strip()
-        if text == "release":
-            return 0, _existing(folder / "release")
-        if not text.isdigit():
-            raise InputError(f"{tracker} says {text!r}, which is no iteration: name one with --ckpt-step")
-        iteration = int(text)
-    return iteration, _existing(iteration_folder(folder, iteration))
+def prepare(
+    build: Callable[[], dict[str, Any]], folder: Path, iteration: int, session: Session, fully_parallel: bool = False
+) -> AsyncRequest:
+    """Plan a checkpoint of what `build` returns. Executing the request writes it, and makes it the newest at last.
 
-
-def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Megatron's name for the folder of an iteration."""
-    return folder / f"iter_{iteration:07d}"
-
-
-def _existing(folder: Path) -> Path:
-    if not (folder / "metadata.json").exists():
-        raise InputError(
-            f"{folder} is no distributed checkpoint (metadata.json is missing): "
-            f"convert it to Megatron's torch_dist format, or name another with --ckpt-step"
-        )
-    return folder
-
-
-def _create(staged: Path, target: Path) -> None:
-    if target.exists():
-        raise InputError(f"{target} exists already: choose another --save, or remove it")
-    # Left behind by a run that was killed while it wrote.
-    shutil.rmtree(staged, ignore_errors=True)
+    `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
+    """
+    created = session.agree(lambda: folders.stage(folder, iteration) if session.rank == 0 else None)
+    staged = session.from_first(created)
+    assert staged is not None
     try:
-        staged.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"{staged} cannot be created: {error}") from None
+        state = together(session, build, unwritable(staged))
+        sizes = session.gather(_num_bytes(state))
+        session.agree(lambda: _check_room(staged, sum(sizes)))
+        request = together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
+    except BaseException:
+        if session.rank == 0:
+            folders.discard(staged)
+        raise
+    request.add_finalize_fn(
+        lambda: session.agree(lambda: folders.publish(staged, folder, iteration) if session.rank == 0 else None)
+    )
+    return request
 
 
-def _save(chunks: list[PackedGPTModel], staged: Path) -> InputError | None:
+def together(session: Session, action: Callable[[], T], explain: Callable[[Exception], InputError]) -> T:
+    """Run what waits for other ranks by itself, and raise on every rank, with one text, if it raises on one.
+
+    `explain` says what an error of files means. Ranks that wait for one that failed do so until their collective's
+    timeout.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    is_told = False
     try:
-        dist_checkpointing.save(_state(chunks), str(staged))
-    except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-        return InputError(f"{staged} cannot be written ({_cause(error)}): make room there, or choose another --save")
-    return None
-
-
-def _raise(failure: InputError | None) -> None:
-    if failure is not None:
+        result = action()
+    except Exception as caught:
+        failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
+        # Torch tells its first rank what happened, and the others that something did.
+        is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
+    reports = [
+        report
+        for report in session.gather(None if failure is None else _report(failure, is_told))
+        if report is not None
+    ]
+    if not reports:
+        return result  # type: ignore[return-value] # no failure, so action returned
+    if failure is not None and is_told:
         raise failure
+    kind, text, _ = next((report for report in reports if report[2]), reports[0])
+    raise kind(text)
 
 
-def _publish(staged: Path, target: Path, folder: Path, iteration: int) -> None:
-    """Last, and in two steps that are each whole: until then the newest checkpoint is the one before."""
-    staged.rename(target)
-    unfinished = folder / f".{_TRACKER}"
-    unfinished.write_text(str(iteration))
-    unfinished.replace(folder / _TRACKER)
+def unwritable(place: Path) -> Callable[[Exception], InputError]:
+    """What an error means for somebody who wanted to save."""
+    return lambda error: InputError(
+        f"{place} cannot be written ({_cause(error)}): make room there, or choose another --save"
+    )
 
 
-def _check(chunks: list[PackedGPTModel], source: Path) -> None:
-    """Compare names and shapes: loading itself writes into the model before it finds that something is missing."""
+def unreadable(source: Path) -> Callable[[Exception], InputError]:
+    """What an error means for somebody who wanted to load."""
+    return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
+
+
+def common_of(source: Path) -> dict[str, Any]:
+    """What is not tensors."""
     try:
-        found = dist_checkpointing.load_tensors_metadata(str(source))
-    except (CheckpointingException, OSError, ValueError) as error:
-        raise InputError(f"{source} cannot be read ({error}): it is incomplete, copy it again") from None
-    state = _state(chunks)
+        return dist_checkpointing.load_common_state_dict(str(source))
+    except Exception as error:
+        raise unreadable(source)(error) from None
+
+
+def contents(source: Path) -> dict[str, Any]:
+    """What is there, by name: shapes of tensors, and objects."""
+    try:
+        strategy = get_default_load_sharded_strategy(str(source))
+        return strategy.load_sharded_metadata(source)
+    except Exception as error:
+        raise unreadable(source)(error) from None
+
+
+def content_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """How the checkpoint's parts are divided: what Megatron wrote down, or its defaults where it did not."""
+    return dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {})
+
+
+def check(state: dict[str, Any], found: Mapping[str, Any], source: Path) -> None:
+    """Compare names and shapes: loading itself writes into the model before it finds that something is missing."""
     apply_factories(state)
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor):
@@ -132,22 +166,70 @@ def _check(chunks: list[PackedGPTModel], source: Path) -> None:
             )
 
 
-def _read(chunks: list[PackedGPTModel], source: Path) -> dict[str, Any]:
-    try:
-        return dist_checkpointing.load(_state(chunks), str(source))
-    except (CheckpointingException, CheckpointException, OSError) as error:
-        raise InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again") from None
+def read(
+    state: dict[str, Any],
+    source: Path,
+    session: Session,
+    strictness: str = "assume_ok_unexpected",
+    fully_parallel: bool = False,
+) -> dict[str, Any]:
+    """What the checkpoint has for the shards in `state`."""
+
+    def load() -> dict[str, Any]:
+        strategy = get_default_load_sharded_strategy(str(source))
+        if fully_parallel:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
+        loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
+        # Some ways of being strict return the names that differ too.
+        return loaded[0] if isinstance(loaded, tuple) else loaded
+
+    return together(session, load, unreadable(source))
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What happened on the first rank that failed."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:
+    strategy = get_default_save_sharded_strategy()
+    if fully_parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas())
+    return dist_checkpointing.save(
+        state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT)
+    )
 
 
-def _state(chunks: list[PackedGPTModel]) -> dict[str, Any]:
-    return {name: chunk.sharded_state_dict() for name, chunk in _named(chunks)}
+def _replicas() -> torch.distributed.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _named(chunks: list[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
-    """The names that Megatron's own checkpoints give the stages."""
-    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+def _num_bytes(state: dict[str, Any]) -> int:
+    """What this rank's shards come to, each counted on one rank."""
+    return sum(
+        value.data.nbytes
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and isinstance(value.data, torch.Tensor)
+        and is_main_replica(value.replica_id)
+    )
+
+
+def _check_room(staged: Path, num_bytes: int) -> None:
+    """Before the first rank writes: one that cannot would leave the others waiting."""
+    if not os.access(staged, os.W_OK):
+        raise InputError(f"{staged} cannot be written from this host: every rank must reach the same folder")
+    free = shutil.disk_usage(staged).free
+    if free < num_bytes:
+        raise InputError(
+            f"{staged} cannot be written: the checkpoint takes {num_bytes} bytes, {free} are free; make room there, "
+            f"or choose another --save"
+        )
+
+
+def _report(failure: Exception, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
+    if isinstance(failure, MegatronRLError):
+        return type(failure), str(failure), is_told
+    return MegatronRLError, f"another rank failed: {type(failure).__name__}: {failure}", is_told
+
+
+def _cause(error: BaseException) -> str:
+    """What happened on the first rank that failed, if this one was told."""
+    if not isinstance(error, CheckpointException):
+        return str(error) or type(error).__name__
+    return str(next(iter(error.failures.values()))[0]) if error.failures else ""

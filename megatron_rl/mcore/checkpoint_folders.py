@@ -1,0 +1,137 @@
+"""Where checkpoints lie, and in which order files appear and vanish, so that one that is named is always whole.
+
+Invariants, at every moment at which a writer may be killed:
+- `latest_checkpointed_iteration.txt` names a checkpoint that is complete, or is not there;
+- what is being written, or removed, has a name that starts with a dot and is no checkpoint's;
+- no two saves write to the same folder, not even when the writer of one outlives the run that began it.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from megatron_rl.errors import InputError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_UNFINISHED = re.compile(r"\.iter_\d{7,}\.[0-9a-f]+\.(partial|removed)")
+
+
+def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
+    """The iteration, and the folder with its shards: of the newest checkpoint, or of the one that is asked for."""
+    if (folder / "metadata.json").exists():
+        return 0, folder
+    tracker = folder / TRACKER
+    if iteration is None:
+        if not tracker.exists():
+            raise InputError(f"{folder} holds no checkpoint: there is neither {TRACKER} nor metadata.json in it")
+        text = tracker.read_text().strip()
+        if text == "release":
+            return 0, _existing(folder / "release")
+        if not text.isdigit():
+            raise InputError(f"{tracker} says {text!r}, which is no iteration: name one with --ckpt-step")
+        iteration = int(text)
+    return iteration, _existing(iteration_folder(folder, iteration))
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether there is one that `find` would take without being told which."""
+    return (folder / TRACKER).exists() or (folder / "metadata.json").exists()
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Megatron's name for the folder of an iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def stage(folder: Path, iteration: int) -> Path:
+    """An empty folder to write to, after removing what killed runs left behind."""
+    target = iteration_folder(folder, iteration)
+    if target.exists() and _is_latest(folder, iteration):
+        raise InputError(f"{target} exists already: choose another --save, or remove it")
+    staged = folder / f".{target.name}.{secrets.token_hex(4)}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        staged.mkdir()
+    except OSError as error:
+        raise InputError(f"{staged} cannot be created: {error}") from None
+    return staged
+
+
+def publish(staged: Path, folder: Path, iteration: int) -> Path:
+    """Make what was written the newest checkpoint: until the last step that is the one before.
+
+    A folder of that iteration that is not the newest was left by a run that was killed here, or that went on from an
+    earlier iteration: it gives way.
+    """
+    target = iteration_folder(folder, iteration)
+    try:
+        for path in (*staged.rglob("*"), staged):
+            _make_durable(path)
+        if target.exists():
+            _remove(target)
+        staged.rename(target)
+        unfinished = folder / f".{TRACKER}"
+        unfinished.write_text(str(iteration))
+        _make_durable(unfinished)
+        unfinished.replace(folder / TRACKER)
+        _make_durable(folder)
+    except OSError as error:
+        raise InputError(f"{target} cannot be finished: {error}") from None
+    return target
+
+
+def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+    """Remove all but the last checkpoints up to `latest`, and those at multiples of the interval.
+
+    With an interval and no number to keep, the newest alone is kept besides, as in Megatron.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    found = sorted(
+        int(match[1]) for path in folder.iterdir() if (match := _ITERATION.fullmatch(path.name)) and path.is_dir()
+    )
+    old = [iteration for iteration in found if iteration <= latest][: -(keep_last or 1)]
+    removed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
+    for iteration in removed:
+        _remove(iteration_folder(folder, iteration))
+    return removed
+
+
+def discard(staged: Path) -> None:
+    """Remove what was written for a save that failed."""
+    shutil.rmtree(staged, ignore_errors=True)
+
+
+def _existing(folder: Path) -> Path:
+    if not (folder / "metadata.json").exists():
+        raise InputError(
+            f"{folder} is no distributed checkpoint (metadata.json is missing): "
+            f"convert it to Megatron's torch_dist format, or name another with --ckpt-step"
+        )
+    return folder
+
+
+def _is_latest(folder: Path, iteration: int) -> bool:
+    tracker = folder / TRACKER
+    return tracker.exists() and tracker.read_text().strip() == str(iteration)
+
+
+def _remove(target: Path) -> None:
+    """First it is no checkpoint any more, then it is removed."""
+    hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.removed")
+    target.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

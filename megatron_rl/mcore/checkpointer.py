@@ -1,0 +1,221 @@
+"""The checkpoints of a run that trains: written when they are due, beside training if that is asked for; and resumed.
+
+What training draws from beside model and optimizer (data position, version, identities) is the trainer's; it comes and
+goes as `extra`, a dictionary that JSON can hold.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_rl.config import Settings
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.mcore import checkpoint, training_state
+from megatron_rl.mcore import checkpoint_folders as folders
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.training_state import CONTENT, TrainState
+
+_EXTRA = "megatron_rl"
+# Ways of being strict that let the model keep what the checkpoint lacks.
+_LENIENT = ("log_all", "return_all", "ignore_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from: the iterations it has behind it, what `save` was given, and what is to be said once."""
+
+    version: int
+    extra: Mapping[str, Any]
+    notes: tuple[str, ...]
+    source: Path
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run. Every method is called on every rank."""
+
+    def __init__(self, settings: Settings, session: Session, state: TrainState):
+        self._config = settings.checkpoint
+        self._is_overriding = settings.schedule.override_opt_param_scheduler
+        self._session = session
+        self._state = state
+        self._queue = AsyncCallsQueue()
+        self._pending: int | None = None
+        if self._config.keep_last is not None and self._config.keep_last < 1:
+            raise UsageError(f"--save-keep-last {self._config.keep_last} would keep nothing: write at least 1")
+
+    def is_due(self, version: int, is_last: bool = False) -> bool:
+        """Whether a checkpoint is written after so many iterations."""
+        interval = self._config.save_interval
+        if self._config.save is None or version == 0:
+            return False
+        return is_last or (interval is not None and version % interval == 0)
+
+    def save_if_due(self, version: int, extra: Mapping[str, Any], is_last: bool = False) -> bool:
+        """Save if it is time to, and say whether."""
+        is_due = self.is_due(version, is_last)
+        if is_due:
+            self.save(version, extra)
+        return is_due
+
+    def save(self, version: int, extra: Mapping[str, Any]) -> None:
+        """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
+
+        `extra` of rank 0 counts.
+        """
+        folder = self._config.save
+        assert folder is not None
+        self.finish()
+        training_state.synchronize(self._state)
+        noted = self._session.from_first(json.loads(json.dumps(extra)))
+        request = checkpoint.prepare(
+            lambda: self._everything(version, noted),
+            folder,
+            version,
+            self._session,
+            self._config.ckpt_fully_parallel_save,
+        )
+        if self._config.async_save:
+            self._pending = version
+            self._together(lambda: self._queue.schedule_async_request(request))
+        else:
+            self._together(request.execute_sync)
+            self._prune(version)
+
+    def poll(self) -> None:
+        """Make the checkpoint that is being written the newest, if all of it is there; without waiting for it."""
+        self._finalize(is_waiting=False)
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more."""
+        self._finalize(is_waiting=True)
+
+    def load(self) -> Loaded | None:
+        """Take over what --load holds, or None if there is nothing to load: then the run begins as it was built."""
+        config = self._config
+        self._session.agree(self._check_folders)
+        if config.load is None:
+            return None
+        folder = config.load
+        is_there = self._session.agree(lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder))
+        if not is_there and not config.exit_on_missing_checkpoint:
+            return None
+        version, source = self._session.agree(lambda: checkpoint.find(folder, config.ckpt_step))
+        return self._load(0 if config.finetune else version, source)
+
+    def _load(self, version: int, source: Path) -> Loaded:
+        config, session = self._config, self._session
+        found, common = session.agree(lambda: (checkpoint.contents(source), checkpoint.common_of(source)))
+        content = checkpoint.content_of(common)
+        has_optimizer = not (config.finetune or config.no_load_optim)
+        if has_optimizer:
+            session.agree(lambda: self._check_optimizer(common, source))
+        wants_rng = not (config.finetune or config.no_load_rng)
+        has_rng = wants_rng and all(session.gather(training_state.has_rng_of_layout(found)))
+        is_lenient = config.dist_ckpt_strictness in _LENIENT
+        if not is_lenient:
+            build = training_state.model_state
+            session.agree(lambda: checkpoint.check(build(self._state.chunks, content), found, source))
+
+        wanted = checkpoint.together(
+            session, lambda: self._wanted(content, has_optimizer, has_rng), checkpoint.unreadable(source)
+        )
+        parallel = config.ckpt_fully_parallel_load
+        loaded = checkpoint.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
+        training_state.apply_model(self._state, loaded, strict=not is_lenient)
+        if has_optimizer:
+            session.agree(lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding))
+        else:
+            self._state.optimizer.reload_model_params()
+        if has_rng:
+            training_state.apply_rng(loaded, session.platform)
+        notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
+        return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
+
+    def _everything(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Under Megatron's names, but for what is ours."""
+        state = self._state
+        everything: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
+        model = training_state.model_state(state.chunks, CONTENT)
+        everything |= model
+        if not self._config.no_save_optim:
+            everything |= training_state.optimizer_state(state, model, CONTENT, is_loading=False)
+        if not self._config.no_save_rng:
+            everything |= training_state.rng_state(self._session.platform)
+        return everything
+
+    def _wanted(self, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool) -> dict[str, Any]:
+        model = training_state.model_state(self._state.chunks, content)
+        wanted = dict(model)
+        if has_optimizer:
+            wanted["optimizer"] = training_state.optimizer_state(self._state, model, content, is_loading=True)[
+                "optimizer"
+            ]
+        return wanted | (training_state.rng_state(self._session.platform) if has_rng else {})
+
+    def _finalize(self, is_waiting: bool) -> None:
+        if self._pending is None:
+            return
+        version = self._pending
+        try:
+            self._together(lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting))
+        except BaseException:
+            self._pending = None
+            raise
+        if not self._queue.get_num_unfinalized_calls():
+            self._pending = None
+            self._prune(version)
+
+    def _together(self, action: Callable[[], object]) -> None:
+        assert self._config.save is not None
+        checkpoint.together(self._session, action, checkpoint.unwritable(self._config.save))
+
+    def _prune(self, version: int) -> None:
+        config = self._config
+        assert config.save is not None
+        if self._session.rank == 0:
+            folders.prune(config.save, version, config.keep_last, config.save_retain_interval)
+
+    def _check_folders(self) -> None:
+        save, load = self._config.save, self._config.load
+        if save is None or not (save / folders.TRACKER).exists():
+            return
+        if load is None or load.resolve() != save.resolve():
+            raise InputError(
+                f"--save {save} holds checkpoints already: write --load {save} too to go on from them, or choose "
+                f"another folder"
+            )
+
+    def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
+        if "optimizer" not in common or "opt_param_scheduler" not in common:
+            raise InputError(
+                f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
+            )
+        is_sharded = self._is_distributed(common["optimizer"])
+        is_wanted = self._state.wrapped[0].ddp_config.use_distributed_optimizer
+        if is_sharded != is_wanted:
+            change = "add it" if is_sharded else "drop it"
+            how = "with" if is_sharded else "without"
+            raise InputError(
+                f"{source} was written {how} --use-distributed-optimizer: {change}, or write --no-load-optim"
+            )
+
+    @staticmethod
+    def _is_distributed(optimizer: Any) -> bool:
+        # Several optimizers, of experts and of the rest, are numbered.
+        one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
+        return "param_state_sharding_type" in one
+
+    def _notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
+        notes = []
+        if not has_optimizer:
+            notes.append(f"weights only were taken from {source}: optimizer and schedule begin anew")
+        if is_rng_new:
+            notes.append(
+                f"{source} has no random numbers for this layout: they are drawn anew from --seed "
+                f"(write --no-load-rng to say that you know)"
+            )
+        return tuple(notes)
