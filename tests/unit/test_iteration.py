@@ -4,7 +4,7 @@ import time
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
@@ -23,6 +23,8 @@ from megatron_rl.sidecar.iteration import (
 )
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 
+# How fast an example is says how busy the machine is, and nothing of the code.
+at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # What happens in an iteration: a group finishes, or a slot is asked for.
 Event = tuple[str, int | Place]
 
@@ -85,6 +87,7 @@ def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
     return claims
 
 
+@at_any_speed
 @given(plans())
 def test_every_replica_has_the_slots_that_the_sizes_give_and_updates_share_them(plan: Plan) -> None:
     division = divide(plan)
@@ -95,6 +98,7 @@ def test_every_replica_has_the_slots_that_the_sizes_give_and_updates_share_them(
     )
 
 
+@at_any_speed
 @given(plans())
 def test_the_prompts_bound_to_units_are_all_prompts_once_and_of_the_units_update(plan: Plan) -> None:
     division = divide(plan)
@@ -129,6 +133,7 @@ def test_prompts_that_are_not_those_of_the_plan_are_refused() -> None:
             Iteration(msgspec.structs.replace(submission, prompts=prompts))
 
 
+@at_any_speed
 @given(histories())
 def test_claims_follow_from_the_order_of_the_events_as_the_naive_twin_makes_them(history) -> None:
     plan, events = history
@@ -139,6 +144,7 @@ def test_claims_follow_from_the_order_of_the_events_as_the_naive_twin_makes_them
         assert claims == expected_claims(plan, events[: number + 1])
 
 
+@at_any_speed
 @given(histories())
 def test_every_group_is_claimed_exactly_once_with_all_its_responses_in_order(history) -> None:
     plan, events = history
@@ -160,6 +166,7 @@ def test_every_group_is_claimed_exactly_once_with_all_its_responses_in_order(his
     assert [found[prompt] for prompt in sorted(found)] == expected
 
 
+@at_any_speed
 @given(histories())
 def test_a_slot_asked_for_twice_gives_the_same_bytes(history) -> None:
     plan, events = history
@@ -175,6 +182,7 @@ def test_a_slot_asked_for_twice_gives_the_same_bytes(history) -> None:
     assert answers_of(iteration) == first
 
 
+@at_any_speed
 @given(histories())
 def test_no_slot_waits_while_what_it_would_take_is_finished_and_those_served_are_told(history) -> None:
     plan, events = history
@@ -192,6 +200,7 @@ def test_no_slot_waits_while_what_it_would_take_is_finished_and_those_served_are
         assert not any(iteration.ready(*unit) for unit in iteration.asked())
 
 
+@at_any_speed
 @given(histories())
 def test_a_slot_of_an_update_holds_groups_of_this_update_only(history) -> None:
     plan, events = history
@@ -203,6 +212,7 @@ def test_a_slot_of_an_update_holds_groups_of_this_update_only(history) -> None:
         assert {prompt * plan.num_updates // plan.num_prompts for prompt in prompts_of(answer)} == {update}
 
 
+@at_any_speed
 @given(histories(), st.randoms())
 def test_in_prompt_order_the_slots_do_not_depend_on_the_order_of_events(history, random) -> None:
     plan, events = history
@@ -217,6 +227,7 @@ def test_in_prompt_order_the_slots_do_not_depend_on_the_order_of_events(history,
     assert answers[0] == answers[1]
 
 
+@at_any_speed
 @given(histories(), st.data())
 def test_an_iteration_restored_from_what_was_recorded_answers_the_same_bytes(history, data) -> None:
     plan, events = history
@@ -308,6 +319,7 @@ def test_it_is_complete_only_when_every_group_was_claimed() -> None:
     assert answers_of(iteration) == answers
 
 
+@at_any_speed
 @given(plans(), st.data())
 def test_a_prompt_is_wanted_until_it_runs_and_again_when_it_is_lost_in_the_order_of_dispatch(plan, data) -> None:
     order = data.draw(st.permutations(range(plan.num_prompts)))

@@ -78,7 +78,7 @@ def test_a_fault_fails_its_group_by_name_in_time_and_no_other(tmp_path, fault):
     groups = [request(index, bad=index == 3, **({"gold": 1} if index != 3 else {})) for index in range(8)]
     begin = time.monotonic()
     results = score([f"{file}:fn@1"], *groups)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     error = results.pop(3)
     assert isinstance(error, RewardError), error
     assert (error.function, error.prompt_index, error.exit_code) == ("fn", 3, ExitCode.RUN)
