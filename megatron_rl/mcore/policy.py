@@ -11,6 +11,7 @@ from megatron_rl.mcore.build import model_of
 from megatron_rl.mcore.model import PackedGPTModel, wrap
 from megatron_rl.mcore.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of, synchronized
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
 
 
@@ -23,6 +24,11 @@ class Policy:
     optimizer: Any
     schedule: Any
     weights: ModelWeights
+
+    @property
+    def state(self) -> TrainState:
+        """What a checkpoint holds of it."""
+        return TrainState(self.wrapped, self.optimizer, self.schedule)
 
     def update(self, scale: float) -> UpdateResult:
         """Multiply the gradients that were accumulated, step, and clear them."""

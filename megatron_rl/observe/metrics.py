@@ -12,6 +12,8 @@ from megatron_rl.observe.line_file import LineFile, read_lines
 FILE_NAME = "metrics.jsonl"
 # The object that holds durations and throughputs: all that differs between two runs of the same thing.
 TIME = "time"
+# A hash over what happened when, times included.
+_HEAD = "audit_head"
 
 
 class MetricsFile(LineFile):
@@ -38,7 +40,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def without_times(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What must be equal, bit for bit, in two runs of the same thing in prompt order."""
-    return [{name: value for name, value in record.items() if name != TIME} for record in records]
+    return [{name: value for name, value in record.items() if name not in (TIME, _HEAD)} for record in records]
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.rollout.audit_files import FILE_NAME as AUDIT_FILE
 from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Sampling
 from megatron_rl.sidecar.scoring import tokenizer_decoder
 from megatron_rl.training.checkpoints import Checkpoints
@@ -33,15 +34,15 @@ from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.plan import Sizes, run_folder, sizes_of
 from megatron_rl.training.reporter import Reporter, reporter_of
-from megatron_rl.training.rollouts import Periodic, Rollouts, Sync
+from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
 from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
 
 
-def train(settings: Settings) -> int:
-    """One rank of a run, from start to end; returns the exit code."""
+def train(settings: Settings, make: "type[Run] | None" = None) -> int:
+    """One rank of a run, from start to end; returns the exit code. `make` puts other parts in, for benchmarks."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = sizes_of(settings, world_size // parallel_sizes(settings).model)
@@ -61,13 +62,13 @@ def train(settings: Settings) -> int:
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
         session = stack.enter_context(session_of(settings, waiting))
         watch = stack.enter_context(Watch(session.store, session.rank))
-        run = _Run(settings, sizes, folder, session, prompts, stop, stack)
+        run = (make or Run)(settings, sizes, folder, session, prompts, stop, stack)
         run.connect(sidecar)
-        watch.tidy = run.publisher.close
+        watch.tidy = run.tidy
         return run.train()
 
 
-class _Run:
+class Run:
     """The parts of a run on one rank."""
 
     def __init__(
@@ -93,9 +94,15 @@ class _Run:
         self._policy = policy_of(settings, session, self._num_iterations * sizes.plan.num_updates)
         self._reference = _reference(settings, session)
         self._checkpoints = Checkpoints(
-            settings, session, self._policy, self._name, prompts, self._reference.fingerprint if self._reference else None
+            settings,
+            session,
+            self._policy,
+            self._name,
+            prompts,
+            self._reference.fingerprint if self._reference else None,
         )
-        self._version = self._checkpoints.load()
+        self._version = self._checkpoints.load(self._say)
+        self._closing: Callable[[], None] = lambda: None
 
     def connect(self, sidecar: OwnSidecar | None) -> None:
         """Wait for the sidecar and take it for this run."""
@@ -124,6 +131,11 @@ class _Run:
         )
         self._stack.callback(self.publisher.close)
 
+    def tidy(self) -> None:
+        """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
+        self._closing()
+        self.publisher.close()
+
     def train(self) -> int:
         timeline = Timeline()
         reporter = self._reporter(timeline)
@@ -131,7 +143,7 @@ class _Run:
             session=self._session,
             policy=self._policy,
             publisher=self.publisher,
-            rollouts=self._rollouts(lambda: timeline.span("wait")),
+            rollouts=self.rollouts(lambda: timeline.span("wait")),
             learner=self._learner(),
             checkpoints=self._checkpoints,
             evaluator=self._evaluator(),
@@ -141,14 +153,20 @@ class _Run:
             reference=self._reference.fingerprint if self._reference else None,
             largest_micro_batch=self._sizes.largest_micro_batch,
         )
-        version = trainer.train(self._version, self._num_iterations)
+        trainer.train(self._version, self._num_iterations)
         self._stop.over()
         if reporter is not None:
             reporter.close()
-            print_report(read(self._folder), self._places(version), sys.stdout)
+            print_report(read(self._folder), self._places(), sys.stdout)
         return ExitCode.OK
 
-    def _rollouts(self, waiting: Callable[[], contextlib.AbstractContextManager]) -> Rollouts:
+    def rollouts(self, waiting: Callable[[], contextlib.AbstractContextManager]) -> Rollouts:
+        is_sync = self._settings.loop.schedule == "sync"
+        return self.rollouts_of(self._sizes.division, Sync(self._session) if is_sync else Periodic(), waiting)
+
+    def rollouts_of(
+        self, division: Division, schedule: Schedule, waiting: Callable[[], contextlib.AbstractContextManager]
+    ) -> Rollouts:
         settings, session = self._settings, self._session
         tensor = settings.transformer.get("tensor_model_parallel_size", 1)
         batcher = Batcher(
@@ -160,10 +178,10 @@ class _Run:
             self._client,
             session,
             self._name,
-            self._sizes.division,
+            division,
             self._sampling(settings.sampling.temperature),
             batcher,
-            Periodic() if settings.loop.schedule == "periodic" else Sync(session),
+            schedule,
             settings.service.deadline_minutes * 60,
             self._prompts,
             waiting,
@@ -208,12 +226,19 @@ class _Run:
             self._settings, self._folder, self._version, self._num_iterations, self._sizes.plan.num_prompts, decode
         )
         self._stack.callback(reporter.close)
+        self._closing = reporter.close
         timeline.restart()
         return reporter
 
-    def _places(self, version: int) -> Places:
+    def _say(self, text: str) -> None:
+        if self._session.rank == 0:
+            print(f"note: {text}", file=sys.stderr)
+
+    def _places(self) -> Places:
         settings = self._settings
         return Places(
+            checkpoint=self._checkpoints.last_saved,
+            hf_weights=self._checkpoints.last_hf,
             metrics=self._folder / metrics.FILE_NAME,
             samples=self._folder / samples.FILE_NAME,
             audit_log=self._folder / AUDIT_FILE,

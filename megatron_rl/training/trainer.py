@@ -65,7 +65,8 @@ class Trainer:
             is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
             version += 1
             with self._during("save"):
-                self._checkpoints.save_if_due(version, is_last=is_stopped or version == num_iterations)
+                is_last = is_stopped or version == num_iterations
+                self._checkpoints.save_if_due(version, is_last, self._rollouts.audit_head)
         if not is_stopped:
             self._evaluate_last(version)
         with self._during("save"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.rollout.client import RolloutClient, read_token
+from megatron_rl.sidecar import parent
 from tests.ranks import ROOT
 
 
@@ -25,6 +26,8 @@ class SidecarProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(folder), *words],
                 cwd=ROOT,
+                # It ends with the tests, whatever ends them.
+                env={**os.environ, parent.VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
