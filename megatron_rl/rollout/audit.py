@@ -298,15 +298,12 @@ class AuditLog:
     def _continue(self) -> int:
         """Continue after the last whole line, in whichever file it is; how many bytes of a torn one were cut off."""
         num_bytes_cut = 0
-        indices = list(existing_files(self._first.path))
-        for index in reversed(indices):
+        # One that was begun, and has no line yet, is taken up when the file before it is full.
+        for index in reversed(existing_files(self._first.path)):
             self._open(index)
             num_bytes_cut += self._find_end()
             if self._file.size:
                 break
-        if indices[-1] > self._index:
-            # A file that was begun, and has no line yet.
-            self._open(indices[-1])
         return num_bytes_cut
 
     def _find_end(self) -> int:
