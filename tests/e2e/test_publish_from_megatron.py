@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.data.packing import pack_groups
@@ -18,19 +16,11 @@ from tests import hf_models
 from tests.distributed.layouts import CASES, build, session_of
 from tests.ranks import run_ranks
 from tests.sidecar.sidecar_process import sidecar
-from tests.sidecar.vllm_models import SIZES, VOCAB_SIZE
+from tests.sidecar.vllm_models import VOCAB_SIZE, draw_with_tokenizer
 
 LAYOUTS = ("TP2", "PP2")
 TEMPERATURES = (0.7, 1.3)
 PLAN = wire.Plan(num_prompts=6, group_size=3, num_replicas=1, micro_batch_size=6)
-
-
-def draw_with_tokenizer(folder: Path) -> Path:
-    hf_models.draw("qwen3", folder, **SIZES)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:

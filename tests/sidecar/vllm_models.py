@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -39,6 +40,15 @@ class Models:
 def draw(family: str, folder: Path, **changes: Any) -> Models:
     first, second = (hf_models.draw(family, folder / str(seed), seed, **SIZES, **changes) for seed in (0, 1))
     return Models(first, second)
+
+
+def draw_with_tokenizer(folder: Path) -> Path:
+    """One set of weights, with a word for each token: rewards see text."""
+    hf_models.draw("qwen3", folder, **SIZES)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
 
 
 @contextmanager
