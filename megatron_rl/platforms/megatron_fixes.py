@@ -3,6 +3,9 @@
 Each checks the code it changes and raises on a megatron-core it does not know.
 """
 
+import os
+import pickle
+import queue
 from types import ModuleType
 from typing import Any
 
@@ -98,6 +101,77 @@ def separate_steps_after_load(module: ModuleType) -> None:
     optimizer.load_state_dict = load_state_dict
 
 
+def leave_room_for_padding(module: ModuleType) -> None:
+    """Parameters are cut from the gathered state where they lie in the buffer, but gathering drops buckets' padding.
+
+    With several buckets every parameter behind the first padding is saved shifted, and loads as silently.
+    """
+    optimizer = getattr(module, "DistributedOptimizer", None)
+    original = expect_parameters(
+        optimizer, "sharded_param_state_fully_reshardable", "self", "model_sharded_state_dict", "is_loading", "metadata"
+    )
+    name = "get_parameter_state_dp_zero"
+    if optimizer is None or not hasattr(optimizer, name):
+        raise unknown_megatron(f"{module.__name__} has no DistributedOptimizer.{name}")
+
+    def sharded_param_state_fully_reshardable(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        gather = getattr(self, name)
+        setattr(self, name, lambda **options: _as_in_buffers(self.buffers, gather(**options)))
+        try:
+            return original(self, *arguments, **keywords)
+        finally:
+            delattr(self, name)
+
+    optimizer.sharded_param_state_fully_reshardable = sharded_param_state_fully_reshardable
+
+
+def _as_in_buffers(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    """Put each bucket's part of the gathered tensors where the bucket lies."""
+    for index, buffer in enumerate(buffers) if state is not None else ():
+        assert state is not None
+        for tensors in state[index].values():
+            for key, tensor in tensors.items():
+                if not torch.is_tensor(tensor) or tensor.numel() == buffer.numel:
+                    continue
+                whole = tensor.new_zeros(buffer.numel)
+                parts = tensor.split([bucket.numel_unpadded for bucket in buffer.buckets])
+                for bucket, part in zip(buffer.buckets, parts, strict=True):
+                    whole[bucket.offset : bucket.offset + len(part)] = part
+                tensors[key] = whole
+    return state
+
+
+class SharedResults:
+    """What a fork tells the process that it came from: memory that both see, and that ends with them."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b", buffering=0)
+
+    def put(self, results: Any) -> None:
+        """Leave something to be taken, once."""
+        self._file.write(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        """Take it. What a fork that was killed left half is nothing."""
+        data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        try:
+            return pickle.loads(data)
+        except Exception:
+            raise queue.Empty from None
+        finally:
+            self._file.close()
+
+
+def results_without_a_process(module: ModuleType) -> None:
+    """Results of writing a checkpoint travel through a process that is spawned for it.
+
+    It takes seconds, runs the entry script once more, and goes on when a rank is killed. Checkpoints are written by
+    forks here, with which memory can be shared.
+    """
+    expect_parameters(module, "_get_write_results_queue")
+    module._get_write_results_queue = SharedResults  # type: ignore[attr-defined]
+
+
 def _unfused_optimizer(module: ModuleType) -> Any:
     """DistributedOptimizer where it runs torch's own Adam, None where TransformerEngine's or apex' is there."""
     if not hasattr(module, "HAVE_APEX_OR_TE") or not hasattr(module, "DistributedOptimizer"):
@@ -110,4 +184,10 @@ FIXES = (
     Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),
     Patch("DistributedOptimizer.sharded_state_dict", _OPTIMIZER_MODULE, allocate_state_before_saving),
     Patch("DistributedOptimizer.load_state_dict", _OPTIMIZER_MODULE, separate_steps_after_load),
+    Patch("DistributedOptimizer.sharded_param_state_fully_reshardable", _OPTIMIZER_MODULE, leave_room_for_padding),
+    Patch(
+        "_get_write_results_queue",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        results_without_a_process,
+    ),
 )
