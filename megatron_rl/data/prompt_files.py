@@ -1,0 +1,204 @@
+"""Files of prompts: JSONL and Parquet, row by row, every fault named by file and line."""
+
+import codecs
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.config import DataConfig
+from megatron_rl.errors import InputError, PlatformError, UsageError
+from megatron_rl.flags import nearest
+from megatron_rl.rollout.rewards.types import GIVEN
+from megatron_rl.rollout.wire import JSON
+
+# The name under which rewards know the column of --answer-key.
+ANSWER = "answer"
+
+_PARQUET_ROWS_AT_A_TIME = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file: its prompt as it is there, and the columns that rewards get."""
+
+    identity: str
+    """FILE:LINE, counted from 1; the same wherever the file lies."""
+    path: Path
+    line: int
+    prompt: str | list[JSON]
+    """Plain text, or chat messages."""
+    columns: JSON
+
+    def error(self, reason: str) -> InputError:
+        """What is wrong with this row."""
+        return _error(self.path, self.line, reason)
+
+
+def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
+    """The rows of all files, in the order given; `flag` is the one that named them."""
+    if config.prompt_key == config.answer_key:
+        raise UsageError(f"--prompt-key and --answer-key are both {config.prompt_key}: they name two columns")
+    return [
+        row for path, name in zip(paths, _names(paths, flag), strict=True) for row in _file_rows(path, name, config)
+    ]
+
+
+def _names(paths: Sequence[Path], flag: str) -> list[str]:
+    """What each file is called in identities: its name, with as many folders before it as tell all files apart."""
+    parts = [path.resolve().parts for path in paths]
+    for number, path in enumerate(paths):
+        if parts[number] in parts[:number]:
+            raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _file_rows(path: Path, name: str, config: DataConfig) -> Iterator[Row]:
+    num_rows = 0
+    try:
+        for line, content in _contents(path):
+            num_rows += 1
+            yield _row(path, name, line, content, config)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    if num_rows == 0:
+        raise InputError(f"{path} holds no row: write one prompt a row into it, or leave the file out")
+
+
+def _contents(path: Path) -> Iterator[tuple[int, object]]:
+    """What the rows of a file are, with their lines."""
+    kind = path.suffix.lower()
+    if kind == ".jsonl":
+        return _jsonl(path)
+    if kind == ".parquet":
+        return _parquet(path)
+    raise InputError(f"{path} is neither .jsonl nor .parquet: convert it, or name it by what it is")
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for line, text in enumerate(file, start=1):
+            if line == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
+            if not text.strip():
+                continue
+            try:
+                content = msgspec.json.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _error(path, line, f"is no JSON: {error}; write one object a line, in UTF-8") from None
+            yield line, content
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise PlatformError(
+            f"{path} is read with pyarrow, which is not installed: pip install 'megatron-rl[parquet]', or convert the "
+            f"file to JSONL"
+        ) from None
+    line = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_PARQUET_ROWS_AT_A_TIME):
+                for content in batch.to_pylist():
+                    line += 1
+                    yield line, content
+    except FileNotFoundError:
+        raise
+    except (ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as Parquet: {error}; write it anew") from None
+
+
+def _row(path: Path, name: str, line: int, content: object, config: DataConfig) -> Row:
+    if not isinstance(content, dict):
+        raise _error(
+            path, line, f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}"
+        )
+    if config.prompt_key not in content:
+        near = nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
+        raise _error(path, line, f"has no column {config.prompt_key}{near}; name the prompt's with --prompt-key")
+    prompt = _checked_prompt(path, line, content[config.prompt_key])
+    return Row(f"{name}:{line}", path, line, prompt, _columns(path, line, content, config))
+
+
+def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
+    """What rewards get of a row; its prompt reaches them by itself."""
+    key = config.answer_key
+    if key != ANSWER:
+        if key not in content:
+            near = nearest(key, content)
+            raise _error(path, line, f"has no column {key}{near}, which --answer-key names; correct the flag")
+        if ANSWER in content and config.prompt_key != ANSWER:
+            raise _error(
+                path, line,
+                f"has columns {ANSWER} and {key}, and with --answer-key {key} both would be {ANSWER}; leave the flag "
+                f"out and give the reward the column's name (as in --reward gsm8k:{key})",
+            )  # fmt: skip
+    columns = {ANSWER if name == key else name: value for name, value in content.items() if name != config.prompt_key}
+    for name in GIVEN:
+        if name in columns:
+            raise _error(path, line, f"has a column {name}, which rewards get themselves; rename it")
+    for name, value in content.items():
+        reason = _not_json(value)
+        if reason:
+            raise _error(path, line, f"holds {reason} in column {name}; write it as text, or leave the column out")
+    return columns
+
+
+def _not_json(value: object) -> str | None:
+    """What in a value is nothing that JSON can say, or that cannot travel; None where all is well."""
+    if value is None or isinstance(value, str | bool):
+        return None
+    if isinstance(value, int):
+        return None if -(2**63) <= value < 2**64 else f"{value}, which has more than 64 bits,"
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"{value}, which is no number of JSON,"
+    if isinstance(value, dict):
+        wrong = next((name for name in value if not isinstance(name, str)), None)
+        return _first(value.values()) if wrong is None else f"the name {wrong!r}, which is no text,"
+    if isinstance(value, list):
+        return _first(value)
+    return f"{_kind(value)}, which is no value of JSON,"
+
+
+def _first(values: Any) -> str | None:
+    return next((reason for reason in map(_not_json, values) if reason), None)
+
+
+def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise _error(path, line, "has an empty prompt; write one, or leave the row out")
+        return prompt
+    if not isinstance(prompt, list):
+        raise _error(path, line, f"has {_kind(prompt)} as its prompt; write text, or a list of chat messages")
+    if not prompt:
+        raise _error(path, line, "has a prompt without a message; write one, or leave the row out")
+    for number, message in enumerate(prompt, start=1):
+        for key in ("role", "content"):
+            value = message.get(key) if isinstance(message, dict) else None
+            if not isinstance(value, str):
+                raise _error(
+                    path, line,
+                    f"has {_kind(value if isinstance(message, dict) else message)} where message {number} of its "
+                    f'prompt needs text as its {key}; write {{"role": "user", "content": "..."}}',
+                )  # fmt: skip
+    return prompt
+
+
+def _kind(value: object) -> str:
+    """The type of a value, for people."""
+    named = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
+    return named.get(type(value)) or ("an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+
+
+def _error(path: Path, line: int, reason: str) -> InputError:
+    return InputError(f"{path}:{line} {reason}")

@@ -1,0 +1,253 @@
+"""The prompts of a run: which there are, in which order they are taken, and which are held out."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config import DataConfig
+from megatron_rl.data.prompt_files import Row, read_rows
+from megatron_rl.data.tokenizer import PromptTokenizer
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.rollout.wire import Prompt, tokens_of
+
+
+class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a source has come, and what it must be a source of for that to mean anything."""
+
+    num_taken: int
+    seed: int
+    shuffle: bool
+    num_rows: int
+    fingerprint: str
+
+
+class PromptSource:
+    """The prompts to train on, taken in an order that is a function of data set, seed and epoch.
+
+    - Every row is taken exactly once an epoch; a take may end one epoch and begin the next.
+    - What is taken depends on how many prompts were taken before, and not on how many at a time.
+    - A source that is restored goes on as the one that was never stopped.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt] = (),
+        *,
+        seed: int,
+        shuffle: bool = True,
+        notes: Sequence[str] = (),
+    ) -> None:
+        assert prompts
+        self._prompts = list(prompts)
+        self._held_out = list(held_out)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._num_taken = 0
+        self._order = (-1, np.zeros(0, dtype=np.int64))
+        self.notes = tuple(notes)
+        """What a person should know of the data, each said once."""
+        self.fingerprint = _fingerprint(self._prompts)
+        """Of the rows to train on: their identities and tokens, in order."""
+        self.longest_prompt = max(len(tokens_of(prompt.tokens)) for prompt in (*prompts, *held_out))
+        """The most tokens of a prompt, those held out included."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    @property
+    def num_taken(self) -> int:
+        """Prompts taken so far, over all epochs."""
+        return self._num_taken
+
+    @property
+    def epochs(self) -> float:
+        """How many times the data set was gone through."""
+        return self._num_taken / self.num_rows
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts, numbered from 0."""
+        taken = []
+        for index in range(count):
+            epoch, place = divmod(self._num_taken + index, self.num_rows)
+            row = int(self._order_of(epoch)[place])
+            taken.append(msgspec.structs.replace(self._prompts[row], index=index))
+        self._num_taken += count
+        return taken
+
+    def held_out(self, limit: int | None = None) -> list[Prompt]:
+        """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
+        return [msgspec.structs.replace(prompt, index=index) for index, prompt in enumerate(self._held_out[:limit])]
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON from which `restore` goes on."""
+        state: dict[str, Any] = msgspec.to_builtins(self._state())
+        return state
+
+    def restore(self, state: object) -> None:
+        """Go on from that state; an InputError says what differs if it is another data set's, or another order's."""
+        try:
+            saved = msgspec.convert(state, PromptState)
+        except msgspec.ValidationError as error:
+            raise InputError(
+                f"the checkpoint's place in the prompts cannot be read: {error}; load another one"
+            ) from None
+        own = self._state()
+        differences = []
+        if (saved.num_rows, saved.fingerprint) != (own.num_rows, own.fingerprint):
+            differences.append(
+                f"other prompts ({saved.num_rows} rows, fingerprint {saved.fingerprint}; now {own.num_rows} rows, "
+                f"fingerprint {own.fingerprint}): give the same files, --hf-model, keys, filters and held-out split"
+            )
+        if saved.seed != own.seed:
+            differences.append(f"seed {saved.seed} (now {own.seed}): give --seed {saved.seed}")
+        if saved.shuffle != own.shuffle:
+            given, todo = (
+                ("shuffled prompts", "leave out") if saved.shuffle else ("prompts in the files' order", "give")
+            )
+            differences.append(f"{given}: {todo} --no-shuffle-prompts")
+        if differences:
+            raise InputError(
+                f"the checkpoint was trained with {'; and with '.join(differences)}; or load its weights alone, with "
+                f"--finetune"
+            )
+        if saved.num_taken < 0:
+            raise InputError(f"the checkpoint has taken {saved.num_taken} prompts, which is below 0: load another one")
+        self._num_taken = saved.num_taken
+
+    def _state(self) -> PromptState:
+        return PromptState(
+            num_taken=self._num_taken,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            num_rows=self.num_rows,
+            fingerprint=self.fingerprint,
+        )
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            order = _shuffled(self.num_rows, self._seed, epoch) if self._shuffle else np.arange(self.num_rows)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
+    """Read, tokenize, filter and divide the prompts of a run.
+
+    `longest` is the most tokens that leave room for a response: one less than the length of a sequence.
+    """
+    _check(config)
+    assert config.prompts is not None
+    # All files before any tokenizer: a fault in the last one is said in seconds.
+    rows = read_rows(config.prompts, config)
+    eval_rows = read_rows(config.eval_prompts, config, "--eval-prompts") if config.eval_prompts else []
+    tokenizer = PromptTokenizer.load(model, vocab_size, config)
+    notes: list[str] = []
+    prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)
+    if config.eval_prompts:
+        held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
+    else:
+        held_out = _drawn(prompts, config.held_out, seed)
+    return PromptSource(
+        _not_held_out(prompts, held_out, config, notes), held_out, seed=seed, shuffle=config.shuffle, notes=notes
+    )
+
+
+def _check(config: DataConfig) -> None:
+    if not config.prompts:
+        raise UsageError("no prompts are given: write --prompts FILE.jsonl")
+    if config.held_out < 0:
+        raise UsageError(f"--prompts-held-out {config.held_out} is below 0: write how many to hold out")
+    if config.held_out and config.eval_prompts:
+        raise UsageError(
+            f"--prompts-held-out {config.held_out} and --eval-prompts both say what is evaluated: leave one out"
+        )
+    if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
+        raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
+    trained = {path.resolve() for path in config.prompts}
+    for path in config.eval_prompts or ():
+        if path.resolve() in trained:
+            raise UsageError(
+                f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
+            )
+
+
+def _fitting(
+    rows: Sequence[Row], tokenizer: PromptTokenizer, config: DataConfig, longest: int, flag: str, notes: list[str]
+) -> list[Prompt]:
+    """The prompts that are short enough; what is left out is noted."""
+    limit = config.max_prompt_tokens
+    prompts = []
+    for row, prompt in zip(rows, tokenizer.prompts(rows), strict=True):
+        length = len(tokens_of(prompt.tokens))
+        if limit is not None and length > limit:
+            continue
+        if length > longest:
+            raise row.error(
+                f"has a prompt of {length} tokens, and more than {longest} leave no room for a response; leave longer "
+                f"ones out with --max-prompt-tokens {longest}, or raise --seq-length"
+            )
+        prompts.append(prompt)
+    num_left_out = len(rows) - len(prompts)
+    if not prompts:
+        raise InputError(
+            f"{flag}: all {len(rows)} prompts are longer than {limit} tokens, so none is left; raise "
+            f"--max-prompt-tokens"
+        )
+    if num_left_out:
+        of = "prompts" if flag == "--prompts" else f"prompts of {flag}"
+        are = "is" if num_left_out == 1 else "are"
+        notes.append(f"{num_left_out} of {len(rows)} {of} {are} longer than {limit} tokens and left out")
+    return prompts
+
+
+def _drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """That many prompts. A row is drawn by seed and identity alone: filters and other rows hardly change which."""
+    return sorted(prompts, key=lambda prompt: _digest(f"held out\0{seed}\0{prompt.row}"))[:count]
+
+
+def _not_held_out(
+    prompts: Sequence[Prompt], held_out: Sequence[Prompt], config: DataConfig, notes: list[str]
+) -> list[Prompt]:
+    """The prompts to train on: those whose tokens are not also a held-out prompt's."""
+    tokens = {prompt.tokens for prompt in held_out}
+    kept = [prompt for prompt in prompts if prompt.tokens not in tokens]
+    num_drawn = 0 if config.eval_prompts else len(held_out)
+    num_same = len(prompts) - num_drawn - len(kept)
+    if not kept:
+        split = "--eval-prompts" if config.eval_prompts else f"--prompts-held-out {config.held_out}"
+        raise InputError(
+            f"{split} of {len(prompts)} prompts leaves none to train on, where prompts of the same tokens count as "
+            f"one; hold out fewer"
+        )
+    if num_same:
+        are = "is" if num_same == 1 else "are"
+        notes.append(f"{num_same} of {len(prompts)} prompts {are} the same as held-out ones and left out")
+    return kept
+
+
+def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of an epoch. RandomState is numpy's only generator whose numbers no version may change."""
+    words = np.frombuffer(_digest(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
+    return np.random.RandomState(words).permutation(count)
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(f"{prompt.row}\0{len(prompt.tokens)}\0".encode())
+        digest.update(prompt.tokens)
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,0 +1,122 @@
+"""From rows to prompts: the tokenizer of the model, its chat template, and what both may not give."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config import DataConfig
+from megatron_rl.data.prompt_files import Row
+from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.rollout.wire import JSON, Prompt, token_bytes
+
+_ROWS_AT_A_TIME = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTokenizer:
+    """Makes prompts of rows. Text gets the special tokens that the tokenizer gives it, a chat those of its template."""
+
+    folder: Path
+    tokenizer: Any
+    vocab_size: int
+    config: DataConfig
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, config: DataConfig) -> "PromptTokenizer":
+        """The tokenizer of a Hugging Face folder; nothing is asked of the network, and no code of the folder runs."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise PlatformError(f"prompts are tokenized with transformers: {error}; install transformers") from None
+        if not folder.is_dir():
+            raise InputError(f"--hf-model {folder} is no folder: give the one that holds the model and its tokenizer")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # The files of a tokenizer are read by code of many hands, which raises what it likes.
+        except Exception as error:
+            raise InputError(
+                f"--hf-model {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
+                f"files into the folder"
+            ) from None
+        return cls(folder, tokenizer, vocab_size, config)
+
+    def prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:
+        """The rows as prompts, in their order, each with index 0."""
+        for start in range(0, len(rows), _ROWS_AT_A_TIME):
+            batch = rows[start : start + _ROWS_AT_A_TIME]
+            texts = [self._text(row) for row in batch]
+            for row, text, tokens in zip(batch, texts, self._tokens(batch, texts), strict=True):
+                yield Prompt(index=0, row=row.identity, tokens=token_bytes(tokens), text=text, columns=row.columns)
+
+    def _text(self, row: Row) -> str | list[JSON]:
+        """The prompt as the model gets it: text, or all messages of a chat."""
+        system = self.config.system_message
+        if isinstance(row.prompt, str) and not self.config.chat:
+            if system is not None:
+                raise row.error(
+                    "has plain text as its prompt, and --prompt-system-message is for chats; add --prompt-chat"
+                )
+            return row.prompt
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        if system is None:
+            return messages
+        if any(message["role"] == "system" for message in messages):
+            raise row.error("has a system's message of its own; leave out --prompt-system-message")
+        return [{"role": "system", "content": system}, *messages]
+
+    def _tokens(self, rows: Sequence[Row], texts: Sequence[str | list[JSON]]) -> list[np.ndarray]:
+        """The tokens of each prompt, checked."""
+        tokens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(rows)
+        plain = [number for number, text in enumerate(texts) if isinstance(text, str)]
+        chats = [number for number, text in enumerate(texts) if not isinstance(text, str)]
+        # What a template writes has its special tokens already.
+        for numbers, written, adds_special_tokens in (
+            (plain, [texts[number] for number in plain], True),
+            (chats, [self._rendered(rows[number], texts[number]) for number in chats], False),
+        ):
+            if numbers:
+                ids = self.tokenizer(
+                    written, add_special_tokens=adds_special_tokens, return_attention_mask=False,
+                    return_token_type_ids=False, verbose=False,
+                )["input_ids"]  # fmt: skip
+                for number, sequence in zip(numbers, ids, strict=True):
+                    tokens[number] = np.asarray(sequence, dtype=np.int64)
+        self._check(rows, tokens)
+        return tokens
+
+    def _rendered(self, row: Row, messages: str | list[JSON]) -> str:
+        try:
+            self.tokenizer.get_chat_template()
+        except ValueError:
+            raise row.error(
+                f"is a chat, and the tokenizer of --hf-model {self.folder} has no chat template; take a model that has "
+                f"one, or give plain text without --prompt-chat"
+            ) from None
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A template is a program: it refuses a chat with an error of its own, or breaks with any other.
+        except Exception as error:
+            raise row.error(
+                f"is a chat that the chat template refuses: {_one_line(error)}; correct its messages"
+            ) from None
+        return rendered
+
+    def _check(self, rows: Sequence[Row], tokens: Sequence[np.ndarray]) -> None:
+        for row, sequence in zip(rows, tokens, strict=True):
+            if not len(sequence):
+                raise row.error("has a prompt that the tokenizer makes no token of; write one, or leave the row out")
+        if np.concatenate(tokens).max() < self.vocab_size:
+            return
+        for row, sequence in zip(rows, tokens, strict=True):
+            if sequence.max() >= self.vocab_size:
+                raise row.error(
+                    f"has token {sequence.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "
+                    f"tokenizer in {self.folder} is another model's: put the right one there"
+                )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
