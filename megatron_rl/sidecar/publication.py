@@ -150,11 +150,11 @@ def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, toleran
     errors: dict[str, Exception] = {}
     middle = [statistics.median(values) for values in zip(*probes.values(), strict=True)]
     for name, probe in probes.items():
-        difference = max(abs(a - b) for a, b in zip(probe, middle, strict=True))
-        # Written so that what is not a number is no match.
-        if not difference <= tolerance:
+        differences = [abs(a - b) for a, b in zip(probe, middle, strict=True)]
+        # Written so that what is not a number, wherever it stands, is no match.
+        if not all(difference <= tolerance for difference in differences):
             errors[name] = EngineRefused(
-                f"engine {name}: its log-probs of the probe are {difference:g} from those of all engines, beyond "
+                f"engine {name}: its log-probs of the probe are {max(differences):g} from those of all engines, beyond "
                 f"{tolerance:g}: it does not hold version {weights.version}"
             )
     return errors
