@@ -114,7 +114,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
     except FileNotFoundError:
         raise
     except (ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as Parquet: {error}; write it anew") from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read as Parquet: {reason}; write it anew") from None
 
 
 def _row(path: Path, name: str, line: int, content: object, config: DataConfig) -> Row:
@@ -160,13 +161,13 @@ def _not_json(value: object) -> str | None:
     if isinstance(value, int):
         return None if -(2**63) <= value < 2**64 else f"{value}, which has more than 64 bits,"
     if isinstance(value, float):
-        return None if math.isfinite(value) else f"{value}, which is no number of JSON,"
+        return None if math.isfinite(value) else f"{value}, which is no number to JSON,"
     if isinstance(value, dict):
         wrong = next((name for name in value if not isinstance(name, str)), None)
         return _first(value.values()) if wrong is None else f"the name {wrong!r}, which is no text,"
     if isinstance(value, list):
         return _first(value)
-    return f"{_kind(value)}, which is no value of JSON,"
+    return f"{_kind(value)}, which JSON has not,"
 
 
 def _first(values: Any) -> str | None:
@@ -197,7 +198,7 @@ def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:
 def _kind(value: object) -> str:
     """The type of a value, for people."""
     named = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
-    return named.get(type(value)) or ("an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+    return named.get(type(value)) or ("an object" if isinstance(value, dict) else f"a {type(value).__name__} value")
 
 
 def _error(path: Path, line: int, reason: str) -> InputError:

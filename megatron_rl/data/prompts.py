@@ -143,7 +143,7 @@ class PromptSource:
 def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
     """Read, tokenize, filter and divide the prompts of a run.
 
-    `longest` is the most tokens that leave room for a response: one less than the length of a sequence.
+    `longest` is the most tokens that leave room for a response: what the length of a sequence is above one's.
     """
     _check(config)
     assert config.prompts is not None
@@ -194,7 +194,7 @@ def _fitting(
         if length > longest:
             raise row.error(
                 f"has a prompt of {length} tokens, and more than {longest} leave no room for a response; leave longer "
-                f"ones out with --max-prompt-tokens {longest}, or raise --seq-length"
+                f"ones out with --max-prompt-tokens {longest}, raise --seq-length, or lower --rollout-max-tokens"
             )
         prompts.append(prompt)
     num_left_out = len(rows) - len(prompts)

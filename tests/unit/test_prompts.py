@@ -1,0 +1,417 @@
+"""The prompts of a run: files, tokens, filters, order, held-out split, and a place that a run goes on from."""
+
+import dataclasses
+import datetime
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from megatron_rl.config import DataConfig
+from megatron_rl.data.prompts import PromptSource, load_prompts
+from megatron_rl.errors import InputError, PlatformError, UsageError
+from megatron_rl.rollout import wire
+
+WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
+VOCAB_SIZE = len(WORDS) + 100
+BOS, USER, SYSTEM, ASSISTANT, END, UNKNOWN = range(len(WORDS))
+TEMPLATE = (
+    "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that knows the words n0 to n99, puts <s> before text, and has a chat template that does so too."""
+    words = (*WORDS, *(f"n{number}" for number in range(100)))
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", unk_token="?", additional_special_tokens=list(WORDS[1:5])
+    )
+    fast.chat_template = TEMPLATE
+    folder = tmp_path_factory.mktemp("model")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def n(*numbers: int) -> list[int]:
+    """The tokens of the words of these numbers."""
+    return [len(WORDS) + number for number in numbers]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    """JSONL; a row of bytes is written as it is."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def load(model: Path, *paths: Path, longest: int = 50, seed: int = 3, **values: Any) -> PromptSource:
+    config = DataConfig(prompts=list(paths), **values)
+    return load_prompts(config, model, seed=seed, longest=longest, vocab_size=VOCAB_SIZE)
+
+
+def rows_of(prompts: list[wire.Prompt]) -> list[str]:
+    return [prompt.row for prompt in prompts]
+
+
+def source(num_rows: int, seed: int = 0, shuffle: bool = True, first_token: int = 0) -> PromptSource:
+    prompts = [
+        wire.Prompt(index=0, row=f"a.jsonl:{line}", tokens=wire.token_bytes([first_token, line]), text=str(line))
+        for line in range(1, num_rows + 1)
+    ]
+    return PromptSource(prompts, seed=seed, shuffle=shuffle)
+
+
+# What a row becomes.
+
+
+def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_the_rewards(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "n1 n2", "answer": 5, "deep": {"a": [None, 1.5]}}, {"prompt": "n3"})
+    prompts = load(model, path, shuffle=False).take(2)
+    assert prompts[0] == wire.Prompt(
+        index=0, row="a.jsonl:1", tokens=wire.token_bytes([BOS, *n(1, 2)]), text="n1 n2",
+        columns={"answer": 5, "deep": {"a": [None, 1.5]}},
+    )  # fmt: skip
+    assert (prompts[1].index, prompts[1].row, prompts[1].columns) == (1, "a.jsonl:2", {})
+    assert wire.decode(wire.encode(prompts[0]), wire.Prompt) == prompts[0]
+
+
+def test_a_chat_goes_through_the_template_which_asks_for_an_answer_and_is_given_no_second_start(model, tmp_path):
+    messages = [{"role": "user", "content": " n1 "}]
+    prompt = load(model, write(tmp_path / "a.jsonl", {"prompt": messages})).take(1)[0]
+    tokens = wire.tokens_of(prompt.tokens).tolist()
+    assert tokens == [BOS, USER, *n(1), END, ASSISTANT]
+    assert prompt.text == messages
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_text_and_chats_may_be_mixed_and_keep_their_order(model, tmp_path):
+    rows = [{"prompt": f" n{i} " if i % 3 else [{"role": "user", "content": f" n{i} "}]} for i in range(10)]
+    prompts = load(model, write(tmp_path / "a.jsonl", *rows), shuffle=False).take(10)
+    expected = [[BOS, *n(i)] if i % 3 else [BOS, USER, *n(i), END, ASSISTANT] for i in range(10)]
+    assert [wire.tokens_of(prompt.tokens).tolist() for prompt in prompts] == expected
+
+
+def test_text_becomes_a_users_message_behind_the_systems_where_the_flags_say_so(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": " n1 "})
+    prompt = load(model, path, chat=True, system_message=" n9 ").take(1)[0]
+    assert wire.tokens_of(prompt.tokens).tolist() == [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT]
+    assert prompt.text == [{"role": "system", "content": " n9 "}, {"role": "user", "content": " n1 "}]
+
+
+def test_columns_are_found_under_the_keys_that_the_flags_name(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"question": "n1", "solution": "x", "prompt": "kept"})
+    prompt = load(model, path, prompt_key="question", answer_key="solution").take(1)[0]
+    assert prompt.text == "n1"
+    assert prompt.columns == {"answer": "x", "prompt": "kept"}
+
+
+def test_parquet_rows_are_those_of_jsonl(model, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f" n{i} "}], "answer": i, "deep": {"a": [1, None]}, "flag": i % 2 == 0}
+        for i in range(20)
+    ]
+    written = write(tmp_path / "a.jsonl", *rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    ours = load(model, tmp_path / "a.parquet", shuffle=False).take(20)
+    theirs = load(model, written, shuffle=False).take(20)
+    assert rows_of(ours) == [f"a.parquet:{line}" for line in range(1, 21)]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.tokens, mine.text, mine.columns) == (other.tokens, other.text, other.columns)
+
+
+def test_files_come_in_the_order_given_and_blank_lines_count_as_lines(model, tmp_path):
+    first = write(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "n1"}', b"", {"prompt": "n2"}, b"  ")
+    second = write(tmp_path / "a.jsonl", {"prompt": "n3 \u2028 n4"})
+    prompts = load(model, first, second, shuffle=False).take(3)
+    assert rows_of(prompts) == ["b.jsonl:1", "b.jsonl:3", "a.jsonl:1"]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(model, tmp_path):
+    paths = []
+    for name in ("easy", "hard"):
+        (tmp_path / name).mkdir()
+        paths.append(write(tmp_path / name / "train.jsonl", {"prompt": f"n{len(paths)}"}))
+    assert rows_of(load(model, *paths, shuffle=False).take(2)) == ["easy/train.jsonl:1", "hard/train.jsonl:1"]
+
+
+# Filters and the held-out split.
+
+
+def test_prompts_above_the_limit_are_left_out_and_counted(model, tmp_path):
+    rows = [{"prompt": " ".join(["n1"] * length)} for length in range(1, 9)]
+    loaded = load(model, write(tmp_path / "a.jsonl", *rows), max_prompt_tokens=6, shuffle=False)
+    assert loaded.num_rows == 5
+    assert loaded.longest_prompt == 6
+    assert loaded.notes == ("3 of 8 prompts are longer than 6 tokens and left out",)
+    assert rows_of(loaded.take(5)) == [f"a.jsonl:{line}" for line in range(1, 6)]
+
+
+def test_a_prompt_that_just_leaves_room_is_taken(model, tmp_path):
+    assert load(model, write(tmp_path / "a.jsonl", {"prompt": "n1 n2"}), longest=3).notes == ()
+
+
+def test_held_out_prompts_are_never_taken_and_follow_from_the_seed_alone(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(40)])
+    loaded = load(model, path, held_out=10)
+    held_out = loaded.held_out()
+    assert [prompt.index for prompt in held_out] == list(range(10))
+    taken = set(rows_of(loaded.take(30)))
+    assert len(taken) == 30
+    assert taken.isdisjoint(rows_of(held_out))
+    assert loaded.held_out(4) == held_out[:4] == load(model, path, held_out=10, shuffle=False).held_out(4)
+    assert load(model, path, held_out=4).held_out() == held_out[:4]
+    assert set(rows_of(load(model, path, held_out=10, seed=4).held_out())) != set(rows_of(held_out))
+
+
+def test_a_prompt_that_is_the_same_as_a_held_out_one_is_not_trained_on(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i % 10}"} for i in range(20)])
+    loaded = load(model, path, held_out=3)
+    held_out = {prompt.tokens for prompt in loaded.held_out()}
+    assert held_out.isdisjoint(prompt.tokens for prompt in loaded.take(loaded.num_rows))
+    assert loaded.num_rows == 20 - 2 * len(held_out)
+    assert loaded.num_held_out == 3
+    num_same = 2 * len(held_out) - 3
+    assert loaded.notes[0].startswith(f"{num_same} of 20 prompts ")
+    assert loaded.notes[0].endswith("the same as held-out ones and left out")
+
+
+def test_files_that_are_only_evaluated_keep_their_order_and_have_filters_of_their_own(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(9)])
+    evaluated = write(tmp_path / "e.jsonl", {"prompt": "n50"}, {"prompt": "n1 n1 n1"}, {"prompt": "n4"})
+    loaded = load(model, path, eval_prompts=[evaluated], max_prompt_tokens=2)
+    assert rows_of(loaded.held_out()) == ["e.jsonl:1", "e.jsonl:3"]
+    assert loaded.notes == (
+        "1 of 3 prompts of --eval-prompts is longer than 2 tokens and left out",
+        "1 of 9 prompts is the same as held-out ones and left out",
+    )
+    assert "a.jsonl:5" not in rows_of(loaded.take(loaded.num_rows))
+
+
+# The order, and going on from a place in it.
+
+
+@given(num_rows=st.integers(1, 12), seed=st.integers(0, 2**64), takes=st.lists(st.integers(0, 9), max_size=12))
+@settings(deadline=None)
+def test_each_epoch_has_every_row_once_whatever_the_takes(num_rows, seed, takes):
+    ours = source(num_rows, seed)
+    rows = []
+    for count in takes:
+        prompts = ours.take(count)
+        assert [prompt.index for prompt in prompts] == list(range(count))
+        rows += rows_of(prompts)
+    assert rows == rows_of(source(num_rows, seed).take(sum(takes)))
+    rows += rows_of(ours.take(-len(rows) % num_rows))
+    for start in range(0, len(rows), num_rows):
+        assert len(set(rows[start : start + num_rows])) == num_rows
+
+
+@given(
+    num_rows=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    before=st.lists(st.integers(0, 9), max_size=6),
+    after=st.lists(st.integers(0, 9), max_size=6),
+    shuffle=st.booleans(),
+)
+@settings(deadline=None)
+def test_a_restored_source_equals_one_that_was_never_stopped(num_rows, seed, before, after, shuffle):
+    never_stopped, stopped = (source(num_rows, seed, shuffle) for _ in range(2))
+    never_stopped.take(sum(before))
+    for count in before:
+        stopped.take(count)
+    restored = source(num_rows, seed, shuffle)
+    restored.restore(json.loads(json.dumps(stopped.state())))
+    assert [never_stopped.take(count) for count in after] == [restored.take(count) for count in after]
+    assert never_stopped.state() == restored.state()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    ours = source(50)
+    first, second = rows_of(ours.take(50)), rows_of(ours.take(50))
+    assert ours.epochs == 2
+    in_order = rows_of(source(50, shuffle=False).take(50))
+    assert in_order == [f"a.jsonl:{line}" for line in range(1, 51)]
+    orders = [first, second, in_order, rows_of(source(50, seed=1).take(50))]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_the_order_is_the_same_in_years_to_come():
+    """A checkpoint outlives the libraries that it was written with, so this is a constant."""
+    ours = source(8, seed=7)
+    assert [int(prompt.text) for prompt in ours.take(16)] == [3, 5, 4, 1, 7, 6, 8, 2, 7, 3, 1, 2, 4, 6, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_rows": 9}, "other prompts (9 rows"),
+        ({"first_token": 1}, "other prompts (8 rows"),
+        ({"seed": 1}, "seed 1 (now 0): give --seed 1"),
+        ({"shuffle": False}, "prompts in the files' order: give --no-shuffle-prompts"),
+    ],
+)
+def test_a_place_in_other_prompts_is_refused_by_what_differs(other, message):
+    saved = source(**{"num_rows": 8, **other})
+    saved.take(5)
+    ours = source(8)
+    with pytest.raises(InputError, match=re.escape(message)):
+        ours.restore(saved.state())
+    assert ours.num_taken == 0
+
+
+@pytest.mark.parametrize("change", [{"num_taken": "x"}, {"num_taken": -1}, {"more": 1}, None])
+def test_a_place_that_is_none_is_refused(change):
+    state = None if change is None else source(3).state() | change
+    with pytest.raises(InputError, match="checkpoint"):
+        source(3).restore(state)
+
+
+# What cannot be used.
+
+GOOD = {"prompt": "n1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "message"),
+    [
+        ([], {}, "a.jsonl holds no row"),
+        ([b"", b" "], {}, "a.jsonl holds no row"),
+        ([GOOD, b'{"prompt": '], {}, "a.jsonl:2 is no JSON"),
+        ([GOOD, b'{"prompt": "\xff"}'], {}, "a.jsonl:2 is no JSON"),
+        ([GOOD, b'{"prompt": "n1", "score": NaN}'], {}, "a.jsonl:2 is no JSON"),
+        ([GOOD, b"[" * 100000], {}, "a.jsonl:2 is no JSON"),
+        ([GOOD, ["n1"]], {}, "a.jsonl:2 is a list, not an object"),
+        ([GOOD, {"promt": "n1"}], {}, "a.jsonl:2 has no column prompt (the nearest is promt); name the prompt's with"),
+        ([{"q": "n1", "a": 1}], {}, "a.jsonl:1 has no column prompt (it has q, a)"),
+        ([GOOD, {"prompt": 5}], {}, "a.jsonl:2 has a number as its prompt"),
+        ([{"prompt": None}], {}, "a.jsonl:1 has null as its prompt"),
+        ([GOOD, {"prompt": ""}], {}, "a.jsonl:2 has an empty prompt"),
+        ([{"prompt": []}], {}, "a.jsonl:1 has a prompt without a message"),
+        ([{"prompt": ["n1"]}], {}, "a.jsonl:1 has text where message 1 of its prompt needs text as its role"),
+        ([{"prompt": [{"role": "user"}]}], {}, "has null where message 1 of its prompt needs text as its content"),
+        ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, "a.jsonl:1 is a chat that the chat template refuses"),
+        ([GOOD, {"prompt": "n1 n2 n3 n4 n5"}], {"longest": 5},
+         "a.jsonl:2 has a prompt of 6 tokens, and more than 5 leave no room for a response; leave longer ones out with "
+         "--max-prompt-tokens 5"),
+        ([GOOD], {"max_prompt_tokens": 1}, "--prompts: all 1 prompts are longer than 1 tokens, so none is left"),
+        ([GOOD, {"prompt": "n2"}], {"held_out": 2}, "--prompts-held-out 2 of 2 prompts leaves none to train on"),
+        ([GOOD, GOOD], {"held_out": 1}, "--prompts-held-out 1 of 2 prompts leaves none to train on"),
+        ([{**GOOD, "b": 1, "solutoin": 2}], {"answer_key": "solution"},
+         "a.jsonl:1 has no column solution (the nearest is solutoin), which --answer-key names"),
+        ([{**GOOD, "answer": 1, "solution": 2}], {"answer_key": "solution"}, "has columns answer and solution, and"),
+        ([{**GOOD, "completions": 1}], {}, "a.jsonl:1 has a column completions, which rewards get themselves"),
+        ([{**GOOD, "id": 2**64}], {}, "a.jsonl:1 holds 18446744073709551616, which has more than 64 bits, in"),
+        ([GOOD], {"system_message": "n1"}, "a.jsonl:1 has plain text as its prompt, and --prompt-system-message is"),
+        ([{"prompt": [{"role": "system", "content": "n1"}]}], {"system_message": "n1"},
+         "a.jsonl:1 has a system's message of its own; leave out --prompt-system-message"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_one_error_with_file_and_line(model, tmp_path, rows, values, message):
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        load(model, write(tmp_path / "a.jsonl", *rows), **values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", None, "a.jsonl cannot be read: No such file or directory"),
+        ("a.parquet", None, "a.parquet cannot be read: "),
+        ("a.json", b"[]", "a.json is neither .jsonl nor .parquet"),
+        ("a.parquet", b"PAR1 and nothing", "a.parquet cannot be read as Parquet"),
+        ("a.parquet", b"", "a.parquet cannot be read as Parquet"),
+    ],
+)
+def test_a_file_of_another_kind_or_none_is_one_error(model, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        load(model, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([b"x"], "holds a bytes value, which JSON has not, in column extra"),
+        ([datetime.date(2026, 1, 1)], "holds a date value, which JSON has not, in column extra"),
+        ([float("nan")], "holds nan, which is no number to JSON, in column extra"),
+        ([{"a": [float("inf")]}], "holds inf, which is no number to JSON, in column extra"),
+    ],
+)
+def test_parquet_columns_that_json_cannot_say_are_refused(model, tmp_path, column, message):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"prompt": ["n1"], "extra": column}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=re.escape(f"a.parquet:1 {message}")):
+        load(model, tmp_path / "a.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_extra(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(PlatformError, match=r"pip install 'megatron-rl\[parquet\]'"):
+        load(model, write(tmp_path / "a.parquet"))
+    assert load(model, write(tmp_path / "a.jsonl", GOOD)).num_rows == 1
+
+
+def test_a_tokenizer_that_is_missing_has_no_template_or_is_another_models_is_said(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": "n1 n99"})
+    with pytest.raises(InputError, match="is no folder"):
+        load(tmp_path / "nowhere", path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="its tokenizer cannot be loaded"):
+        load(tmp_path / "empty", path)
+    config = DataConfig(prompts=[path])
+    with pytest.raises(
+        InputError, match=f"a.jsonl:2 has token {VOCAB_SIZE - 1}, and the model's vocabulary ends at 99"
+    ):
+        load_prompts(config, model, seed=0, longest=50, vocab_size=100)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert load(tmp_path / "plain", path).num_rows == 2
+    with pytest.raises(InputError, match=r"a.jsonl:1 is a chat, and the tokenizer of .* has no chat template"):
+        load(tmp_path / "plain", path, chat=True)
+
+
+def test_a_prompt_without_a_token_is_said(tmp_path):
+    bare = Tokenizer(models.WordLevel({"?": 0, "n1": 1}, unk_token="?"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="?").save_pretrained(tmp_path)
+    path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": " "})
+    with pytest.raises(InputError, match="a.jsonl:2 has a prompt that the tokenizer makes no token of"):
+        load(tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prompts": None}, "write --prompts FILE.jsonl"),
+        ({"held_out": 1, "eval_prompts": [Path("b.jsonl")]}, "--prompts-held-out 1 and --eval-prompts both say"),
+        ({"held_out": -1}, "--prompts-held-out -1 is below 0"),
+        ({"max_prompt_tokens": 0}, "--max-prompt-tokens 0 leaves every prompt out"),
+        ({"eval_prompts": [Path("a.jsonl")]}, "a.jsonl is in --prompts and in --eval-prompts"),
+        ({"prompts": [Path("a.jsonl"), Path("./a.jsonl")]}, "--prompts lists a.jsonl twice"),
+        ({"answer_key": "prompt"}, "--prompt-key and --answer-key are both prompt"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(model, values, message):
+    config = dataclasses.replace(DataConfig(prompts=[Path("a.jsonl")]), **values)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_prompts(config, model, seed=0, longest=9, vocab_size=VOCAB_SIZE)
