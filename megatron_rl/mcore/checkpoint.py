@@ -1,6 +1,10 @@
 """State in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
 
+import concurrent.futures
+import dataclasses
+import functools
 import os
+import queue
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +25,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -39,13 +44,24 @@ __all__ = ["find", "load_model", "save_model"]
 T = TypeVar("T")
 # What Megatron and torch raise about files; anything else is a fault of a program.
 _OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
+# Torch's is none of Python's.
+_ANY = (Exception, CheckpointException)
 
 
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
-    request = prepare(lambda: model_state(chunks, CONTENT), folder, iteration, session)
-    together(session, request.execute_sync, unwritable(folder))
+    state = session.agree(lambda: model_state(chunks, CONTENT))
+    prepared = prepare(lambda: state, folder, iteration, session)
+    finish(session, prepared, prepared.request.execute_sync)
     return iteration_folder(folder, iteration)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A checkpoint that is planned, and the folder that it is written in until it is whole."""
+
+    request: AsyncRequest
+    staged: Path
 
 
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
@@ -61,7 +77,7 @@ def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, ite
 
 def prepare(
     build: Callable[[], dict[str, Any]], folder: Path, iteration: int, session: Session, fully_parallel: bool = False
-) -> AsyncRequest:
+) -> Prepared:
     """Plan a checkpoint of what `build` returns. Executing the request writes it, and makes it the newest at last.
 
     `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
@@ -78,24 +94,35 @@ def prepare(
         if session.rank == 0:
             folders.discard(staged)
         raise
+    request = _in_one_process(request)
     request.add_finalize_fn(
         lambda: session.agree(lambda: folders.publish(staged, folder, iteration) if session.rank == 0 else None)
     )
-    return request
+    return Prepared(request, staged)
 
 
-def together(session: Session, action: Callable[[], T], explain: Callable[[Exception], InputError]) -> T:
+def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
+    """Do what writes, or ends writing; what was written for nothing is removed: it may fill the disk."""
+    try:
+        return together(session, action, unwritable(prepared.staged.parent))
+    except BaseException:
+        if session.rank == 0:
+            folders.discard(prepared.staged)
+        raise
+
+
+def together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
     """Run what waits for other ranks by itself, and raise on every rank, with one text, if it raises on one.
 
     `explain` says what an error of files means. Ranks that wait for one that failed do so until their collective's
     timeout.
     """
     result: T | None = None
-    failure: Exception | None = None
+    failure: BaseException | None = None
     is_told = False
     try:
         result = action()
-    except Exception as caught:
+    except _ANY as caught:
         failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
         # Torch tells its first rank what happened, and the others that something did.
         is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
@@ -112,14 +139,14 @@ def together(session: Session, action: Callable[[], T], explain: Callable[[Excep
     raise kind(text)
 
 
-def unwritable(place: Path) -> Callable[[Exception], InputError]:
+def unwritable(place: Path) -> Callable[[BaseException], InputError]:
     """What an error means for somebody who wanted to save."""
     return lambda error: InputError(
         f"{place} cannot be written ({_cause(error)}): make room there, or choose another --save"
     )
 
 
-def unreadable(source: Path) -> Callable[[Exception], InputError]:
+def unreadable(source: Path) -> Callable[[BaseException], InputError]:
     """What an error means for somebody who wanted to load."""
     return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
 
@@ -128,7 +155,7 @@ def common_of(source: Path) -> dict[str, Any]:
     """What is not tensors."""
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
-    except Exception as error:
+    except _ANY as error:
         raise unreadable(source)(error) from None
 
 
@@ -137,7 +164,7 @@ def contents(source: Path) -> dict[str, Any]:
     try:
         strategy = get_default_load_sharded_strategy(str(source))
         return strategy.load_sharded_metadata(source)
-    except Exception as error:
+    except _ANY as error:
         raise unreadable(source)(error) from None
 
 
@@ -195,6 +222,37 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
     )
 
 
+def _in_one_process(request: AsyncRequest) -> AsyncRequest:
+    """Megatron's writer starts further processes, and waits for good for one of them that is killed."""
+    write = request.async_fn
+    if (
+        not isinstance(write, functools.partial)
+        or write.func is not FileSystemWriterAsync.write_preloaded_data_multiproc
+    ):
+        return request
+    transforms = write.args[0]
+    return request._replace(async_fn=functools.partial(_write, transforms))
+
+
+def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -> None:
+    """Write a rank's files, a thread each; what went wrong is a result too, for all ranks to be told of."""
+
+    def write_one(index: int) -> Any:
+        written: queue.Queue[tuple[int, Any]] = queue.Queue()
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(index)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], written, counted, use_fsync=True)
+        return written.get_nowait()[1]
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(buckets)) as pool:
+            of_files = list(pool.map(write_one, range(len(buckets))))
+        failures = [answer for answer in of_files if isinstance(answer, Exception)]
+        results.put(failures[0] if failures else dict(enumerate(of_files)))
+    except Exception as error:
+        results.put(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
 def _replicas() -> torch.distributed.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
@@ -222,7 +280,7 @@ def _check_room(staged: Path, num_bytes: int) -> None:
         )
 
 
-def _report(failure: Exception, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
+def _report(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
     if isinstance(failure, MegatronRLError):
         return type(failure), str(failure), is_told
     return MegatronRLError, f"another rank failed: {type(failure).__name__}: {failure}", is_told
@@ -232,4 +290,5 @@ def _cause(error: BaseException) -> str:
     """What happened on the first rank that failed, if this one was told."""
     if not isinstance(error, CheckpointException):
         return str(error) or type(error).__name__
-    return str(next(iter(error.failures.values()))[0]) if error.failures else ""
+    text = str(next(iter(error.failures.values()))[0]) if error.failures else ""
+    return "the process that wrote was killed" if text == "results_queue should not be empty" else text

@@ -6,7 +6,7 @@ goes as `extra`, a dictionary that JSON can hold.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_rl.config import Settings
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.mcore import checkpoint, training_state
 from megatron_rl.mcore import checkpoint_folders as folders
+from megatron_rl.mcore.checkpoint import Prepared
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.training_state import CONTENT, TrainState
 
@@ -43,7 +44,7 @@ class Checkpointer:
         self._session = session
         self._state = state
         self._queue = AsyncCallsQueue()
-        self._pending: int | None = None
+        self._pending: tuple[int, Prepared] | None = None
         if self._config.keep_last is not None and self._config.keep_last < 1:
             raise UsageError(f"--save-keep-last {self._config.keep_last} would keep nothing: write at least 1")
 
@@ -71,18 +72,19 @@ class Checkpointer:
         self.finish()
         training_state.synchronize(self._state)
         noted = self._session.from_first(json.loads(json.dumps(extra)))
-        request = checkpoint.prepare(
-            lambda: self._everything(version, noted),
+        state = self._session.agree(lambda: self._without_optimizer(version, noted))
+        prepared = checkpoint.prepare(
+            lambda: self._with_optimizer(state),
             folder,
             version,
             self._session,
             self._config.ckpt_fully_parallel_save,
         )
         if self._config.async_save:
-            self._pending = version
-            self._together(lambda: self._queue.schedule_async_request(request))
+            checkpoint.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
+            self._pending = version, prepared
         else:
-            self._together(request.execute_sync)
+            checkpoint.finish(self._session, prepared, prepared.request.execute_sync)
             self._prune(version)
 
     def poll(self) -> None:
@@ -135,17 +137,19 @@ class Checkpointer:
         notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
 
-    def _everything(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Under Megatron's names, but for what is ours."""
-        state = self._state
-        everything: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
-        model = training_state.model_state(state.chunks, CONTENT)
-        everything |= model
-        if not self._config.no_save_optim:
-            everything |= training_state.optimizer_state(state, model, CONTENT, is_loading=False)
+    def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Under Megatron's names, but for what is ours; no other rank is waited for."""
+        state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
+        state |= training_state.model_state(self._state.chunks, CONTENT)
         if not self._config.no_save_rng:
-            everything |= training_state.rng_state(self._session.platform)
-        return everything
+            state |= training_state.rng_state(self._session.platform)
+        return state
+
+    def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._config.no_save_optim:
+            return state
+        model = {name: state[name] for name, _ in training_state.named(self._state.chunks)}
+        return state | training_state.optimizer_state(self._state, model, CONTENT, is_loading=False)
 
     def _wanted(self, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool) -> dict[str, Any]:
         model = training_state.model_state(self._state.chunks, content)
@@ -159,19 +163,17 @@ class Checkpointer:
     def _finalize(self, is_waiting: bool) -> None:
         if self._pending is None:
             return
-        version = self._pending
+        version, prepared = self._pending
         try:
-            self._together(lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting))
+            checkpoint.finish(
+                self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting)
+            )
         except BaseException:
             self._pending = None
             raise
         if not self._queue.get_num_unfinalized_calls():
             self._pending = None
             self._prune(version)
-
-    def _together(self, action: Callable[[], object]) -> None:
-        assert self._config.save is not None
-        checkpoint.together(self._session, action, checkpoint.unwritable(self._config.save))
 
     def _prune(self, version: int) -> None:
         config = self._config
