@@ -1,0 +1,107 @@
+"""The trainer of the benchmark `overlap`: its iterations are synchronous and periodic in turns.
+
+python -m benchmarks.overlap_trainer OUT PERIODIC_MICRO_BATCH <flags of pretrain_grpo.py, those of the synchronous one>
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.arguments import parse
+from megatron_rl.observe.metrics import read
+from megatron_rl.rollout.slots import divide
+
+
+def main() -> None:
+    out, micro_batch, *words = sys.argv[1:]
+    settings = parse(words)
+    from megatron_rl.data.slots import IterationSlots
+    from megatron_rl.training.learner import Learned, Learner
+    from megatron_rl.training.rollouts import Periodic, Rollouts, Sync
+    from megatron_rl.training.run import Run, train
+
+    seconds: list[float] = []
+
+    class InTurns:
+        """Even iterations are synchronous."""
+
+        def __init__(self, sync: Rollouts, periodic: Rollouts):
+            self._rollouts = (sync, periodic)
+            self.audit_head = ""
+
+        def iteration(self, version: int, fingerprint: str) -> AbstractContextManager[IterationSlots]:
+            return self._rollouts[version % 2].iteration(version, fingerprint)
+
+    class Alternating(Run):
+        def rollouts(self, waiting: Callable[[], AbstractContextManager]) -> Rollouts:
+            other = divide(msgspec.structs.replace(self._sizes.plan, micro_batch_size=int(micro_batch)))
+            return InTurns(  # type: ignore[return-value] # all that the trainer uses
+                self.rollouts_of(self._sizes.division, Sync(self._session), waiting),
+                self.rollouts_of(other, Periodic(), waiting),
+            )
+
+    learn = Learner.learn
+
+    def timed(self: Learner, slots: IterationSlots, reference_is_policy: bool) -> Learned:
+        start, waited = time.monotonic(), 0.0
+        waiting = slots._waiting
+
+        @contextlib.contextmanager
+        def counted() -> Iterator[None]:
+            nonlocal waited
+            begun = time.monotonic()
+            with waiting():
+                yield
+            waited += time.monotonic() - begun
+
+        slots._waiting = counted
+        learned = learn(self, slots, reference_is_policy)
+        seconds.append(time.monotonic() - start - waited)
+        return learned
+
+    Learner.learn = timed  # type: ignore[method-assign]
+    train(settings, Alternating)
+    folder = settings.rollout.folder
+    assert folder is not None
+    Path(out).write_text(json.dumps(_iterations(folder, seconds)))
+
+
+def _iterations(folder: Path, seconds: list[float]) -> list[dict]:
+    metrics = read(folder)[-len(seconds) :]
+    generation = _generation(folder, len(seconds))
+    return [
+        {
+            "is_sync": record["version"] % 2 == 0,
+            "whole": record["time"]["iteration"],
+            "publish": record["time"]["publish"],
+            "generate": generated,
+            "train": trained,
+            "tokens": record["tokens"]["response"],
+        }
+        for record, generated, trained in zip(metrics, generation, seconds, strict=True)
+    ]
+
+
+def _generation(folder: Path, count: int) -> list[float]:
+    """From submission to the last group, of the last iterations, as the sidecar wrote them down."""
+    begun, last = 0.0, 0.0
+    found: list[float] = []
+    for line in (folder / "audit.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "submit":
+            begun = event["time"]
+        elif event["event"] == "group":
+            last = event["time"]
+        elif event["event"] == "complete":
+            found.append(last - begun)
+    return found[-count:]
+
+
+if __name__ == "__main__":
+    main()

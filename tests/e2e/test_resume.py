@@ -1,0 +1,182 @@
+"""A run that is killed and started again is the run that was never killed."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.observe.line_file import read_lines
+from megatron_rl.observe.metrics import read, without_times
+from tests.e2e import loop
+
+ITERATIONS = 4
+# Code that a rank runs before it begins: `now()` is called at the moment, and kills in the second iteration.
+AT = {
+    "publish": """
+        from megatron_rl.mcore.weights import ModelWeights as Owner
+        name = "write_files"
+    """,
+    "generation": """
+        from megatron_rl.data.slots import IterationSlots as Owner
+        name = "batch"
+    """,
+    "backward": """
+        from megatron_rl.algorithm.objective import Objective as Owner
+        name = "loss"
+    """,
+    "optimizer": """
+        from megatron_rl.mcore.policy import Policy as Owner
+        name = "update"
+    """,
+    "save": """
+        from megatron_rl.mcore import checkpoint as Owner
+        name = "_plan"
+    """,
+    "latest": """
+        from megatron_rl.mcore import checkpoint_folders as Owner
+        name = "publish"
+    """,
+}
+KILL = {
+    "rank": "os.kill(os.getpid(), signal.SIGKILL)",
+    "sidecar": """
+        for child in psutil.Process().children():
+            if "megatron_rl.sidecar" in child.cmdline():
+                child.kill()
+    """,
+}
+FAULT = """
+import os, signal, psutil
+from megatron_rl import platforms
+platforms.select("cpu").install()
+{at}
+inner, calls = getattr(Owner, name), []
+def faulty(*arguments, **keywords):
+    result = inner(*arguments, **keywords)
+    calls.append(1)
+    if len(calls) == {call}:
+        {kill}
+    return result
+setattr(Owner, name, faulty)
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> loop.World:
+    return loop.make_world(tmp_path_factory.mktemp("resume"))
+
+
+def indented(text: str, width: int) -> str:
+    import textwrap
+
+    return textwrap.indent(textwrap.dedent(text).strip(), " " * width).lstrip()
+
+
+def fault(moment: str, kill: str, call: int = 2) -> str:
+    return FAULT.format(at=indented(AT[moment], 0), kill=indented(KILL[kill], 8), call=call)
+
+
+def words(world: loop.World, folder: Path, **changes) -> list[str]:
+    return world.words(
+        "run", rollout_folder=folder / "run", save=folder / "save", load=folder / "save", save_interval=1,
+        save_hf=folder / "hf", train_iters=ITERATIONS, prompts_held_out=4, eval_interval=2,
+        rollout_patience_seconds=5, **changes,
+    )  # fmt: skip
+
+
+def killed(world: loop.World, name: str, world_size: int, faults: dict[int, str], **changes) -> Path:
+    """A run that did not come to its end."""
+    folder = world.folder / name
+    with loop.running(folder, world_size, words(world, folder, **changes), faults) as ranks:
+        codes = ranks.wait(120)
+    assert all(codes), f"{codes}\n{ranks.text()}"
+    return folder
+
+
+def resumed(world: loop.World, folder: Path, world_size: int, **changes) -> None:
+    loop.run(folder, world_size, words(world, folder, **changes))
+
+
+def uninterrupted(world: loop.World, name: str, world_size: int, **changes) -> Path:
+    folder = world.folder / name
+    loop.run(folder, world_size, words(world, folder, **changes))
+    return folder
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """Bit for bit: metrics, samples (with their prompts), and the weights."""
+    assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
+    assert read_lines(folder / "run" / "samples.jsonl") == read_lines(whole / "run" / "samples.jsonl")
+    ours, theirs = (load_file(f / "hf" / f"iter_{ITERATIONS:07d}" / "model.safetensors") for f in (folder, whole))
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_been(world):
+    whole = uninterrupted(world, "whole", 2, use_distributed_optimizer=True)
+    folder = killed(world, "backward", 2, {1: fault("backward", "rank", call=6)}, use_distributed_optimizer=True)
+    resumed(world, folder, 2, use_distributed_optimizer=True)
+    assert_same(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_at_any_moment_goes_on_as_if_it_had_not_been(world):
+    whole = uninterrupted(world, "whole-pp", 2, pipeline_model_parallel_size=2)
+    calls = {"generation": 11, "backward": 11}
+    cases = [(moment, "rank") for moment in AT] + [(m, "sidecar") for m in ("publish", "generation", "optimizer")]
+    for moment, kill in cases:
+        # The loss is the last stage's; the sidecar is rank 0's.
+        rank = 1 if moment == "backward" else 0
+        folder = killed(
+            world, f"pp-{moment}-{kill}", 2, {rank: fault(moment, kill, calls.get(moment, 2))},
+            pipeline_model_parallel_size=2,
+        )  # fmt: skip
+        at = len(read(folder / "run")) if (folder / "run" / "metrics.jsonl").stat().st_size else 0
+        resumed(world, folder, 2, pipeline_model_parallel_size=2)
+        assert_same(folder, whole)
+        print(f"{kill} killed at {moment}, {at} iterations written: the same")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_at_random_moments_goes_on_as_if_it_had_not_been(world):
+    whole = uninterrupted(world, "whole-random", 2)
+    draw = random.Random(20)
+    for number in range(5):
+        folder = world.folder / f"random-{number}"
+        victim = draw.choice([0, 1])
+        delay = draw.uniform(0.0, 6.0)
+        with loop.running(folder, 2, words(world, folder)) as ranks:
+            started = time.monotonic()
+            while not (folder / "run" / "address").exists() and time.monotonic() < started + 60:
+                time.sleep(0.05)
+            time.sleep(delay)
+            ranks.processes[victim].kill()
+            ranks.wait(60)
+        resumed(world, folder, 2)
+        assert_same(folder, whole)
+        print(f"rank {victim} killed {delay:.1f} s after the sidecar served: the same")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_in_another_layout(world):
+    """Its first iteration there has the metrics that it would have had, to rounding."""
+    for name, world_size, before, other_size, after in (
+        ("tp2-pp2", 2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
+        ("dp1-dp2", 1, {"use_distributed_optimizer": True}, 2, {"use_distributed_optimizer": True}),
+    ):
+        whole = uninterrupted(world, f"{name}-whole", world_size, **before)
+        folder = killed(world, name, world_size, {0: fault("optimizer", "rank", call=3)}, **before)
+        resumed(world, folder, other_size, **after)
+        ours, theirs = read(folder / "run"), read(whole / "run")
+        assert [line["version"] for line in ours] == [line["version"] for line in theirs]
+        for key in ("loss", "gradient_norm"):
+            difference = abs(ours[2][key] - theirs[2][key]) / abs(theirs[2][key])
+            print(f"{name}: {key} differs by {difference:.1e}")
+            assert difference < 1e-5
+        assert ours[2]["reward"] == theirs[2]["reward"]
