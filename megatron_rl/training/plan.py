@@ -1,12 +1,13 @@
 """How an iteration is divided: from flags to the plan that trainer and sidecar share; what cannot be is refused."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rollout.slots import Division, divide
-from megatron_rl.rollout.wire import Plan
+from megatron_rl.rollout.wire import LEAST_TEMPERATURE, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
         raise UsageError("--train-iters is missing: write the number of iterations")
     if settings.model.hf_model is None:
         raise UsageError("--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens")
+    _check_sampling(settings)
     division = _divide(settings, num_replicas)
     longest_prompt, longest_response = _lengths(settings)
     sizes = Sizes(division, longest_prompt, longest_response)
@@ -55,6 +57,31 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
             f"response): make it smaller, or --rollout-max-tokens, or --max-prompt-tokens"
         )
     return sizes
+
+
+def _check_sampling(settings: Settings) -> None:
+    """What the sidecar would refuse later, when engines run."""
+    temperature, evaluation = settings.sampling.temperature, settings.evaluation
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise UsageError(
+            f"--rollout-temperature {temperature:g}: what is trained on is sampled; write {LEAST_TEMPERATURE} or more"
+        )
+    if not 0 <= evaluation.temperature < math.inf or 0 < evaluation.temperature < LEAST_TEMPERATURE:
+        raise UsageError(
+            f"--eval-temperature {evaluation.temperature:g}: write 0, which is greedy, or {LEAST_TEMPERATURE} or more"
+        )
+    for flag, value in (
+        ("--eval-interval", evaluation.interval),
+        ("--eval-num-samples", evaluation.num_samples),
+        ("--eval-num-prompts", evaluation.num_prompts),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} is below 1: write 1 or more")
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        raise UsageError(
+            f"--eval-num-samples {evaluation.num_samples} at --eval-temperature 0 are all the same response: write 1, "
+            "or a temperature"
+        )
 
 
 def _divide(settings: Settings, num_replicas: int) -> Division:

@@ -1,0 +1,82 @@
+"""How flags divide an iteration, and which do not: each is one error, with the flag and what to write."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import ModelConfig, Subjects, TrainingConfig
+from megatron_rl.errors import UsageError
+from megatron_rl.training.plan import run_folder, sizes_of
+
+
+def settings(**changes: Any) -> Subjects:
+    """A run that can be; a change names subject and field, as algorithm__group_size."""
+    made = Subjects(
+        model=ModelConfig(hf_model=Path("model")),
+        training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),
+    )
+    return _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
+
+
+def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
+    for name, value in changes.items():
+        subject, _, field = name.partition("__")
+        part = dataclasses.replace(getattr(made, subject), **{field: value})
+        made = dataclasses.replace(made, **{subject: part})
+    return made
+
+
+def test_one_update_is_what_the_batch_size_says():
+    sizes = sizes_of(settings(training__global_batch_size=64), 2)  # type: ignore[arg-type]
+    assert (sizes.plan.num_updates, sizes.division.slots_per_replica) == (1, 4)
+
+
+def test_a_smaller_batch_makes_several_updates_of_an_iteration():
+    sizes = sizes_of(settings(training__global_batch_size=16), 2)  # type: ignore[arg-type]
+    assert (sizes.plan.num_updates, sizes.division.slots_per_update) == (4, 1)
+
+
+def test_without_prompts_a_step_the_batch_size_says_how_many():
+    changes = {"algorithm__prompts_per_step": None, "training__global_batch_size": 32}
+    assert sizes_of(settings(**changes), 1).plan.num_prompts == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("micro_batch", "expected"), [(8, 96 + 8 * 32), (16, 2 * (96 + 8 * 32)), (2, 96 + 2 * 32)])
+def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
+    assert sizes_of(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__group_size": 1}, "--grpo-group-size 1"),
+        ({"training__train_iters": None}, "--train-iters is missing"),
+        ({"training__seq_length": None}, "--seq-length is missing"),
+        ({"model__hf_model": None}, "--hf-model is missing"),
+        ({"sampling__max_tokens": None}, "--rollout-max-tokens is missing"),
+        ({"sampling__max_tokens": 128}, "--rollout-max-tokens 128"),
+        ({"data__max_prompt_tokens": 100}, "--max-prompt-tokens 100 and --rollout-max-tokens 32"),
+        ({"training__global_batch_size": 24}, "--global-batch-size 24 does not divide"),
+        ({"training__global_batch_size": 4}, "--global-batch-size 4 does not divide"),
+        ({"training__micro_batch_size": 12}, "--micro-batch-size 12 is neither"),
+        ({"algorithm__prompts_per_step": 7}, "--grpo-prompts-per-step"),
+        ({"loop__max_tokens_per_microbatch": 300}, "--max-tokens-per-microbatch 300.*352"),
+        ({"sampling__temperature": 0.0}, "--rollout-temperature 0"),
+        ({"sampling__temperature": float("nan")}, "--rollout-temperature nan"),
+        ({"evaluation__temperature": -1.0}, "--eval-temperature -1"),
+        ({"evaluation__num_samples": 4}, "--eval-num-samples 4 at --eval-temperature 0"),
+        ({"evaluation__interval": 0}, "--eval-interval 0"),
+    ],
+)
+def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
+    with pytest.raises(UsageError, match=message):
+        sizes_of(settings(**changes), 2)  # type: ignore[arg-type]
+
+
+def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
+    assert run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"  # type: ignore[arg-type]
+    assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--rollout-folder is missing"):
+        run_folder(settings())  # type: ignore[arg-type]
