@@ -1,22 +1,24 @@
-"""The rollout service over scripted engines: what a group costs, from submission until every rank has its slot.
+"""What the rollout service costs: over scripted engines, and over a real one beside a bare client of the same.
 
-4,096 groups of 16 responses of 256 tokens, journaled and audited, for 64 replicas of 8 ranks that all pull. The ranks
-are connections of one other process, which does nothing but ask and count bytes.
+Scripted: 4,096 groups of 16 responses of 256 tokens, journaled and audited, for 64 replicas of 8 ranks that all pull,
+from submission until every rank has its slot. The ranks are connections of one other process, which does nothing but
+ask and count bytes. Real: see `benchmarks/sidecar_tokens.py`.
 """
 
 import argparse
 import asyncio
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from benchmarks import report
+from benchmarks.connection import Connection
 from megatron_rl.rollout import wire
 from megatron_rl.sidecar.http import application
 from megatron_rl.sidecar.recorder import RunRecorder
@@ -28,12 +30,17 @@ from tests.sidecar.scripted_service import Engines, RewardLength, weights
 NUM_REPLICAS, RANKS_OF_A_REPLICA = 64, 8
 GROUP_SIZE, NUM_TOKENS = 16, 256
 TOKEN = "benchmark"
+HEADERS = (f"Authorization: Bearer {TOKEN}", "X-Lease: 1")
 
 
 def main() -> None:
+    # Not where the service's process imports it too: its memory is measured.
+    from benchmarks import sidecar_tokens
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--token-rounds", type=int, default=7)
     arguments = parser.parse_args()
     rounds = [_measure(arguments.groups) for _ in range(arguments.rounds)]
     milliseconds = [1e3 * seconds / arguments.groups for seconds, _ in rounds]
@@ -42,8 +49,18 @@ def main() -> None:
         f"{arguments.groups} groups of {GROUP_SIZE} responses of {NUM_TOKENS} tokens, "
         f"{NUM_REPLICAS} replicas of {RANKS_OF_A_REPLICA} ranks"
     )
-    report.table("service", {"ms a group": milliseconds, "peak memory of the service, GiB": memory}, "")
-    report.finish({"ms_per_group_scripted": sorted(milliseconds)[len(milliseconds) // 2], "gib_scripted": max(memory)})
+    report.table("scripted engines", {"ms a group": milliseconds, "peak memory of the service, GiB": memory}, "")
+    tokens = sidecar_tokens.measure(arguments.token_rounds)
+    ratios = sidecar_tokens.ratios(tokens)
+    report.table("one vLLM engine", tokens, "tokens/s")
+    report.table("service / bare client at its best", {"in the same round": ratios}, "")
+    report.finish(
+        {
+            "service_vs_raw_tokens": statistics.median(ratios),
+            "ms_per_group_scripted": statistics.median(milliseconds),
+            "gib_scripted": max(memory),
+        }
+    )
 
 
 def _measure(num_groups: int) -> tuple[float, float]:
@@ -63,14 +80,14 @@ def _measure(num_groups: int) -> tuple[float, float]:
     return seconds, peak
 
 
-def _service(socket: Path, connection: Connection) -> None:
+def _service(socket: Path, connection: Pipe) -> None:
     script = Script(lengths=(NUM_TOKENS, NUM_TOKENS))
     engines = Engines(*(ScriptedEngine(str(number), script) for number in range(4)))
     engines.max_in_flight = 64
     asyncio.run(_serve(RolloutService(engines, RewardLength(), RunRecorder(socket.parent, "run")), socket, connection))
 
 
-async def _serve(service: RolloutService, socket: Path, connection: Connection) -> None:
+async def _serve(service: RolloutService, socket: Path, connection: Pipe) -> None:
     ended = asyncio.Event()
     server = asyncio.create_task(serve(application(service, TOKEN, ended.set), uds=socket, until=ended))
     while not socket.exists():
@@ -97,48 +114,23 @@ async def _pull(socket: Path, num_groups: int) -> float:
         run="run", version=0, fingerprint="weights-0", plan=plan, prompts=prompts, deadline_seconds=600,
         sampling=wire.Sampling(max_tokens=NUM_TOKENS),
     )  # fmt: skip
-    control = await _Rank.connect(socket)
-    await control.ask("POST", "/v1/lease?run=run", b"")
-    await control.ask("POST", "/v1/publish", wire.encode(weights()))
+    control = await Connection.to(socket)
+    await control.ask("POST", "/v1/lease?run=run", b"", *HEADERS)
+    await control.ask("POST", "/v1/publish", wire.encode(weights()), *HEADERS)
     ranks = [
-        (replica, await _Rank.connect(socket)) for replica in range(NUM_REPLICAS) for _ in range(RANKS_OF_A_REPLICA)
+        (replica, await Connection.to(socket)) for replica in range(NUM_REPLICAS) for _ in range(RANKS_OF_A_REPLICA)
     ]
     start = time.monotonic()
-    await control.ask("POST", "/v1/iterations", wire.encode(submission))
-    await asyncio.gather(*(rank.pull(replica, num_groups // NUM_REPLICAS) for replica, rank in ranks))
+    await control.ask("POST", "/v1/iterations", wire.encode(submission), *HEADERS)
+    await asyncio.gather(*(_pull_slots(rank, replica, num_groups // NUM_REPLICAS) for replica, rank in ranks))
     return time.monotonic() - start
 
 
-class _Rank:
-    """A connection that asks and reads; a client library would cost more than the service."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def connect(cls, socket: Path) -> "_Rank":
-        return cls(*await asyncio.open_unix_connection(str(socket), limit=1 << 20))
-
-    async def pull(self, replica: int, num_slots: int) -> None:
-        for index in range(num_slots):
-            while not await self.ask("GET", f"/v1/iterations/0/slots/{replica}/{index}?patience=30", b""):
-                pass
-
-    async def ask(self, method: str, path: str, body: bytes) -> bytes:
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: sidecar\r\nAuthorization: Bearer {TOKEN}\r\nX-Lease: 1\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        self._writer.write(head.encode() + body)
-        answer = await self._reader.readuntil(b"\r\n\r\n")
-        status = int(answer.split(b" ", 2)[1])
-        fields: dict[str, Any] = dict(
-            line.decode().lower().split(": ", 1) for line in answer.split(b"\r\n")[1:] if b": " in line
-        )
-        data = await self._reader.readexactly(int(fields.get("content-length", 0)))
-        if status not in (200, 204):
-            raise RuntimeError(f"{method} {path} was answered {status}: {data[:300]!r}")
-        return data
+async def _pull_slots(connection: Connection, replica: int, num_slots: int) -> None:
+    for index in range(num_slots):
+        path = f"/v1/iterations/0/slots/{replica}/{index}?patience=30"
+        while not await connection.ask("GET", path, b"", *HEADERS):
+            pass
 
 
 if __name__ == "__main__":
