@@ -379,9 +379,9 @@ def test_a_tokenizer_that_is_missing_has_no_template_or_is_another_models_is_sai
         load(tmp_path / "empty", path)
     config = DataConfig(prompts=[path])
     with pytest.raises(
-        InputError, match=f"a.jsonl:2 has token {VOCAB_SIZE - 1}, and the model's vocabulary ends at 99"
+        InputError, match=f"a.jsonl:2 has token {VOCAB_SIZE - 1}, and the model's vocabulary ends at {VOCAB_SIZE - 2}"
     ):
-        load_prompts(config, model, seed=0, longest=50, vocab_size=100)
+        load_prompts(config, model, seed=0, longest=50, vocab_size=VOCAB_SIZE - 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
