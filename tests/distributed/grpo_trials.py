@@ -1,0 +1,267 @@
+"""Two updates of GRPO over given groups, as a run makes them, on the ranks of a test; and faults planted in them."""
+
+import contextlib
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithm.advantages import ADVANTAGES, mean
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.statistics import Statistics, combined
+from megatron_rl.config import Settings
+from megatron_rl.data.batch import Batch, Batcher
+from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore.build import session_of
+from megatron_rl.mcore.policy import Policy, policy_of
+from megatron_rl.mcore.reference import reference_of
+from megatron_rl.mcore.roles import SeparateRoles, is_reporter
+from megatron_rl.mcore.session import Session
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.provenance import version_tag
+from megatron_rl.rollout.slots import Division
+from megatron_rl.training import learner
+from megatron_rl.training.measures import UpdateOutcome
+from megatron_rl.training.plan import sizes_of
+from tests.distributed.layouts import Model, gather_reduced_shards
+from tests.distributed.training import settings_of
+from tests.grpo_problem import Problem, Trial
+from tests.grpo_twin import Group, Tensors
+
+LAYOUTS = {
+    "TP2": "--tensor-model-parallel-size 2",
+    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "DP2": "",
+    "TP2xPP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "DP2xPP2": "--pipeline-model-parallel-size 2",
+}
+WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | {"TP2xPP2": 4, "DP2xPP2": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one update was made of, over all ranks; gradients and weights on rank 0 only."""
+
+    gradients: Tensors
+    """As the optimizer takes them, before they are clipped."""
+    weights: Tensors
+    """That these are the gradients at."""
+    sums: dict[str, float]
+    outcome: UpdateOutcome
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a fault may be planted in."""
+
+    roles: SeparateRoles
+    batcher: Any
+    objective: Any
+    stack: contextlib.ExitStack
+
+
+class Witness:
+    """Keeps what the learner's parts are given."""
+
+    def __init__(self, objective: Objective, policy: Policy, model: Model):
+        self.gradients: list[Tensors] = []
+        self.weights: list[Tensors] = []
+        self.statistics: dict[int, list[Statistics]] = {}
+        self.share = objective.share
+        self._loss = objective.loss
+        self._model = model
+        self._step = policy.optimizer.step
+        policy.optimizer.step = self._kept_step
+
+    def loss(self, *tensors: Any) -> tuple[torch.Tensor, Statistics]:
+        total, statistics = self._loss(*tensors)
+        self.statistics.setdefault(len(self.gradients), []).append(statistics)
+        return total, statistics
+
+    def _kept_step(self) -> Any:
+        for chunk in self._model.wrapped:
+            gather_reduced_shards(chunk)
+        self.gradients.append(self._model.gradients())
+        self.weights.append(self._model.parameters())
+        return self._step()
+
+    def sums(self, update: int, session: Session) -> dict[str, float]:
+        """The statistics of an update, of the one rank of each replica that speaks for it."""
+        mine = combined(self.statistics[update])[0] if is_reporter() else {}
+        totals: dict[str, float] = {}
+        for name, value in itertools.chain.from_iterable(sums.items() for sums in session.gather(mine)):
+            totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+
+def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Seen]]:
+    """On each rank: what the updates of each trial were made of. Trials of one layout follow each other."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for layout, of_layout in itertools.groupby(trials, key=lambda trial: trial.layout):
+        with session_of(settings_of(problem.policy, LAYOUTS[layout])) as session:
+            for trial in of_layout:
+                with contextlib.ExitStack() as stack:
+                    results[trial] = _run(problem, trial, session, stack)
+    return results
+
+
+def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.ExitStack) -> list[Seen]:
+    settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
+    sizes = sizes_of(settings, session.num_replicas)
+    policy = policy_of(settings, session, sizes.plan.num_updates)
+    reference = reference_of(settings, session, problem.reference)
+    parts = Parts(
+        SeparateRoles(policy.wrapped, reference.chunks, settings.sampling.temperature),
+        _batcher(settings),
+        Objective(settings.algorithm, sizes.longest_response),
+        stack,
+    )
+    if trial.fault is not None:
+        FAULTS[trial.fault](parts)
+    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+    witness = Witness(parts.objective, policy, model)
+    identity = Identity("run", 3, policy.weights.fingerprint())
+    source = _Source(problem, sizes.division, session.replica, identity, trial.is_shuffled)
+    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
+    stack.callback(slots.close)
+    learned = learner.Learner(policy, parts.roles, witness, session).learn(slots, reference_is_policy=False)
+    return [
+        Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome)
+        for update, outcome in enumerate(learned.updates)
+    ]
+
+
+def _batcher(settings: Settings) -> Batcher:
+    tensor = settings.transformer.get("tensor_model_parallel_size", 1)
+    return Batcher(
+        ADVANTAGES[settings.algorithm.advantage],
+        multiple_of=tensor if settings.transformer.get("sequence_parallel") else 1,
+        vocab_size=settings.architecture.vocab_size,
+    )
+
+
+class _Source:
+    """The slots that a sidecar would give one replica."""
+
+    def __init__(self, problem: Problem, division: Division, replica: int, identity: Identity, is_shuffled: bool):
+        self._division = division
+        self._replica = replica
+        self._identity = identity
+        groups = [[*enumerate(groups, len(groups) * update)] for update, groups in enumerate(problem.updates)]
+        if is_shuffled:
+            draw = np.random.default_rng(1)
+            groups = [[of_update[place] for place in draw.permutation(len(of_update))] for of_update in groups]
+        self._groups = list(itertools.chain.from_iterable(groups))
+
+    def slot(self, index: int) -> wire.Slot:
+        division, identity = self._division, self._identity
+        unit = division.unit(self._replica, index)
+        first = (index - unit.slot) * division.plan.micro_batch_size
+        parts = [self._part(*self._groups[place], first) for place in division.bound_prompts(unit)]
+        return wire.Slot(
+            run=identity.run, version=identity.version, fingerprint=identity.fingerprint, replica=self._replica,
+            index=index, parts=parts,
+        )  # fmt: skip
+
+    def _part(self, prompt: int, group: Group, first: int) -> wire.GroupPart:
+        size = min(self._division.plan.micro_batch_size, self._division.plan.group_size)
+        return wire.GroupPart(
+            prompt_index=prompt,
+            row=f"row-{prompt}",
+            prompt_tokens=wire.token_bytes(group.prompt),
+            first_response=first,
+            responses=[self._response(group, number) for number in range(first, first + size)],
+            rewards=group.rewards,
+        )
+
+    def _response(self, group: Group, number: int) -> wire.Response:
+        tokens = group.responses[number]
+        return wire.Response(
+            tokens=wire.token_bytes(tokens),
+            log_probs=wire.log_prob_bytes(group.engine[number]),
+            finish_reason="stop",
+            seed=number,
+            engine="0",
+            spans=[wire.Span(version=version_tag(self._identity.version), start=0, end=len(tokens))],
+            fingerprint=self._identity.fingerprint,
+            reward=group.rewards[number],
+        )
+
+
+def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[Parts], None]:
+    def plant(parts: Parts) -> None:
+        true = parts.objective
+        parts.objective = types.SimpleNamespace(
+            share=true.share, loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors)
+        )
+
+    return plant
+
+
+def _in_batches(change: Callable[[Batch], Batch]) -> Callable[[Parts], None]:
+    def plant(parts: Parts) -> None:
+        true = parts.batcher
+        parts.batcher = types.SimpleNamespace(batch=lambda slot: change(true.batch(slot)))
+
+    return plant
+
+
+def _in_pack(name: str, change: Callable[[Batch], torch.Tensor]) -> Callable[[Parts], None]:
+    return _in_batches(
+        lambda batch: dataclasses.replace(batch, pack=dataclasses.replace(batch.pack, **{name: change(batch)}))
+    )
+
+
+def _advantage(advantage: Callable[[np.ndarray], np.ndarray]) -> Callable[[Parts], None]:
+    def plant(parts: Parts) -> None:
+        parts.batcher = dataclasses.replace(parts.batcher, advantage=advantage)
+
+    return plant
+
+
+def _rows_before(batch: Batch) -> torch.Tensor:
+    """A response's first token predicted by the row before it in the buffer, as if nothing were shared."""
+    rows_N = batch.pack.target_rows_N.clone()
+    first = batch.lengths_S.cumsum(0)[:-1]
+    # The row of a response's first token is the one that predicts its second, if it has one.
+    rows_N[first] = torch.where(batch.lengths_S[1:] > 1, rows_N[(first + 1).clamp(max=len(rows_N) - 1)] - 1, 0)
+    return rows_N
+
+
+def _without_other_denominators(parts: Parts) -> None:
+    silent = types.SimpleNamespace(all_reduce=lambda *_, **__: None)
+    parts.stack.enter_context(mock.patch.object(learner, "dist", silent))
+
+
+def _without_temperature(parts: Parts) -> None:
+    parts.roles._temperature = 1.0
+
+
+def _without_correction(parts: Parts) -> None:
+    config = dataclasses.replace(parts.objective.config, is_correction=False)
+    parts.objective = dataclasses.replace(parts.objective, config=config)
+
+
+FAULTS: dict[str, Callable[[Parts], None]] = {
+    "old and reference swapped": _in_log_probs(lambda r: RoleLogProbs(r.policy_N, r.reference_N, r.old_N)),
+    "old is the policy of each update": _in_log_probs(
+        lambda r: RoleLogProbs(r.policy_N, r.policy_N.detach(), r.reference_N)
+    ),
+    "the denominator of another replica left out": _without_other_denominators,
+    "a first token predicted by the row before it": _in_pack("target_rows_N", _rows_before),
+    "positions are rows": _in_pack("positions_T", lambda batch: torch.arange(batch.pack.num_tokens)),
+    "advantages of other responses": _in_batches(
+        lambda batch: dataclasses.replace(batch, advantages_S=batch.advantages_S.roll(1))
+    ),
+    "advantages over a sample's deviation": _advantage(lambda r: mean(r) / (r.std(ddof=1) + 1e-6)),
+    "temperature left out": _without_temperature,
+    "correction left out": _without_correction,
+}

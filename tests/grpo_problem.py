@@ -1,0 +1,116 @@
+"""The groups that an independent GRPO step and the trainer both learn from, and the ways of computing it.
+
+Ranks read this before their platform is installed: nothing here imports megatron.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from tests import grpo_twin, hf_models
+from tests.grpo_twin import Group, Rules
+
+GROUP_SIZE, GROUPS_PER_UPDATE, NUM_UPDATES = 4, 6, 2
+LONGEST_PROMPT, LONGEST_RESPONSE = 38, 40
+PLAIN = Rules(
+    temperature=0.7, lower=0.1, upper=0.15, beta=0.1, aggregation="token", max_tokens=LONGEST_RESPONSE,
+    learning_rate=0.25, clip_norm=0.5,
+)  # fmt: skip
+TRUNCATED = dataclasses.replace(PLAIN, is_corrected=True, truncation=1.1)
+SEQUENCE = dataclasses.replace(TRUNCATED, aggregation="sequence")
+CONSTANT = dataclasses.replace(PLAIN, is_corrected=True, aggregation="constant")
+SGD = f"--optimizer sgd --sgd-momentum 0 --lr {PLAIN.learning_rate}"
+# For the distributed optimizer, which is Adam's only. Its first step moves every weight by the rate.
+ADAM = "--use-distributed-optimizer --lr 0.002"
+OVERLAPPED = f"{ADAM} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is learned from."""
+
+    policy: Path
+    reference: Path
+    updates: list[list[Group]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One way of computing it."""
+
+    layout: str
+    micro_batch_size: int
+    rules: Rules = TRUNCATED
+    optimizer: str = SGD
+    """Its flags."""
+    fault: str | None = None
+    is_shuffled: bool = False
+    """Groups come in another order than their prompts', within each update."""
+
+    def __str__(self) -> str:
+        rules = self.rules
+        correction = f" corrected to {rules.truncation}" if rules.is_corrected else ""
+        words = [f"{self.layout} by {self.micro_batch_size}", f"{rules.aggregation}{correction}"]
+        words += [self.optimizer] if self.optimizer != SGD else []
+        words += [self.fault] if self.fault is not None else []
+        return ", ".join(words + ["shuffled"] * self.is_shuffled)
+
+    @property
+    def words(self) -> str:
+        """Its flags, but for the layout's."""
+        rules = self.rules
+        words = (
+            f"{self.optimizer} --weight-decay 0 --lr-decay-style constant --clip-grad {rules.clip_norm} "
+            f"--train-iters 1 --grpo-group-size {GROUP_SIZE} --micro-batch-size {self.micro_batch_size} "
+            f"--grpo-prompts-per-step {GROUPS_PER_UPDATE * NUM_UPDATES} "
+            f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE} --seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
+            f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
+            f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
+            f"--grpo-aggregation {rules.aggregation}"
+        )
+        if rules.is_corrected:
+            words += " --rl-inference-logprobs-is-correction"
+        if rules.truncation < math.inf:
+            words += f" --rl-importance-sampling-truncation-coef {rules.truncation}"
+        return words
+
+
+def draw_problem(root: Path) -> Problem:
+    """Two updates of ragged groups, a policy and a reference unlike it."""
+    policy = hf_models.draw("qwen3", root / "policy")
+    groups = _draw_groups(policy)
+    updates = [groups[first : first + GROUPS_PER_UPDATE] for first in range(0, len(groups), GROUPS_PER_UPDATE)]
+    return Problem(policy, _draw_reference(policy, root / "reference"), updates)
+
+
+def _draw_groups(policy: Path) -> list[Group]:
+    """One group of equal rewards an update, and an engine that is not quite the policy."""
+    draw = np.random.default_rng(5)
+    texts = []
+    for _ in range(GROUPS_PER_UPDATE * NUM_UPDATES):
+        prompt_length = int(draw.integers(1, LONGEST_PROMPT + 1))
+        ends = prompt_length + draw.integers(1, LONGEST_RESPONSE + 1, GROUP_SIZE).cumsum()
+        tokens = draw.integers(0, hf_models.VOCAB_SIZE, ends[-1])
+        prompt, *responses = (part.tolist() for part in np.split(tokens, [prompt_length, *ends[:-1]]))
+        texts.append((prompt, responses))
+    groups = []
+    for number, (text, log_probs) in enumerate(
+        zip(texts, grpo_twin.responses_log_probs(policy, texts, PLAIN.temperature), strict=True)
+    ):
+        is_all_equal = number % GROUPS_PER_UPDATE == 4
+        rewards = [1.0] * GROUP_SIZE if is_all_equal else draw.normal(size=GROUP_SIZE).tolist()
+        engine = [(np.array(values) + 0.1 * draw.normal(size=len(values))).astype("<f4") for values in log_probs]
+        groups.append(Group(*text, rewards, [values.tolist() for values in engine]))
+    return groups
+
+
+def _draw_reference(policy: Path, folder: Path) -> Path:
+    """A tenth of the way from the policy to another model: further, and a few tokens are all of the divergence."""
+    hf_models.draw("qwen3", folder, seed=1)
+    file = folder / "model.safetensors"
+    near, far = load_file(policy / file.name), load_file(file)
+    save_file({name: near[name].lerp(far[name], 0.1) for name in near}, file, metadata={"format": "pt"})
+    return folder
