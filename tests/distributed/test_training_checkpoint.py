@@ -1,0 +1,379 @@
+"""Training that is saved and goes on: in the same layout bit for bit, in any other with all that Adam remembers."""
+
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.mcore import training_state
+from megatron_rl.mcore.checkpoint_folders import TRACKER
+from megatron_rl.mcore.checkpointer import Checkpointer, Loaded
+from megatron_rl.mcore.model import named_shards
+from megatron_rl.mcore.training_state import TrainState
+from tests import hf_models
+from tests.distributed.training import LAYOUTS, Training, training
+from tests.ranks import RanksError, run_ranks
+
+ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
+EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
+GRADIENT_TOLERANCE = 1e-5
+
+
+def checkpointer(trained: Training, **changes: Any) -> Checkpointer:
+    config = dataclasses.replace(trained.settings.checkpoint, **changes)
+    settings = dataclasses.replace(trained.settings, checkpoint=config)
+    return Checkpointer(settings, trained.session, TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+
+
+def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
+    """What Adam keeps of each parameter, whole, under the checkpoint's names; on rank 0, elsewhere nothing."""
+    of_parameter = {
+        parameter: values for one in trained.optimizer.chained_optimizers for parameter, values in _kept(one, trained)
+    }
+    names = dict(named_shards(trained.chunks))
+    return {
+        what: trained.whole({name: of_parameter[parameter][what] for name, parameter in names.items()})
+        for what in ("master", "exp_avg", "exp_avg_sq", "step")
+    }
+
+
+def _kept(one: Any, trained: Training) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    if isinstance(one, DistributedOptimizer):
+        return _gathered(one)
+    kept = []
+    for _, parameter in named_shards(trained.chunks):
+        main = getattr(parameter, "main_param", parameter)
+        if main in one.optimizer.state:
+            kept.append((parameter, _values(one.optimizer.state[main], main)))
+    return kept
+
+
+def _gathered(one: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each rank's slices laid into zeros, and summed over the replicas."""
+    slices = {
+        parameter: (ranges["param"], one._get_main_param_and_optimizer_states(parameter))
+        for buffer in one.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    }
+    kept = []
+    for buffer in one.buffers:
+        for parameter in buffer.param_index_map:
+            whole = {what: torch.zeros(parameter.numel()) for what in ("master", "exp_avg", "exp_avg_sq", "step")}
+            if parameter in slices:
+                place, tensors = slices[parameter]
+                for what, values in _values(tensors, tensors["param"]).items():
+                    whole[what][place.start : place.end] = values
+            for values in whole.values():
+                torch.distributed.all_reduce(values, group=one.data_parallel_group)
+            kept.append((parameter, {what: values.view(parameter.shape) for what, values in whole.items()}))
+    return kept
+
+
+def _values(state: dict[str, torch.Tensor], main: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "master": main.detach().float(),
+        "exp_avg": state["exp_avg"],
+        "exp_avg_sq": state["exp_avg_sq"],
+        "step": torch.full_like(state["exp_avg"], float(state["step"])),
+    }
+
+
+def draw() -> list[float]:
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        tracked = torch.rand(2)
+    return [random.random(), float(np.random.rand()), *torch.rand(2).tolist(), *tracked.tolist()]
+
+
+def go_on(trained: Training) -> dict[str, Any]:
+    """All that two more updates depend on, and what they come to."""
+    drawn, weights, memory = draw(), trained.parameters(), remembered(trained)
+    trained.accumulate()
+    gradients = trained.gradients()
+    for chunk in trained.wrapped:
+        chunk.zero_grad_buffer()
+    reports = [trained.update() for _ in range(2)]
+    training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+    return {
+        "drawn": drawn, "weights": weights, "remembered": memory, "gradients": gradients, "reports": reports,
+        "after": trained.parameters(),
+    }  # fmt: skip
+
+
+def write(folder: Path, out: Path, words: dict[str, str]) -> dict[str, Any]:
+    """Three updates in each layout, a checkpoint, and what comes next."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for name, layout in words.items():
+        with training(folder, f"{ADAM} {layout}") as trained:
+            for _ in range(3):
+                trained.update()
+            random.seed(trained.session.rank)
+            np.random.seed(7)
+            checkpointer(trained, save=out / name).save(3, EXTRA)
+            results[name] = go_on(trained)
+    return results
+
+
+def resume(folder: Path, out: Path, words: dict[str, str], pairs: list[tuple[str, str]]) -> dict:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    results = {}
+    for writer, reader in pairs:
+        with training(folder, f"{ADAM} {words[reader]}") as trained:
+            with torch.no_grad():
+                for _, parameter in named_shards(trained.chunks):
+                    parameter.fill_(float("nan"))
+            loaded = checkpointer(trained, load=out / writer).load()
+            results[writer, reader] = (loaded, go_on(trained))
+    return results
+
+
+def write_and_resume(folder: Path, out: Path, words: dict[str, str], pairs: list[tuple[str, str]]) -> tuple:
+    written = write(folder, out, {name: words[name] for name in dict.fromkeys(writer for writer, _ in pairs)})
+    return written, resume(folder, out, words, pairs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]]) -> None:
+    writer, reader = name.split(" to ")
+    is_same = writer == reader
+    # More replicas of the same division have the same random numbers, and sum gradients in another order.
+    has_rng = is_same or reader == "DP2+distopt"
+    loaded, continued = resumed
+    assert (loaded.version, loaded.extra) == (3, EXTRA), name
+    assert bool(loaded.notes) != has_rng, name
+    assert (continued["drawn"] == written["drawn"]) == has_rng, name
+    exact = [("weights", written["weights"], continued["weights"])]
+    exact += [(what, written["remembered"][what], continued["remembered"][what]) for what in written["remembered"]]
+    if is_same:
+        exact.append(("after", written["after"], continued["after"]))
+        assert continued["reports"] == written["reports"], name
+    for what, ours, theirs in exact:
+        for tensor, values in ours.items():
+            assert torch.equal(values, theirs[tensor]), f"{name}: {what} of {tensor}"
+    assert {float(values.max()) for values in continued["remembered"]["step"].values()} == {3.0}
+    for tensor, values in written["gradients"].items():
+        difference = (continued["gradients"][tensor] - values).abs().max() / values.abs().max()
+        assert difference <= (0 if is_same else GRADIENT_TOLERANCE), f"{name}: gradient of {tensor}: {difference:.2e}"
+    rates = [[report.learning_rate for report in reports] for reports in (written["reports"], continued["reports"])]
+    assert rates[0] == rates[1], name
+
+
+def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_adam_remembers(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = LAYOUTS | {"DP1+distopt": "--use-distributed-optimizer"}
+    written = run_ranks(write, 1, folder, tmp_path, {name: words[name] for name in ("TP1", "DP1+distopt")})[0]
+    pairs = [("TP2", "PP2"), ("PP2xVPP2", "PP2xVPP2"), ("DP2+overlap", "DP2+overlap"), ("DP2+overlap", "TP2+distopt")]
+    more, resumed = run_ranks(write_and_resume, 2, folder, tmp_path, words, pairs, timeout=240)[0]
+    written |= more
+    from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt")]
+    resumed |= run_ranks(resume, 2, folder, tmp_path, words, from_one)[0]
+    assert resumed.keys() == {*pairs, *from_one}
+    for (writer, reader), result in resumed.items():
+        compare(f"{writer} to {reader}", written[writer], result)
+
+
+def write_slowly(pattern: Callable[[int], bool] = lambda rank: True, seconds: float = 1.0, then: Any = None) -> Any:
+    """Let the processes that write a rank's files wait first, and then fail or die if that is asked for."""
+    original = FileSystemWriterAsync.write_preloaded_data
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        if then is not None and pattern(torch.distributed.get_rank()):
+            then()
+        return original(*arguments, **keywords)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(slow)
+    return original
+
+
+def no_space() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def crash(*_: Any) -> None:
+    raise ValueError("a crash")
+
+
+def latest(out: Path) -> str | None:
+    return (out / TRACKER).read_text() if (out / TRACKER).exists() else None
+
+
+def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
+    """Weights change while they are written; then writing fails on one rank, then something else does."""
+    torch.distributed.init_process_group("gloo")
+    results: dict[str, Any] = {"seen": []}
+    with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
+        saver = checkpointer(trained, save=out, keep_last=1)
+        trained.update()
+        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
+        original = write_slowly()
+        began = time.monotonic()
+        saver.save(1, {"version": 1})
+        results["seconds"] = time.monotonic() - began
+        for _ in range(2):
+            trained.update()
+            saver.poll()
+            results["seen"].append(latest(out))
+        with torch.no_grad():
+            for _, parameter in named_shards(trained.chunks):
+                parameter.fill_(float("nan"))
+        saver.poll()
+        results["seen"].append(latest(out))
+        saver.finish()
+        results["seen"].append(latest(out))
+
+        FileSystemWriterAsync.write_preloaded_data = original
+        write_slowly(lambda rank: rank == 1, 0.0, no_space)
+        saver.save(2, {"version": 2})
+        results["no space"] = error_of(saver.finish)
+        FileSystemWriterAsync.write_preloaded_data = original
+        if trained.session.rank == 1:
+            training_state.rng_state = crash
+        results["crash"] = error_of(lambda: saver.save(2, {"version": 2}))
+        results["seen"].append(latest(out))
+        results["left"] = sorted(path.name for path in out.iterdir())
+    return results
+
+
+def load_again(folder: Path, out: Path, kill: bool) -> tuple[Any, ...]:
+    """Load the newest; save another beside it, or be killed while that is written."""
+    torch.distributed.init_process_group("gloo")
+    with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
+        saver = checkpointer(trained, save=out, load=out, keep_last=1)
+        loaded = saver.load()
+        state = (loaded, trained.parameters(), remembered(trained))
+        if kill:
+            write_slowly(seconds=3.0)
+        saver.save(2, {"version": 2})
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saver.finish()
+        return (*state, sorted(path.name for path in out.iterdir()))
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (MegatronRLError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_checkpoint_that_is_written_beside_training_is_not_torn_and_failures_reach_every_rank(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "saved"
+    results = run_ranks(save_beside_training, 2, folder, out, num_threads=2)
+    for result in results:
+        # Nothing is the newest while it is written, and polling does not wait for it.
+        assert result["seen"] == [None, None, None, "1", "1"]
+        assert "No space left on device): make room there, or choose another --save" in result["no space"]
+        assert "a crash" in result["crash"]
+        assert result["left"] == ["iter_0000001", TRACKER]
+    assert results[0]["no space"] == results[1]["no space"]
+    assert results[1]["crash"] == "ValueError: a crash"
+    assert results[0]["crash"].startswith("MegatronRLError: rank 1 failed")
+
+    with pytest.raises(RanksError):
+        run_ranks(load_again, 2, folder, out, True)
+    assert latest(out) == "1"
+    assert any(path.name.endswith(".partial") for path in out.iterdir())
+    loaded, weights, memory, left = run_ranks(load_again, 2, folder, out, False)[0]
+    assert (loaded.version, loaded.extra) == (1, {"version": 1})
+    for what, saved, found in [
+        ("weights", results[0]["weights"], weights),
+        *((what, results[0]["remembered"][what], memory[what]) for what in memory),
+    ]:
+        for tensor, values in saved.items():
+            assert torch.equal(values, found[tensor]), f"{what} of {tensor} changed while it was written"
+    assert left == ["iter_0000002", TRACKER]
+
+
+def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
+    """What is said of each thing that cannot be loaded, and what the flags make of it."""
+    torch.distributed.init_process_group("gloo")
+    told: dict[str, str] = {}
+    rank = int(os.environ["RANK"])
+    with training(folder, f"{ADAM} {LAYOUTS['TP2']}") as trained:
+        saver = checkpointer(trained, save=out / "whole", save_interval=1)
+        trained.update()
+        saver.save(1, EXTRA)
+        checkpointer(trained, save=out / "weights", no_save_optim=True, no_save_rng=True).save(1, EXTRA)
+        updated = trained.weights.fingerprint()
+        told["other folder"] = error_of(checkpointer(trained, save=out / "whole", load=out / "weights").load)
+        told["nothing"] = str(checkpointer(trained, load=out / "nothing").load())
+        told["missing"] = error_of(checkpointer(trained, load=out / "nothing", exit_on_missing_checkpoint=True).load)
+        told["step"] = error_of(checkpointer(trained, load=out / "whole", ckpt_step=7).load)
+    with training(folder, f"{ADAM} {LAYOUTS['TP2']}") as trained:
+        before = trained.weights.fingerprint()
+        told["no optimizer"] = error_of(checkpointer(trained, load=out / "weights").load)
+        assert before == trained.weights.fingerprint()
+        loaded = checkpointer(trained, load=out / "weights", no_load_optim=True, no_load_rng=True).load()
+        told["weights only"] = (
+            f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.schedule.num_steps}"
+        )
+        loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
+        told["finetune"] = f"{loaded.version} {loaded.extra} {trained.weights.fingerprint() == updated}"
+        for name, victim in (("shard", "__0_0.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
+            broken = out / name
+            if rank == 0:
+                shutil.copytree(out / "whole", broken)
+                (broken / "iter_0000001" / victim).unlink()
+            trained.session.barrier()
+            told[name] = error_of(checkpointer(trained, load=broken).load)
+    with training(folder, f"{ADAM.replace('0.01', '0.02')} {LAYOUTS['TP2']}") as trained:
+        told["schedule"] = error_of(checkpointer(trained, load=out / "whole").load)
+    with training(folder, f"{ADAM} {LAYOUTS['DP2+distopt']}") as trained:
+        told["distopt"] = error_of(checkpointer(trained, load=out / "whole").load)
+    with training(other, f"{ADAM} {LAYOUTS['TP2']}") as trained:
+        told["other model"] = error_of(checkpointer(trained, load=out / "whole").load)
+    words = ADAM.replace("0.01", "0.02") + " --override-opt-param-scheduler"
+    with training(folder, f"{words} {LAYOUTS['TP2']}") as trained:
+        checkpointer(trained, load=out / "whole").load()
+        told["overridden"] = str(trained.update().learning_rate > 0.015)
+    return told
+
+
+def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tmp_path: Path) -> None:
+    other = hf_models.draw("qwen2", tmp_path / "qwen2")
+    expected = {
+        "other folder": "holds checkpoints already: write --load",
+        "nothing": "None",
+        "missing": "holds no checkpoint",
+        "step": "iter_0000007 is no distributed checkpoint",
+        "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
+        "weights only": "1 a-run 1 0",
+        "finetune": "0 {} True",
+        "shard": "it is incomplete, copy it again",
+        "common": "it is incomplete, copy it again",
+        "metadata": "it is incomplete, copy it again",
+        "schedule": "write --override-opt-param-scheduler to take the flags'",
+        "distopt": "was written without --use-distributed-optimizer: drop it, or write --no-load-optim",
+        "other model": "the flags must describe the model that was saved",
+        "overridden": "True",
+    }
+    for told in run_ranks(run_bad_input, 2, folder, other, tmp_path):
+        for name, part in expected.items():
+            assert part in told[name], f"{name}: {told[name]}"
