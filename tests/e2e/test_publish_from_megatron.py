@@ -1,5 +1,6 @@
 """From real Megatron ranks to real vLLM and back: what an engine sampled with is what the trainer computes with."""
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
                 fingerprint = publisher.publish(version)
                 if session.rank == 0:
                     client.submit(submission(run.name, version, fingerprint, temperature))
-                results.append(compare(built, client, version, temperature) | {"layout": name})
+                found = compare(built, client, version, temperature)
+                results.append(found | {"layout": name, "temperature": temperature, "modes": modes(shared)})
                 session.barrier()
                 if session.rank == 0:
                     client.complete(version)
@@ -51,6 +53,11 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
 
 def client_of(run: Path) -> RolloutClient:
     return RolloutClient((run / "address").read_text().strip(), read_token(run / "token"))
+
+
+def modes(shared: Path) -> set[int]:
+    """Of the folder that versions are published in, and of all that lies in it."""
+    return {stat.S_IMODE(path.stat().st_mode) for path in (shared, *shared.rglob("*"))}
 
 
 def perturb(built: Any, version: int) -> None:
@@ -97,18 +104,24 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the_trainers(tmp_path: Path) -> None:
     model, run = draw_with_tokenizer(tmp_path / "model"), tmp_path / "run"
     words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
-    with sidecar(run, *words, seconds=120) as process:
+    with sidecar(run, *words, seconds=240) as process:
         ranks = run_ranks(train_ranks, 2, model, run, Path("/dev/shm") / f"test-{run.parent.name}", timeout=240)
         assert process.process.poll() is None
     differences = [result for rank in ranks for result in rank if result["computed"]]
     for result in differences:
         print(
-            f"{result['layout']} version {result['version']}: {result['difference']:.1e}, {result['num_tokens']} tokens"
+            f"{result['layout']}, version {result['version']}, T = {result['temperature']}: log-probs differ by "
+            f"{result['difference']:.1e} at most over {result['num_tokens']} tokens"
         )
     assert {result["version"] for result in differences} == {0, 1, 2, 3}
+    assert {(result["layout"], result["temperature"]) for result in differences} == {
+        (layout, temperature) for layout in LAYOUTS for temperature in TEMPERATURES
+    }
     assert max(result["difference"] for result in differences) <= 1e-4
+    assert set.union(*(result["modes"] for result in differences)) == {0o700, 0o600}
     assert len(set.union(*(result["fingerprints"] for result in differences))) == 4
     assert megatron_rl(["audit", str(run)]) == 0
