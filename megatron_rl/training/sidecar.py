@@ -40,6 +40,19 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
+def check_reach(settings: Settings) -> None:
+    """Ranks on other hosts must be able to reach a sidecar on this one."""
+    is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
+        "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
+    )
+    host = settings.rollout.listen.rpartition(":")[0]
+    if not is_alone and (host == "localhost" or host.startswith("127.")):
+        raise UsageError(
+            f"--rollout-listen {settings.rollout.listen} cannot be reached by the ranks on other hosts: write this "
+            "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
+        )
+
+
 def given_address(settings: Settings) -> Address:
     """Of the sidecar that flags name."""
     endpoint, folder = settings.service.endpoint, settings.rollout.folder
@@ -59,6 +72,7 @@ class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
     def __init__(self, settings: Settings, folder: Path):
+        check_reach(settings)
         self._folder = folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.

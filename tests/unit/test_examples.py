@@ -1,0 +1,64 @@
+"""The recipes in examples/ are command lines that this package takes."""
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.training.plan import sizes_of
+from megatron_rl.types import Architecture, Rope
+from megatron_rl.weights import families
+from tests.command_lines import parse
+from tests.processes import ROOT
+
+QWEN3_4B = Architecture(
+    family="qwen3", num_layers=36, hidden_size=2560, ffn_hidden_size=9728, num_attention_heads=32, num_query_groups=8,
+    kv_channels=128, vocab_size=151936, max_position_embeddings=40960, rope=Rope(base=1e6), qk_layernorm=True,
+    tied_embeddings=True, dtype="bfloat16",
+)  # fmt: skip
+# A recipe, what it wants to know, and its ranks; None for the sidecar.
+RECIPES = [
+    ("one_gpu_node", {}, 4),
+    ("one_npu_node", {"VLLM_PYTHON": "python"}, 4),
+    ("several_nodes", {"ROLE": "trainer", "NODES": "2", "NODE_RANK": "0", "MASTER": "10.0.0.2"}, 16),
+    ("several_nodes", {"ROLE": "sidecar"}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "environment", "world_size"), RECIPES, ids=lambda value: str(value)[:24])
+def test_a_recipe_says_what_this_package_understands(name, environment, world_size, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    words = said_by(name, [str(model), "train.jsonl", "test.jsonl", str(tmp_path / "run")], environment, tmp_path)
+    if world_size is None:
+        assert sidecar_settings.parse(words[words.index("megatron_rl.sidecar") + 1 :]).rollout.num_engines == 4
+        return
+    flags = words[words.index("pretrain_grpo.py") + 1 :]
+    if "--platform" not in flags:
+        flags += ["--platform", "cpu"]
+    settings = parse(*[word if word != "npu" else "cpu" for word in flags], world_size=world_size)
+    sizes = sizes_of(settings, 2)
+    assert sizes.plan.num_updates == 1
+    assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
+
+
+def said_by(name: str, arguments: list[str], environment: dict[str, str], folder: Path) -> list[str]:
+    """The words that a recipe starts torchrun, or Python, with."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for program in ("torchrun", "python"):
+        path = programs / program
+        path.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    shared = {"ADDRESS": "10.0.0.1:8700", "SHARED": "shared"}
+    result = subprocess.run(
+        ["bash", str(ROOT / "examples" / "gsm8k" / f"{name}.sh"), *arguments],
+        env={**os.environ, **shared, **environment, "PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return result.stdout.splitlines()
