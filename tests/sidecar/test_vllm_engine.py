@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.wire import log_probs_of, tokens_of
-from megatron_rl.sidecar.engine import EngineRefused, EngineState
-from megatron_rl.sidecar.vllm_engine import VllmEngine
+from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState
+from megatron_rl.sidecar.vllm_engine import Deadlines, VllmEngine
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,
@@ -235,3 +235,10 @@ def test_an_engine_that_somebody_else_started_is_taken_in_and_left_alone_at_the_
     assert group[0].engine == "adopted"
     run(adopted.close())
     assert run(engine.is_alive())
+
+
+def test_an_engine_that_never_answers_is_given_up_after_its_time_to_start(run, tmp_path):
+    engine = VllmEngine("engine-9", str(tmp_path / "nobody.sock"), deadlines=Deadlines(start=0.3))
+    with pytest.raises(EngineLost, match="engine-9 was not ready after 0.3 s"):
+        run(engine.start())
+    run(engine.close())
