@@ -196,6 +196,14 @@ class Checkpointer:
             raise InputError(
                 f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
             )
+        has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
+        if has_several != (len(getattr(self._state.optimizer, "chained_optimizers", ())) > 1):
+            size = "above 1" if has_several else "of 1"
+            raise InputError(
+                f"{source} was written with --expert-model-parallel-size {size}, where experts have "
+                f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: write one such, or "
+                f"--no-load-optim"
+            )
         is_sharded = self._is_distributed(common["optimizer"])
         is_wanted = self._state.wrapped[0].ddp_config.use_distributed_optimizer
         if is_sharded != is_wanted:
