@@ -3,13 +3,20 @@
 import dataclasses
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of
 from megatron_rl.mcore.model import PackedGPTModel, wrap
-from megatron_rl.mcore.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of, synchronized
+from megatron_rl.mcore.optimizer import (
+    UpdateResult,
+    apply_update,
+    ddp_config_of,
+    optimizer_of,
+    schedule_of,
+    synchronized,
+)
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
@@ -46,6 +53,6 @@ def policy_of(settings: Settings, session: Session, num_updates: int) -> Policy:
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
     config = get_model_config(chunks[0])
-    wrapped = wrap(chunks, config, DistributedDataParallelConfig(**settings.ddp))
+    wrapped = wrap(chunks, config, ddp_config_of(settings))
     optimizer = optimizer_of(settings, wrapped)
     return Policy(chunks, wrapped, optimizer, schedule_of(settings, optimizer, num_updates), weights)

@@ -47,6 +47,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
         raise UsageError("--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens")
     _check_sampling(settings)
     division = _divide(settings, num_replicas)
+    _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
     sizes = Sizes(division, longest_prompt, longest_response)
     most = loop.max_tokens_per_microbatch
@@ -121,6 +122,22 @@ def _divide(settings: Settings, num_replicas: int) -> Division:
         return divide(plan)
     except InputError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_interleaving(settings: Settings, division: Division) -> None:
+    """The micro-batches of an update are known here even where no flag names them."""
+    fields = settings.transformer
+    if not fields.get("virtual_pipeline_model_parallel_size"):
+        return
+    stages = fields["pipeline_model_parallel_size"]
+    group = fields.get("microbatch_group_size_per_vp_stage") or stages
+    count = division.slots_per_update
+    if count < stages or 0 < count % group < stages:
+        raise UsageError(
+            f"{count} micro-batches an update do not fill the interleaved schedule of {stages} stages: change "
+            f"--grpo-prompts-per-step or --micro-batch-size so that there is a multiple of {group}, or drop the "
+            "virtual stages"
+        )
 
 
 def _lengths(settings: Settings) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from megatron_rl.errors import UsageError
 from megatron_rl.training.plan import run_folder, sizes_of
 
 
-def settings(**changes: Any) -> Subjects:
+def settings(**changes: Any) -> SimpleNamespace:
     """A run that can be; a change names subject and field, as algorithm__group_size."""
     made = Subjects(
         model=ModelConfig(hf_model=Path("model")),
         training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),
     )
-    return _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
+    made = _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
+    return SimpleNamespace(**vars(made), transformer={})
 
 
 def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
@@ -29,23 +31,23 @@ def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
 
 
 def test_one_update_is_what_the_batch_size_says():
-    sizes = sizes_of(settings(training__global_batch_size=64), 2)  # type: ignore[arg-type]
+    sizes = sizes_of(settings(training__global_batch_size=64), 2)
     assert (sizes.plan.num_updates, sizes.division.slots_per_replica) == (1, 4)
 
 
 def test_a_smaller_batch_makes_several_updates_of_an_iteration():
-    sizes = sizes_of(settings(training__global_batch_size=16), 2)  # type: ignore[arg-type]
+    sizes = sizes_of(settings(training__global_batch_size=16), 2)
     assert (sizes.plan.num_updates, sizes.division.slots_per_update) == (4, 1)
 
 
 def test_without_prompts_a_step_the_batch_size_says_how_many():
     changes = {"algorithm__prompts_per_step": None, "training__global_batch_size": 32}
-    assert sizes_of(settings(**changes), 1).plan.num_prompts == 4  # type: ignore[arg-type]
+    assert sizes_of(settings(**changes), 1).plan.num_prompts == 4
 
 
 @pytest.mark.parametrize(("micro_batch", "expected"), [(8, 96 + 8 * 32), (16, 2 * (96 + 8 * 32)), (2, 96 + 2 * 32)])
 def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
-    assert sizes_of(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected  # type: ignore[arg-type]
+    assert sizes_of(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,19 @@ def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
 )
 def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
     with pytest.raises(UsageError, match=message):
-        sizes_of(settings(**changes), 2)  # type: ignore[arg-type]
+        sizes_of(settings(**changes), 2)
+
+
+def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():
+    made = settings(training__micro_batch_size=16)
+    made.transformer = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert sizes_of(made, 2).division.slots_per_update == 2
+    with pytest.raises(UsageError, match="1 micro-batches an update do not fill"):
+        sizes_of(made, 4)
 
 
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
-    assert run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"  # type: ignore[arg-type]
-    assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"  # type: ignore[arg-type]
+    assert run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"
+    assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"
     with pytest.raises(UsageError, match="--rollout-folder is missing"):
-        run_folder(settings())  # type: ignore[arg-type]
+        run_folder(settings())
