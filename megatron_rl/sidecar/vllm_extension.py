@@ -68,6 +68,7 @@ class WorkerExtension:
 
         from megatron_rl.sidecar.vllm_moe_patch import patch_experts_updated_in_place
         from megatron_rl.sidecar.vllm_seed_patch import patch_seeded_partial_prefill
+        from megatron_rl.sidecar.vllm_shared import take_names_off
         from megatron_rl.sidecar.vllm_sockets import close_listeners
 
         config = self.vllm_config.model_config
@@ -84,6 +85,7 @@ class WorkerExtension:
             "seed_patch": patch_seeded_partial_prefill(),
             "moe_patch": patch_experts_updated_in_place(self.model_runner.get_model()),
             "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
+            "names_taken_off": take_names_off() if current_platform.is_cpu() else 0,
         }
 
     @answered

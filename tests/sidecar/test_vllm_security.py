@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class Sidecar(NamedTuple):
     address: tuple[str, int]
     sockets: list[str]
     """Where its processes listen on this host."""
+    submission: wire.Submission
     files: list[Path]
     """What must be nobody else's: token, journal, audit log, weights, and what its processes share memory through."""
 
@@ -49,11 +51,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
         with process.client() as client:
             client.take_lease("run")
             client.publish(weights, 120)
-            client.submit(submission(weights.fingerprint))
+            submitted = submission(weights.fingerprint)
+            client.submit(submitted)
             assert client.slot(0, 0, 0, 120).parts
         host, port = (run / "address").read_text().strip().removeprefix("http://").split(":")
         files = [path for top in (run, Path(weights.location)) for path in (top, *top.rglob("*"))]
-        yield Sidecar(process, (host, int(port)), unix_sockets(process.tree()), [*files, *shared_memory(process)])
+        files += shared_memory(process)
+        yield Sidecar(process, (host, int(port)), unix_sockets(process.tree()), submitted, files)
 
 
 def submission(fingerprint: str) -> wire.Submission:
@@ -196,3 +200,25 @@ def test_another_user_reads_writes_and_reaches_nothing_of_it(running: Sidecar) -
     assert theirs["service"] == "401"
     for what in ("sockets", "files", "writes"):
         assert set(theirs[what]) == {"PermissionError"}, what
+
+
+def test_killed_in_mid_generation_it_leaves_no_process_and_no_shared_memory(running: Sidecar) -> None:
+    """The last one: it ends the sidecar of all of them."""
+    with running.process.client() as client:
+        client.use_lease(1)
+        client.abort(0, "another follows")
+        long = msgspec.structs.replace(running.submission, sampling=wire.Sampling(max_tokens=400, ignore_eos=True))
+        client.submit(long)
+        deadline = time.monotonic() + 60
+        while not client.status()["engines"]["engines"]["engine-0"]["in_flight"]:
+            assert time.monotonic() < deadline
+    members, names = running.process.tree(), set(os.listdir("/dev/shm"))
+    theirs = {path.name for path in shared_memory(running.process)} & names
+    assert theirs
+    running.process.kill()
+    killed = time.monotonic()
+    assert not psutil.wait_procs(members, timeout=5)[1]
+    print(f"{len(members)} processes gone {time.monotonic() - killed:.1f} s after the sidecar")
+    while theirs & set(os.listdir("/dev/shm")):
+        assert time.monotonic() < killed + 5, theirs & set(os.listdir("/dev/shm"))
+        time.sleep(0.05)
