@@ -63,13 +63,16 @@ class SidecarProcess:
 
 @contextlib.contextmanager
 def sidecar(folder: Path, *words: str, seconds: float = 60.0) -> Iterator[SidecarProcess]:
-    """One that serves; whatever is left of it at the end is killed."""
+    """One that serves; it is asked to end at last, and whatever is left of it then is killed."""
     started = SidecarProcess(folder, *words)
     try:
         started.wait_until_it_serves(seconds)
         yield started
     finally:
         left = started.tree() if started.process.poll() is None else []
+        # What is killed cannot clear its shared memory away.
+        started.process.terminate()
+        psutil.wait_procs(left, timeout=20)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
