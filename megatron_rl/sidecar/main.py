@@ -43,6 +43,8 @@ _log = logging.getLogger("megatron_rl.sidecar")
 def main(words: list[str]) -> int:
     """Run until told to end; the exit code says how it went."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    # A line for each request to an engine is many a second, and says nothing that the audit log does not.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(run(parse(words)))
     except MegatronRLError as error:
@@ -83,10 +85,12 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     listener = _listener(*settings.address)
     host, port = listener.getsockname()[:2]
     address = f"http://{host}:{port}"
+    # Before the address: whoever finds that looks for the token next.
+    token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
     try:
-        await serve(application(service, _token(folder), ended.set), listener=listener, until=ended)
+        await serve(application(service, token, ended.set), listener=listener, until=ended)
     finally:
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 
