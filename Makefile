@@ -11,7 +11,7 @@ VENV := .venv
 MEGATRON_LM_VENV := .venv-megatron-lm
 BENCHMARKS = $(or $(NAME),$(filter-out report,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
-.PHONY: help env test lint types format test-slow test-megatron-lm demo bench flags clean
+.PHONY: help env test lint types format test-slow test-megatron-lm demo demo-core learning bench flags clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,8 +40,14 @@ test-megatron-lm: ## the core on megatron-core 0.19.2 and against megatron.train
 	@tools/make_environment $(MEGATRON_LM_VENV) requirements/megatron-lm.lock 3.12 $(PYTHON312)
 	$(MEGATRON_LM_VENV)/bin/python -m pytest tests/megatron_lm tests/distributed tests/kernels
 
-demo: env ## what works so far, on two ranks
+demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
+	$(VENV)/bin/python -m examples.arithmetic.demo
+
+demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
+
+learning: env ## what the demo shows, for three seeds and three layouts, with a control; an hour
+	$(VENV)/bin/python -m examples.arithmetic.learning
 
 bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME
 	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m "benchmarks.$$name"; done

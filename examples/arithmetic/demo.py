@@ -1,0 +1,88 @@
+"""The demo: a tiny model that adds badly learns to add, with real vLLM and two Megatron ranks, and a picture of it.
+
+python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from examples.arithmetic import task, warm_up
+from megatron_rl.observe.metrics import read
+from megatron_rl.observe.picture import picture
+from megatron_rl.observe.report import text_curves
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = {
+    "dp2": ["--use-distributed-optimizer"],
+    "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "pp2": ["--pipeline-model-parallel-size", "2"],
+}
+FLAGS = [
+    "--train-iters", "60", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "0.3", "--rollout-max-num-seqs", "256",
+    "--lr", "3e-4", "--lr-warmup-iters", "5", "--lr-decay-style", "constant", "--weight-decay", "0",
+    "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "10",
+]  # fmt: skip
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("demo"))
+    parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
+    parser.add_argument("flags", nargs="*", help="behind --: flags for pretrain_grpo.py, which win over the demo's")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    out = arguments.out
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    task.write_files(out, arguments.seed)
+    before = warm_up.make(out / "model", arguments.seed)
+    run = train(out, LAYOUTS[arguments.layout], arguments.reward, arguments.seed, arguments.flags)
+    records = read(run)
+    print(text_curves({"arithmetic": records}))
+    picture({"arithmetic": run}, out / "picture.png")
+    after = records[-1]["evaluation"]["pass"]
+    print(
+        f"\nof 512 held-out problems {before:.1%} were answered after the warm-up, {after:.1%} after GRPO; "
+        f"{time.monotonic() - start:.0f} s in all\nthe picture: {out / 'picture.png'}"
+    )
+    (out / "result.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
+
+
+def train(out: Path, layout: list[str], reward: str, seed: int, flags: list[str]) -> Path:
+    """GRPO on two ranks, with an engine; returns the run's folder."""
+    run = out / "run"
+    # torchrun's own rendezvous listens on every interface; a fixed address on loopback does not.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+            "--master-port", str(port), str(ROOT / "pretrain_grpo.py"), *FLAGS, *layout,
+            "--hf-model", str(out / "model"), "--prompts", str(out / "train.jsonl"),
+            "--eval-prompts", str(out / "held_out.jsonl"), "--seed", str(seed + 1),
+            "--reward", f"{ROOT / 'examples' / 'arithmetic' / 'reward.py'}:{reward}", "--reward-workers", "1",
+            "--rollout-folder", str(run), *flags,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+    )  # fmt: skip
+    return run
+
+
+if __name__ == "__main__":
+    main()

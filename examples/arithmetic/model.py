@@ -1,0 +1,58 @@
+"""The untrained model: a Qwen3 of two layers, and a tokenizer with a token for each character.
+
+It is as small as it may be: vLLM wants heads of at least 32 on a CPU, two tensor-parallel ranks want two heads of keys
+and values, and two pipeline stages want two layers.
+"""
+
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+
+END, PAD = "<end>", "<pad>"
+TOKENS = (*"0123456789+=", END, PAD)
+VOCAB_SIZE = 16
+MAX_LENGTH = 64
+"""Of prompt and response together."""
+
+
+def draw(seed: int) -> transformers.Qwen3ForCausalLM:
+    """Fresh weights."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        eos_token_id=TOKENS.index(END),
+        pad_token_id=TOKENS.index(PAD),
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.Qwen3ForCausalLM(config)
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Each character is a token; nothing is added to a text, and another character is an error."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: index for index, token in enumerate(TOKENS)}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    words.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def save(model: transformers.Qwen3ForCausalLM, folder: Path) -> None:
+    """A folder that transformers, vLLM and `--hf-model` load without the network."""
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
+    )
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)

@@ -1,0 +1,121 @@
+"""Supervised training on solved problems, stopped as soon as the model is right about a third of the time.
+
+python -m examples.arithmetic.warm_up FOLDER --seed 0
+"""
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn import functional
+
+from examples.arithmetic import model as tiny
+from examples.arithmetic import task
+from examples.arithmetic.task import Problem
+
+PROMPT_LENGTH = 8
+NUM_ANSWER_TOKENS = 5
+"""Of the longest answer, its end included."""
+_IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the model is warmed up."""
+
+    batch_size: int = 128
+    learning_rate: float = 2e-3
+    num_ramp_steps: int = 50
+    steps_between_checks: int = 5
+    enough: float = 0.35
+    """The accuracy to stop at: of checks so close together the first that reaches it is hardly above."""
+    most_steps: int = 1000
+
+
+def warm_up(
+    model: transformers.Qwen3ForCausalLM, sets: task.Split, seed: int, recipe: Recipe = Recipe()
+) -> Iterator[tuple[int, float, float]]:
+    """Train in place; gives step, loss and accuracy at every check, and ends once that is enough."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    batches = _batches(encode(sets.warm_up), recipe.batch_size, seed)
+    for step, batch in zip(range(1, recipe.most_steps + 1), batches, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, step / recipe.num_ramp_steps)
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % recipe.steps_between_checks == 0:
+            right = accuracy(model, sets.validation)
+            yield step, loss.item(), right
+            if right >= recipe.enough:
+                return
+
+
+def encode(problems: Sequence[Problem]) -> torch.Tensor:
+    """A row of tokens for each problem: prompt, answer, its end, and padding."""
+    ids = {token: index for index, token in enumerate(tiny.TOKENS)}
+    rows = [[*problem.prompt, *problem.answer, tiny.END] for problem in problems]
+    width = PROMPT_LENGTH + NUM_ANSWER_TOKENS
+    return torch.tensor([[ids[token] for token in (*row, *[tiny.PAD] * (width - len(row)))] for row in rows])
+
+
+def loss_of(model: transformers.Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the answers, a mean over their tokens."""
+    answers = batch[:, PROMPT_LENGTH:]
+    targets = answers.masked_fill(answers == model.config.pad_token_id, _IGNORED)
+    logits = model(batch[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+
+
+@torch.no_grad()
+def accuracy(model: transformers.Qwen3ForCausalLM, problems: Sequence[Problem]) -> float:
+    """How many problems the most likely tokens answer."""
+    rows = encode(problems)
+    # The likeliest continuation is right if and only if each token of the answer is the likeliest after those before.
+    guesses = model(rows[:, :-1]).logits[:, PROMPT_LENGTH - 1 :].argmax(-1)
+    answers = rows[:, PROMPT_LENGTH:]
+    right = (guesses == answers) | (answers == model.config.pad_token_id)
+    return right.all(-1).float().mean().item()
+
+
+def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
+    """Without end; each row once before any comes again, but for those that fill no batch."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in itertools.count():
+        yield from rows[torch.randperm(len(rows), generator=draw)].split(size)[: len(rows) // size]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the prompts, and the model that GRPO starts from.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    task.write_files(arguments.folder, arguments.seed)
+    make(arguments.folder / "model", arguments.seed)
+
+
+def make(folder: Path, seed: int) -> float:
+    """Save a model that has been warmed up; its accuracy on the held-out problems."""
+    start = said = time.monotonic()
+    sets = task.split(seed)
+    model = tiny.draw(seed)
+    for step, loss, right in warm_up(model, sets, seed):
+        if time.monotonic() - said > 3:
+            said = time.monotonic()
+            print(f"warm-up: step {step}, loss {loss:.2f}, {right:.0%} right, {said - start:.0f} s", flush=True)
+    held_out = accuracy(model, sets.held_out)
+    tiny.save(model, folder)
+    seconds = time.monotonic() - start
+    print(f"warm-up: {step} steps in {seconds:.0f} s, {held_out:.1%} of the held-out problems right; saved in {folder}")
+    return held_out
+
+
+if __name__ == "__main__":
+    main()
