@@ -27,6 +27,9 @@ _NUM_REMEMBERED = 10
 class Progress:
     """What the loop tells; this one shows nothing of it. No method waits for the display."""
 
+    shows_counts = False
+    """Whether it is worth asking for `counts` while an iteration runs."""
+
     def begin(self, version: int, num_groups: int) -> None:
         """An iteration begins: `version` is the number of those before it, in this and earlier runs."""
 
@@ -78,6 +81,7 @@ class GuardedProgress(Progress):
 
     def __init__(self, inner: Progress) -> None:
         self._inner = inner
+        self.shows_counts = inner.shows_counts
 
     def begin(self, version: int, num_groups: int) -> None:
         self._try(lambda inner: inner.begin(version, num_groups))
@@ -155,6 +159,8 @@ class _Display(Live):
 
 class LiveProgress(Progress):
     """One display that a thread of its own redraws; the loop only leaves notes for it."""
+
+    shows_counts = True
 
     def __init__(self, total: int, interval: int, stream: TextIO) -> None:
         self._total = total

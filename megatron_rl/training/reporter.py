@@ -1,12 +1,14 @@
 """What the loop tells people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Settings
 from megatron_rl.data.slots import IterationSlots
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe import metrics as metrics_file
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
@@ -19,6 +21,7 @@ Decode = Callable[[list[int]], str]
 
 # What engine's and trainer's log-probs differ by on the average when all is well, with room.
 _MISMATCH = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+_FOLLOW_SECONDS = 0.5
 
 
 class Reporter:
@@ -35,6 +38,7 @@ class Reporter:
         decode: Decode,
     ):
         self._num_groups = num_groups
+        self._closed = threading.Event()
         self._metrics = metrics
         self._samples = samples
         self._sinks = sinks
@@ -43,6 +47,26 @@ class Reporter:
         dtype = settings.rollout.dtype or settings.architecture.dtype
         self._mismatch_warning = settings.observe.mismatch_warning or _MISMATCH[dtype]
 
+    def follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""
+        if self._progress.shows_counts:
+            threading.Thread(target=self._follow, args=(status,), name="follow", daemon=True).start()
+
+    def _follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        while not self._closed.wait(_FOLLOW_SECONDS):
+            try:
+                now = status()
+            except MegatronRLError:
+                # The loop itself meets the same, and says so.
+                continue
+            if (iteration := now.get("iteration")) is not None:
+                groups, waiting = iteration["groups"], now["slots_waited_for"]
+                self._progress.counts(
+                    finished=groups["finished"] + groups["claimed"],
+                    trained=groups["claimed"],
+                    waiting_for=f"slot {waiting[0]}" if waiting else "",
+                )
+
     def begin(self, version: int) -> None:
         self._progress.begin(version, self._num_groups)
 
@@ -50,6 +74,7 @@ class Reporter:
         self._progress.phase(name)
 
     def close(self) -> None:
+        self._closed.set()
         self._progress.close()
         self._sinks.close()
         self._samples.close()

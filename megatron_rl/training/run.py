@@ -226,6 +226,7 @@ class Run:
             self._settings, self._folder, self._version, self._num_iterations, self._sizes.plan.num_prompts, decode
         )
         self._stack.callback(reporter.close)
+        reporter.follow(self._client.status)
         self._closing = reporter.close
         timeline.restart()
         return reporter
