@@ -1,0 +1,119 @@
+"""The example of arithmetic: its problems, its tokenizer, its rewards, and that its warm-up learns and stops."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from examples.arithmetic import model as tiny
+from examples.arithmetic import reward, task, warm_up
+from examples.arithmetic.task import Problem
+
+
+@pytest.fixture(scope="module")
+def sets() -> task.Split:
+    return task.split(0)
+
+
+def test_no_problem_is_in_two_sets_and_order_makes_no_other_problem(sets: task.Split) -> None:
+    every = [*sets.warm_up, *sets.validation, *sets.train, *sets.held_out]
+    assert len({frozenset((problem.left, problem.right)) for problem in every}) == len(every)
+    assert len(sets.held_out) == 512
+
+
+def test_a_seed_gives_the_same_problems_and_another_gives_others(sets: task.Split) -> None:
+    assert task.split(0) == sets
+    assert task.split(1).held_out != sets.held_out
+
+
+def test_numbers_are_written_from_their_last_digit(tmp_path: Path) -> None:
+    problem = Problem(347, 805)
+    assert (problem.prompt, problem.answer) == ("743+508=", "2511")
+    task.write([problem], tmp_path / "file.jsonl", "train")
+    row = json.loads((tmp_path / "file.jsonl").read_text())
+    assert row == {"id": "train-0", "prompt": "743+508=", "answer": "2511"}
+
+
+def test_the_files_hold_the_sets(sets: task.Split, tmp_path: Path) -> None:
+    for path, problems in zip(task.write_files(tmp_path, 0), (sets.train, sets.held_out), strict=True):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(row["prompt"], row["answer"]) for row in rows] == [(each.prompt, each.answer) for each in problems]
+        assert len({row["id"] for row in rows}) == len(rows)
+
+
+def test_a_saved_folder_gives_back_model_and_tokenizer(sets: task.Split, tmp_path: Path) -> None:
+    model = tiny.draw(0)
+    tiny.save(model, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    problem = sets.train[0]
+    text = problem.prompt + problem.answer
+    ids = tokenizer(text)["input_ids"]
+    assert [tiny.TOKENS[index] for index in ids] == list(text)
+    end = tokenizer.eos_token_id
+    assert tokenizer.decode([*ids, end], skip_special_tokens=True) == text
+    row = warm_up.encode([problem])[0]
+    assert row[: len(ids) + 1].tolist() == [*ids, end]
+    assert set(row[len(ids) + 1 :].tolist()) <= {tokenizer.pad_token_id}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again.generation_config.eos_token_id, again.generation_config.pad_token_id) == (end, tokenizer.pad_token_id)
+    assert torch.equal(again(row[None]).logits, model(row[None]).logits)
+
+
+def test_only_the_answer_itself_is_right() -> None:
+    completions = ["236", "2361", "23", " 236", ""]
+    columns = {"answer": ["236"] * 5, "id": ["train-0"] * 5}
+    rewards = reward.right_answer(["743+582="] * 5, completions, [[0]] * 5, **columns)
+    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_shuffled_rewards_keep_the_mean_of_a_group_and_say_nothing_of_a_response() -> None:
+    completions = ["236", "236", "0", "1", "2", "3", "4", "5"]
+    random.seed(0)
+    draws = [reward.shuffled(["743+582="] * 8, completions, [[0]] * 8, ["236"] * 8) for _ in range(2000)]
+    assert all(sum(rewards) == 2 for rewards in draws)
+    means = torch.tensor(draws).mean(0)
+    assert (means - 0.25).abs().max() < 0.05
+
+
+def test_warm_up_lowers_the_loss_and_is_the_same_for_the_same_seed(sets: task.Split) -> None:
+    recipe = warm_up.Recipe(batch_size=32, num_ramp_steps=1, steps_between_checks=10, most_steps=20)
+    models = [tiny.draw(3), tiny.draw(3)]
+    checks = [list(warm_up.warm_up(model, sets, 3, recipe)) for model in models]
+    assert checks[0] == checks[1]
+    (_, _, _), (step, loss, _) = checks[0]
+    assert step == 20
+    before = warm_up.loss_of(tiny.draw(3), warm_up.encode(sets.validation)).item()
+    after = warm_up.loss_of(models[0], warm_up.encode(sets.validation)).item()
+    assert after < before - 0.5
+    assert loss < before - 0.5
+
+
+def test_warm_up_stops_once_it_is_right_often_enough(sets: task.Split) -> None:
+    recipe = warm_up.Recipe(batch_size=8, steps_between_checks=2, enough=0.0)
+    assert [step for step, _, _ in warm_up.warm_up(tiny.draw(0), sets, 0, recipe)] == [2]
+
+
+def test_accuracy_is_that_of_the_most_likely_responses(sets: task.Split) -> None:
+    """Of a model that is right about some problems and wrong about others, checked against generation."""
+    model = tiny.draw(0)
+    problems = sets.validation[:8]
+    recipe = warm_up.Recipe(batch_size=8, num_ramp_steps=10, steps_between_checks=5, enough=0.3, most_steps=400)
+    known = task.Split(warm_up=problems, validation=problems, train=[], held_out=[])
+    list(warm_up.warm_up(model, known, 0, recipe))
+    tokenizer = tiny.make_tokenizer()
+    prompts = torch.tensor([tokenizer(problem.prompt)["input_ids"] for problem in problems])
+    generated = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    texts = tokenizer.batch_decode(generated[:, prompts.shape[1] :], skip_special_tokens=True)
+    right = [text == problem.answer for text, problem in zip(texts, problems, strict=True)]
+    assert 0 < sum(right) < len(right)
+    assert warm_up.accuracy(model, problems) == pytest.approx(sum(right) / len(right))
