@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -91,6 +92,36 @@ def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     assert codes == [5, 5], ranks.text()
     assert len({reason.split("(")[0] for reason in reasons(ranks)}) == 1
     assert "did not answer for 5 s" in reasons(ranks)[0]
+
+
+def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
+    folder = world.folder / "stop"
+    words = world.words("stop", rollout_folder=folder / "stop", save=folder / "save", train_iters=500)
+    with loop.running(folder, 2, words) as ranks:
+        until_line(ranks, folder / "stop", 1)
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait(60) == [0, 0], ranks.text()
+    written = len((folder / "stop" / "metrics.jsonl").read_text().splitlines())
+    assert 1 <= written < 500
+    assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == str(written)
+
+
+def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is(world):
+    folder = world.folder / "grace"
+    script = world.folder / "slowest.json"
+    script.write_text(json.dumps({"delay": [30.0, 30.0], "delay_seed": 1}))
+    words = world.words(
+        "grace", rollout_folder=folder / "grace", rollout_script=script, save=folder / "save", exit_grace_seconds=1
+    )
+    with loop.running(folder, 2, words) as ranks:
+        deadline = time.monotonic() + 60
+        while not (folder / "grace" / "address").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2)
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait(20) == [143, 143], ranks.text()
+    assert "grace are over" in ranks.text()
+    assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
