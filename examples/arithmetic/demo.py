@@ -28,10 +28,10 @@ LAYOUTS = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
 FLAGS = [
-    "--train-iters", "60", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
-    "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "0.3", "--rollout-max-num-seqs", "256",
-    "--lr", "3e-4", "--lr-warmup-iters", "5", "--lr-decay-style", "constant", "--weight-decay", "0",
-    "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "10",
+    "--train-iters", "120", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "0.2", "--rollout-max-num-seqs", "256",
+    "--lr", "5e-4", "--lr-warmup-iters", "5", "--lr-decay-style", "linear", "--weight-decay", "0",
+    "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "20",
 ]  # fmt: skip
 
 
