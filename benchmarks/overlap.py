@@ -22,15 +22,17 @@ from benchmarks import report
 from tests.ranks import ROOT
 from tests.sidecar.sidecar_process import sidecar
 
-NUM_PROMPTS, GROUP_SIZE = 64, 8
+NUM_PROMPTS, GROUP_SIZE = 32, 8
 # Ten waves of groups and more: what is in flight at a time is a small part of an iteration.
-MAX_IN_FLIGHT = 40
+MAX_IN_FLIGHT = 24
 MOST_TOKENS = 128
 VOCAB_SIZE = 512
 # So many tokens end a response that its length is spread around 43 tokens.
 STOP_TOKENS = range(2, 14)
 SEQ_LENGTH = 2048
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2)
+# What generation takes over what training does.
+LOADS = {"balanced": 1.0, "gen_half": 0.5, "gen_double": 2.0}
 TRAINER_CORE, ENGINE_CORE = 1, 0
 
 
@@ -56,21 +58,31 @@ class Iteration:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         world = _World(Path(folder))
         with world.sidecar():
-            plan = _calibrate(world)
-            for name, load in (("balanced", 1.0), ("gen_half", 0.5), ("gen_double", 2.0)):
-                figures |= _compare(world, plan, name, load, arguments.rounds)
+            costs = _measure_costs(world)
+            for name in arguments.loads:
+                figures |= _compare(world, costs, name, LOADS[name], arguments.rounds)
     report.finish(figures)
 
 
-def _compare(world: "_World", plan: "_Calibration", name: str, load: float, rounds: int) -> dict[str, float]:
-    """One load: rounds of both schedules in turns."""
-    length = plan.prompt_length(load)
-    iterations = world.iterations(length, plan.sync_groups, plan.periodic_groups, 1 + rounds)
+def _compare(world: "_World", costs: "_Costs", name: str, load: float, rounds: int) -> dict[str, float]:
+    """One load: rounds of both schedules in turns, each with its own best micro-batch."""
+    length = costs.prompt_length(load)
+    by_groups = {groups: world.iterations(length, groups, groups, 2) for groups in MICRO_BATCHES}
+    best = {}
+    for is_sync, title in ((True, "synchronous"), (False, "periodic")):
+        seconds = {
+            groups: min(i.whole for i in iterations if i.is_sync == is_sync) for groups, iterations in by_groups.items()
+        }
+        best[is_sync] = min(MICRO_BATCHES, key=lambda groups, seconds=seconds: seconds[groups])
+        listed = ", ".join(f"{groups}: {seconds[groups]:.2f} s" for groups in MICRO_BATCHES)
+        print(f"{title}, by groups of a micro-batch: {listed}; the best is {best[is_sync]}")
+    iterations = world.iterations(length, best[True], best[False], 1 + rounds)
     sync = [iteration for iteration in iterations if iteration.is_sync]
     periodic = [iteration for iteration in iterations if not iteration.is_sync]
     generate, train = (statistics.median(getattr(i, part) for i in sync) for part in ("generate", "train"))
@@ -117,14 +129,12 @@ def _compare(world: "_World", plan: "_Calibration", name: str, load: float, roun
 
 
 @dataclasses.dataclass(frozen=True)
-class _Calibration:
-    """What the two loads cost, so that they can be balanced, and each schedule's best micro-batch."""
+class _Costs:
+    """What the two loads cost, so that they can be balanced."""
 
     generate: float
     short: tuple[int, float]
     long: tuple[int, float]
-    sync_groups: int
-    periodic_groups: int
 
     def prompt_length(self, load: float) -> int:
         """The prompts with which generation takes `load` times what training does."""
@@ -134,24 +144,11 @@ class _Calibration:
         return max(8, min(SEQ_LENGTH - MOST_TOKENS - 1, round(length)))
 
 
-def _calibrate(world: "_World") -> _Calibration:
-    """Synchronous iterations with short and long prompts, and with micro-batches of several sizes."""
-    short, long = 32, 256
-    by_groups: dict[tuple[bool, int], float] = {}
-    for groups in MICRO_BATCHES:
-        iterations = world.iterations(long, groups, groups, 2)
-        for is_sync in (True, False):
-            by_groups[is_sync, groups] = min(i.whole for i in iterations if i.is_sync == is_sync)
-        if groups == 1:
-            slow = _of_sync(iterations)
-    best = {is_sync: min(MICRO_BATCHES, key=lambda g: by_groups[is_sync, g]) for is_sync in (True, False)}
-    for is_sync, name in ((True, "synchronous"), (False, "periodic")):
-        listed = ", ".join(f"{groups}: {by_groups[is_sync, groups]:.2f} s" for groups in MICRO_BATCHES)
-        print(f"{name}, by groups of a micro-batch: {listed}; the best is {best[is_sync]}")
-    slow = _of_sync(world.iterations(long, best[True], best[False], 2))
-    quick = _of_sync(world.iterations(short, best[True], best[False], 2))
-    generate = statistics.median([slow.generate, quick.generate])
-    return _Calibration(generate, (short, quick.train), (long, slow.train), best[True], best[False])
+def _measure_costs(world: "_World") -> _Costs:
+    """Synchronous iterations with short and with long prompts."""
+    short, long = 8, 128
+    quick, slow = (_of_sync(world.iterations(length, 1, 1, 2)) for length in (short, long))
+    return _Costs(statistics.median([slow.generate, quick.generate]), (short, quick.train), (long, slow.train))
 
 
 def _of_sync(iterations: Sequence[Iteration]) -> Iteration:
