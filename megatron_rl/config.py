@@ -247,7 +247,7 @@ class RolloutConfig:
     max_in_flight: Annotated[
         int | None,
         Option(
-            "Groups that an engine is given at a time; found by measurement if not given.",
+            "Responses that an engine is given at a time; twice `--rollout-max-num-seqs` if not given.",
             names=("--rollout-max-in-flight",),
             megatron=False,
         ),

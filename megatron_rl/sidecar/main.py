@@ -146,8 +146,9 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    bound = settings.rollout.max_in_flight
-    return SupervisorConfig() if bound is None else SupervisorConfig(max_responses=bound)
+    # What is sampled has successors at hand; what waits any longer could go to another engine.
+    bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
+    return SupervisorConfig(max_responses=bound)
 
 
 def _decoder(settings: SidecarSettings) -> Decode:
