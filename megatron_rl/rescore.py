@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.audit_chain import Breach, BreachName
@@ -24,6 +24,9 @@ from megatron_rl.weights.families import read_architecture
 from megatron_rl.weights.fingerprint import digest, fingerprint
 from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Engines and transformers round differently, by the precision that engines compute in.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
@@ -83,7 +86,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
     return Outcome(results, dict(sorted(reasons.items())), breaches)
 
 
-def log_probs(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
     """Of the tokens of a response, from the model's logits divided by the temperature."""
     tokens_T = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
@@ -145,11 +148,14 @@ def _compare(
 
 
 def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    # Its import takes seconds, and nothing else of the package computes with it.
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return [_differences(model, sample) for sample in samples]
 
 
-def _differences(model: PreTrainedModel, sample: Sample) -> np.ndarray:
+def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
     """Of each token; infinite where what the engine reported cannot be of this model at all."""
     prompt, response = tokens_of(sample.prompt_tokens), tokens_of(sample.response.tokens)
     reported = log_probs_of(sample.response.log_probs)
