@@ -1,14 +1,16 @@
 """The identity of a set of weights, computable on any device from any slicing of the tensors.
 
-A tensor's digest is a multilinear hash: with the bits of the element at (row, column) read as an integer x,
+A tensor's digest is a multilinear hash of 64-bit words: each of its rows is read as such words, the last one filled up
+with zeros, and
 
-    digest = sum over rows of  r[row] * (sum over columns of  c[column] * x)   modulo 2**64
+    digest = sum over rows of  r[row] * (sum over words of  c[word] * w)   modulo 2**64
 
-for fixed odd 64-bit numbers that look random, with two choices of r: two lanes. Invariants:
+for fixed odd 64-bit numbers that look random, with two choices of r: two lanes. An element is the bits that it fills of
+its word: x shifted left by s bits, so it counts c[word] * 2**s * x on its own, wherever a slice begins. Invariants:
 
 - the digest of a tensor is the sum of the digests of any slices that cover it once: it does not depend on layout,
   bucket, order or device;
-- changing any one element changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
+- changing any one word changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
 
 It guards against faults, not against an adversary: whoever can choose weights can choose a collision. The columns of a
 tensor are all its dimensions but the first, so a row is contiguous and either dimension can be sliced.
@@ -26,24 +28,51 @@ NUM_LANES = 2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
 _COLUMNS, _ROWS = 0, (1, 2)
 
 
 def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
     """Digest of a slice that starts at (first_row, first_column) of its tensor: int64, one number a lane."""
     slice_RC = slice_RC.detach()
-    bits_RC = slice_RC.reshape(slice_RC.shape[0], -1).view(_BITS[slice_RC.element_size()])
+    slice_RC = slice_RC.reshape(slice_RC.shape[0], -1)
+    bits_RC, factors_C = _words(slice_RC, first_column) or _elements(slice_RC, first_column)
     num_rows, num_columns = bits_RC.shape
-    columns_C = _factors(_COLUMNS, first_column + num_columns, bits_RC.device)[first_column:]
     sums_R = torch.empty(num_rows, dtype=torch.int64, device=bits_RC.device)
     step = min(num_rows, max(1, _chunk_elements(bits_RC.device) // max(1, num_columns)))
     products_RC = torch.empty(step, num_columns, dtype=torch.int64, device=bits_RC.device)
     for start in range(0, num_rows, max(1, step)):
-        chunk_RC = bits_RC[start : start + step]
-        product_RC = torch.mul(chunk_RC, columns_C, out=products_RC[: chunk_RC.shape[0]])
+        chunk_RC = _unsigned(bits_RC[start : start + step])
+        product_RC = torch.mul(chunk_RC, factors_C, out=products_RC[: chunk_RC.shape[0]])
         torch.sum(product_RC, dim=1, out=sums_R[start : start + step])
     rows = [_factors(axis, first_row + num_rows, bits_RC.device)[first_row:] for axis in _ROWS]
     return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
+
+
+def _words(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The slice as whole words, and the factor of each; None if it does not lie on whole words."""
+    per_word = _WORD_BYTES // slice_RC.element_size()
+    layout = (first_column, slice_RC.shape[1], slice_RC.stride(0), slice_RC.storage_offset())
+    if slice_RC.stride(1) != 1 or any(number % per_word for number in layout):
+        return None
+    first, count = first_column // per_word, slice_RC.shape[1] // per_word
+    return slice_RC.view(torch.int64), _factors(_COLUMNS, first + count, slice_RC.device)[first:]
+
+
+def _elements(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of the slice's elements, and the factor of each."""
+    element_bytes, num_columns, device = slice_RC.element_size(), first_column + slice_RC.shape[1], slice_RC.device
+    per_word = _WORD_BYTES // element_bytes
+    columns_C = torch.arange(first_column, num_columns, device=device)
+    words_C = _factors(_COLUMNS, num_columns // per_word + 1, device)[columns_C // per_word]
+    return slice_RC.view(_BITS[element_bytes]), words_C << (columns_C % per_word * (8 * element_bytes))
+
+
+def _unsigned(bits_RC: torch.Tensor) -> torch.Tensor:
+    """The bits as numbers from zero up, not sign-extended; words as they are, since arithmetic is modulo 2**64."""
+    if bits_RC.element_size() == _WORD_BYTES:
+        return bits_RC
+    return bits_RC.to(torch.int64) & ((1 << (8 * bits_RC.element_size())) - 1)
 
 
 def fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:

@@ -27,6 +27,16 @@ def test_the_digests_of_slices_add_up_to_the_whole(rows: int, columns: int, dtyp
     assert torch.equal(torch.stack(parts).sum(0), digest(whole))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.float64])
+def test_whole_words_and_single_elements_count_alike(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = (100 * torch.randn(12, 40)).to(dtype)
+    spread = torch.zeros(12, 80, dtype=dtype)[:, ::2].copy_(whole)
+    assert torch.equal(digest(spread), digest(whole))
+    odd = [digest(whole[:, start:stop], 0, start) for start, stop in ((0, 3), (3, 8), (8, 40))]
+    assert torch.equal(torch.stack(odd).sum(0), digest(whole))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_one_bit_changes_every_lane(dtype: torch.dtype) -> None:
     original = torch.randn(6, 5).to(dtype)
