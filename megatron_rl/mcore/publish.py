@@ -1,6 +1,7 @@
 """The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
 
-The files of a version are written anew and never written again: an engine may still map the ones before.
+A version that all engines have taken leaves the files of the one before to nobody, and the version after it is written
+over them: memory that was never given back need not be found, and cleared, at every publish.
 """
 
 import datetime
@@ -41,7 +42,9 @@ class SharedMemoryPublisher:
         self._dtype = dtype
         self._deadline = deadline
         self._folder = root / run
+        # What the engines sample with, and what no engine reads any more.
         self._current: Path | None = None
+        self._spare: Path | None = None
         session.agree(lambda: _own_folder(root, self._folder) if session.rank == 0 else None)
 
     def publish(self, version: int) -> str:
@@ -50,7 +53,8 @@ class SharedMemoryPublisher:
         if self._session.rank == 0:
             # Left by an attempt that failed.
             shutil.rmtree(folder, ignore_errors=True)
-        fingerprint = self._weights.write_files(folder, self._dtype)
+        spare, self._spare = self._spare, None
+        fingerprint = self._weights.write_files(folder, self._dtype, instead_of=spare)
         message = Weights(
             run=self._run,
             version=version,
@@ -61,8 +65,8 @@ class SharedMemoryPublisher:
         )
         self._session.agree(lambda: self._send(message))
         # An engine that is restarted loads the current version; nobody wants the one before.
-        if self._session.rank == 0 and self._current not in (None, folder):
-            shutil.rmtree(self._current, ignore_errors=True)  # type: ignore[arg-type] # not None
+        if self._current != folder:
+            self._spare = self._current
         self._current = folder
         return fingerprint
 

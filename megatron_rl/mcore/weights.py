@@ -72,12 +72,20 @@ class ModelWeights:
             folder, dtype, private=False, finish=lambda staged, plan: self._describe(staged, plan, source, dtype)
         )
 
-    def write_files(self, folder: Path, dtype: str | None = None) -> str:
-        """Write nothing but the tensors, readable by this user alone, and return their fingerprint."""
-        return self._write_folder(folder, dtype, private=True, finish=lambda staged, plan: None)
+    def write_files(self, folder: Path, dtype: str | None = None, instead_of: Path | None = None) -> str:
+        """Write nothing but the tensors, readable by this user alone, and return their fingerprint.
+
+        `instead_of` is a folder that an earlier call wrote with that dtype: its files are written over and renamed.
+        """
+        return self._write_folder(folder, dtype, private=True, finish=lambda staged, plan: None, instead_of=instead_of)
 
     def _write_folder(
-        self, folder: Path, dtype: str | None, private: bool, finish: Callable[[Path, files.Plan], None]
+        self,
+        folder: Path,
+        dtype: str | None,
+        private: bool,
+        finish: Callable[[Path, files.Plan], None],
+        instead_of: Path | None = None,
     ) -> str:
         staged = folder.with_name(f".{folder.name}.partial")
         plan = files.Plan(self.mapping.manifest(dtype))
@@ -87,7 +95,13 @@ class ModelWeights:
             finish(staged, plan)
             files.publish(staged, folder)
 
-        session.agree(lambda: _stage(staged, folder, plan, private) if session.rank == 0 else None)
+        def stage() -> None:
+            if instead_of is not None:
+                instead_of.rename(staged)
+            else:
+                _stage(staged, folder, plan, private)
+
+        session.agree(lambda: stage() if session.rank == 0 else None)
         try:
             identity = self._combine(session.agree(lambda: self._write(staged, plan)))
             session.agree(lambda: publish() if session.rank == 0 else None)
