@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--token-rounds", type=int, default=7)
+    parser.add_argument("--token-rounds", type=int, default=9)
     arguments = parser.parse_args()
     rounds = [_measure(arguments.groups) for _ in range(arguments.rounds)]
     milliseconds = [1e3 * seconds / arguments.groups for seconds, _ in rounds]

@@ -1,14 +1,17 @@
 """Tokens per second through the service over a real vLLM engine, and of a bare client of the same server.
 
 The service decodes, checks, scores, journals, audits and hands out; the bare client sends requests over the engine's
-socket and counts the bytes of the answers. Both ask for the same groups, in turn, run by run.
+socket and counts the bytes of the answers. Both ask for groups of the same sizes, in turn, in an order that rotates,
+and each after a publish: an engine samples more slowly just after it has taken weights, whoever asks.
 """
 
 import asyncio
+import functools
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,20 +37,26 @@ CONCURRENCIES = (8, 16, 32)
 SERVICE = "service"
 SAMPLING = wire.Sampling(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
 PLAN = wire.Plan(num_prompts=NUM_GROUPS, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
+Asker = Callable[[wire.Weights], float]
 _LIMITS = Limits(max_model_len=256, max_num_seqs=64, vocab_size=TINY.vocab_size)
 
 
 def measure(num_rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each run, by what asked."""
     figures: dict[str, list[float]] = {}
+    versions = itertools.count()
     with _serving() as (process, client, model):
-        socket = _socket(process)
+        socket, run = _socket(process), process.folder.name
+        askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run)}
+        askers |= {f"bare, {c} groups in flight": functools.partial(_bare, socket, c) for c in CONCURRENCIES}
+        names = list(askers)
         for number in range(num_rounds + 1):
-            # The first publish also lets the engine take requests; the first round warms both up.
-            runs = {SERVICE: _service(client, process.folder.name, model, number)}
-            runs |= {f"bare, {c} groups in flight": _bare(socket, c, number) for c in CONCURRENCIES}
-            for name, tokens_per_second in runs.items() if number else ():
-                figures.setdefault(name, []).append(tokens_per_second)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                with _published(client, run, model, next(versions)) as weights:
+                    tokens_per_second = askers[name](weights)
+                # The first round warms up.
+                if number:
+                    figures.setdefault(name, []).append(tokens_per_second)
     return figures
 
 
@@ -77,29 +86,36 @@ def _socket(process: SidecarProcess) -> Path:
     raise RuntimeError("the sidecar has started no engine")
 
 
-def _service(client: RolloutClient, run: str, model: Path, version: int) -> float:
+@contextmanager
+def _published(client: RolloutClient, run: str, model: Path, version: int) -> Iterator[wire.Weights]:
+    with in_shared_memory(model, version) as weights:
+        weights = msgspec.structs.replace(weights, run=run)
+        client.publish(weights, 60)
+        yield weights
+
+
+def _service(client: RolloutClient, run: str, weights: wire.Weights) -> float:
+    version = weights.version
     prompts = [
         wire.Prompt(index=index, row=str(index), tokens=wire.token_bytes(_prompt(version, index)))
         for index in range(NUM_GROUPS)
     ]
-    with in_shared_memory(model, version) as weights:
-        weights = msgspec.structs.replace(weights, run=run)
-        client.publish(weights, 60)
-        submission = wire.Submission(
-            run=run, version=version, fingerprint=weights.fingerprint, plan=PLAN, prompts=prompts, sampling=SAMPLING,
-            deadline_seconds=300,
-        )  # fmt: skip
-        start = time.perf_counter()
-        client.submit(submission)
-        slots = [client.slot(version, 0, index, 300) for index in range(NUM_GROUPS)]
-        seconds = time.perf_counter() - start
-        client.complete(version)
+    submission = wire.Submission(
+        run=run, version=version, fingerprint=weights.fingerprint, plan=PLAN, prompts=prompts, sampling=SAMPLING,
+        deadline_seconds=300,
+    )  # fmt: skip
+    start = time.perf_counter()
+    client.submit(submission)
+    slots = [client.slot(version, 0, index, 300) for index in range(NUM_GROUPS)]
+    seconds = time.perf_counter() - start
+    client.complete(version)
     num_bytes = sum(len(response.tokens) for slot in slots for part in slot.parts for response in part.responses)
     assert num_bytes == 4 * NUM_GROUPS * GROUP_SIZE * NUM_TOKENS
     return num_bytes / 4 / seconds
 
 
-def _bare(socket: Path, concurrency: int, number: int) -> float:
+def _bare(socket: Path, concurrency: int, weights: wire.Weights) -> float:
+    number = weights.version
     bodies = []
     for index in range(NUM_GROUPS):
         request = GroupRequest(
