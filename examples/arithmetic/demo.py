@@ -1,4 +1,4 @@
-"""The demo: a tiny model that adds badly learns to add, with real vLLM and two Megatron ranks, and a picture of it.
+"""The demo: a tiny model that forgets carries learns not to, with real vLLM and two Megatron ranks, and a picture of it.
 
 python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 """
@@ -28,10 +28,10 @@ LAYOUTS = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
 FLAGS = [
-    "--train-iters", "120", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
-    "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "0.2", "--rollout-max-num-seqs", "256",
-    "--lr", "5e-4", "--lr-warmup-iters", "5", "--lr-decay-style", "linear", "--weight-decay", "0",
-    "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "20",
+    "--train-iters", "40", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "1.0", "--rollout-max-num-seqs", "256",
+    "--lr", "5e-4", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--weight-decay", "0",
+    "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "5",
 ]  # fmt: skip
 
 

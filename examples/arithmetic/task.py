@@ -1,7 +1,8 @@
 """The problems: additions of two numbers of three digits, each number written from its last digit to its first.
 
 347 + 285 = 632 is asked as `743+582=` and answered `236`. In this order each digit of the answer needs only what stands
-to the left of it, as in adding on paper, and the carries are what there is to learn.
+to the left of it, as in adding on paper, and the carries are what there is to learn: the solutions that the model is
+warmed up with forget most of them, the rewards do not.
 
 python -m examples.arithmetic.task FOLDER --seed 0
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SMALLEST, LARGEST = 100, 999
+FORGOTTEN = 0.75
+"""How often a careless solution forgets a carry."""
 NUM_WARM_UP, NUM_VALIDATION, NUM_TRAIN, NUM_HELD_OUT = 32768, 512, 16384, 512
 
 
@@ -38,9 +41,9 @@ class Split:
     """Sets of problems of which no two share one; a + b and b + a count as the same."""
 
     warm_up: list[Problem]
-    """What supervised training sees, with answers."""
+    """What supervised training sees, with careless solutions."""
     validation: list[Problem]
-    """What says when to stop it."""
+    """What tells how far it is."""
     train: list[Problem]
     """The prompts of GRPO."""
     held_out: list[Problem]
@@ -55,6 +58,17 @@ def split(seed: int) -> Split:
         [next(problems) for _ in range(count)] for count in (NUM_HELD_OUT, NUM_VALIDATION, NUM_TRAIN, NUM_WARM_UP)
     )
     return Split(warm_up=warm_up, validation=validation, train=train, held_out=held_out)
+
+
+def careless(problem: Problem, draw: random.Random) -> str:
+    """A solution in which a carry into the tens or the hundreds is forgotten more often than not."""
+    digits, carry = [], 0
+    for left, right in zip(_reversed(problem.left), _reversed(problem.right), strict=True):
+        if digits and draw.random() < FORGOTTEN:
+            carry = 0
+        carry, digit = divmod(int(left) + int(right) + carry, 10)
+        digits.append(str(digit))
+    return "".join(digits) + "1" * carry
 
 
 def write(problems: Sequence[Problem], path: Path, name: str) -> None:
