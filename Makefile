@@ -46,7 +46,7 @@ demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; so
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
 
-learning: env ## what the demo shows, for three seeds and three layouts, with a control; an hour
+learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning
 
 bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME

@@ -1,4 +1,4 @@
-"""The demo: a tiny model that forgets carries learns not to, with real vLLM and two Megatron ranks, and a picture of it.
+"""The demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture of it.
 
 python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 """
