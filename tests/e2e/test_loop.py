@@ -1,6 +1,7 @@
 """Whole runs over scripted engines: what is the same whatever the schedule and the arrival, and what ends all ranks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,18 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "hf" / f"iter_{ITERATIONS:07d}" / "model.safetensors")
 
 
-def run_to_its_end(world: loop.World, name: str, world_size: int, seed: int | None, **changes) -> Path:
+def words_of(world: loop.World, folder: Path, **changes) -> list[str]:
     """A run called `run`, in a folder of its own: seeds of responses follow from a run's name."""
+    return world.words(
+        "run",
+        **{"rollout_folder": folder / "run", "save_hf": folder / "hf", "train_iters": ITERATIONS, **changes},
+    )
+
+
+def run_to_its_end(world: loop.World, name: str, world_size: int, seed: int | None, **changes) -> Path:
+    """Over scripted engines, whose order the seed draws."""
     folder = world.folder / name
-    words = world.words(
-        "run", rollout_folder=folder / "run", save_hf=folder / "hf", train_iters=ITERATIONS,
-        rollout_script=script(world, seed), **changes,
-    )  # fmt: skip
+    words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     # Two threads: what depends on their number shows.
     loop.run(folder, world_size, words, OMP_NUM_THREADS="2")
     return folder
@@ -92,3 +98,59 @@ def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
     compare_schedules(
         world, "tp2", 2, [18, 19, 20], tensor_model_parallel_size=2, sequence_parallel=True, global_batch_size=16
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_journal_of_a_periodic_run_of_vllm_gives_a_synchronous_run_the_same_weights(world):
+    """Scripted engines stand behind the second run: a group that was not in the journal would be another group."""
+    changes = {"pipeline_model_parallel_size": 2, "rollout_retain_journals": ITERATIONS + 1, "lr": 1e-4}
+    periodic, sync = (world.folder / name for name in ("vllm-periodic", "vllm-sync"))
+    words = words_of(world, periodic, rollout_engine="vllm", rollout_num_engines=1, rollout_max_num_seqs=8, **changes)
+    loop.run(periodic, 2, words, seconds=400, OMP_NUM_THREADS="1")
+    print(f"vLLM: {share_out_of_order(periodic / 'run'):.0%} of the groups finished out of order")
+    shutil.copytree(periodic / "run" / "journal", sync / "run" / "journal")
+    (sync / "run").chmod(0o700)
+    loop.run(sync, 2, words_of(world, sync, schedule="sync", **changes), OMP_NUM_THREADS="1")
+    assert_same_runs(periodic, sync)
+
+
+# Run by a rank before it begins: it keeps the gradients that the first update is made of.
+KEEP_GRADIENTS = """
+import torch
+from megatron_rl import platforms
+platforms.select("cpu").install()
+from megatron_rl.mcore.policy import Policy
+inner = Policy.update
+def update(self, scale):
+    gradients = {{name: p.main_grad * scale for chunk in self.chunks for name, p in chunk.named_parameters()}}
+    torch.save(gradients, {path!r})
+    return inner(self, scale)
+Policy.update = update
+"""
+
+
+def test_in_completion_order_the_gradients_are_the_same_to_rounding(world):
+    """Six micro-batches of groups that arrival composes anew each time, from the same weights."""
+    gradients, orders = [], []
+    for seed in (31, 32, 33):
+        folder = world.folder / f"completion-{seed}"
+        folder.mkdir()
+        words = words_of(
+            world, folder, train_iters=1, consume_order="completion", rollout_script=script(world, seed),
+            micro_batch_size=8, grpo_prompts_per_step=12, grpo_kl_beta=0.05, save_hf=None,
+        )  # fmt: skip
+        keep = KEEP_GRADIENTS.format(path=str(folder / "gradients.pt"))
+        with loop.running(folder, 1, words, {0: keep}) as ranks:
+            assert ranks.wait(120) == [0], ranks.text()
+        gradients.append(torch.load(folder / "gradients.pt"))
+        events = [json.loads(line) for line in (folder / "run" / "audit.jsonl").read_text().splitlines()]
+        orders.append([event["prompt"] for event in events if event["event"] == "group"])
+    assert len({tuple(order) for order in orders}) == 3
+    worst = 0.0
+    for other in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            assert gradient.abs().max() > 0, name
+            worst = max(worst, float((gradient - other[name]).abs().max() / gradient.abs().max()))
+    print(f"three arrivals: gradients differ by at most {worst:.1e} of their largest element")
+    assert 0 < worst < 1e-5
