@@ -74,7 +74,8 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
         weights = ModelWeights(chunks, session)
         weights.load_hf(model)
         client.take_lease(run.name)
-        publisher = SharedMemoryPublisher(weights, session, client, run.name, SHARED / f"megatron-rl-{os.getuid()}")
+        shared = SHARED / f"megatron-rl-{os.getuid()}" / run.name
+        publisher = SharedMemoryPublisher(weights, session, client, run.name, shared)
         num_bytes = sum(shard.parameter.nbytes for shard in weights.shards)
         for version in range(rounds + 1):
             start = time.perf_counter()

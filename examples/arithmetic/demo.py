@@ -30,7 +30,7 @@ LAYOUTS = {
 FLAGS = [
     "--train-iters", "40", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
     "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "1.0", "--rollout-max-num-seqs", "256",
-    "--lr", "5e-4", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--weight-decay", "0",
+    "--lr", "3e-4", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--weight-decay", "0",
     "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-interval", "5",
 ]  # fmt: skip
 

@@ -23,7 +23,10 @@ class Receiver(Protocol):
 
 
 class SharedMemoryPublisher:
-    """Publishes through files in a folder that trainer and engines share; rank 0 speaks with the sidecar."""
+    """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
+
+    Rank 0 speaks with the sidecar.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class SharedMemoryPublisher:
         session: Session,
         receiver: Receiver | None,
         run: str,
-        root: Path,
+        folder: Path,
         dtype: str | None = None,
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
     ):
@@ -41,11 +44,11 @@ class SharedMemoryPublisher:
         self._run = run
         self._dtype = dtype
         self._deadline = deadline
-        self._folder = root / run
+        self._folder = folder
         # What the engines sample with, and what no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
-        session.agree(lambda: _own_folder(root, self._folder) if session.rank == 0 else None)
+        session.agree(lambda: _own_folder(folder) if session.rank == 0 else None)
 
     def publish(self, version: int) -> str:
         """Return the fingerprint of what all engines now sample with."""
@@ -81,13 +84,13 @@ class SharedMemoryPublisher:
             self._receiver.publish(message, self._deadline.total_seconds())
 
 
-def _own_folder(root: Path, folder: Path) -> None:
-    """Make the folders for this user alone; one that somebody else made first is not used.
+def _own_folder(folder: Path) -> None:
+    """Make the folder and its parent for this user alone; one that somebody else made first is not used.
 
-    What a run of this name left that was killed is removed: nobody else would.
+    What the run left there when it was killed is removed: nobody else would.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    for path in (root, folder):
+    for path in (folder.parent, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:

@@ -96,7 +96,8 @@ class ModelWeights:
             files.publish(staged, folder)
 
         def stage() -> None:
-            if instead_of is not None:
+            # Folders in memory are also cleared by whoever tidies a machine.
+            if instead_of is not None and instead_of.is_dir():
                 instead_of.rename(staged)
             else:
                 _stage(staged, folder, plan, private)

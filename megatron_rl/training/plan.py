@@ -1,7 +1,10 @@
 """How an iteration is divided: from flags to the plan that trainer and sidecar share; what cannot be is refused."""
 
 import dataclasses
+import getpass
+import hashlib
 import math
+import os
 from pathlib import Path
 
 from megatron_rl.config import Settings
@@ -184,3 +187,10 @@ def run_folder(settings: Settings) -> Path:
     if save is None:
         raise UsageError("--rollout-folder is missing: write it, or --save, and the run's folder is SAVE/rollout/NAME")
     return save / "rollout" / save.resolve().name
+
+
+def shared_folder(settings: Settings) -> Path:
+    """Where this run's weights are handed over: runs of one name in two places do not share it."""
+    of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
+    run = run_folder(settings).resolve()
+    return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import getpass
 import os
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from megatron_rl.sidecar.scoring import tokenizer_decoder
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.plan import Sizes, run_folder, sizes_of
+from megatron_rl.training.plan import Sizes, run_folder, shared_folder, sizes_of
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
@@ -125,7 +124,7 @@ class Run:
             session,
             client if session.rank == 0 else None,
             self._name,
-            settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}",
+            shared_folder(settings),
             settings.publish.dtype,
             datetime.timedelta(minutes=settings.publish.deadline_minutes),
         )

@@ -35,7 +35,7 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
             leases = [client.take_lease(run.name) if session.rank == 0 else 0]
             torch.distributed.broadcast_object_list(leases, 0, group=session.control_group)
             client.use_lease(leases[0])
-            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, shared)
+            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, shared / run.name)
             for attempt, temperature in enumerate(TEMPERATURES):
                 version = number * len(TEMPERATURES) + attempt
                 perturb(built, version)

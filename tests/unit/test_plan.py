@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import ModelConfig, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.training.plan import run_folder, sizes_of
+from megatron_rl.training.plan import run_folder, shared_folder, sizes_of
 
 
 def settings(**changes: Any) -> SimpleNamespace:
@@ -100,3 +100,11 @@ def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
     assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"
     with pytest.raises(UsageError, match="--rollout-folder is missing"):
         run_folder(settings())
+
+
+def test_runs_of_one_name_in_two_places_hand_their_weights_over_in_two_places(tmp_path):
+    folders = {
+        shared_folder(settings(rollout__folder=tmp_path / place / "run", publish__folder=tmp_path)) for place in "ab"
+    }
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path}
