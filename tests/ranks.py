@@ -54,7 +54,7 @@ def run_ranks(
         (Path(folder) / "job").write_bytes(pickle.dumps(job))
         ranks = [_Rank(rank, world_size, Path(folder), num_threads) for rank in range(world_size)]
         try:
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             for rank in ranks:
                 rank.start(address)
             _wait(ranks, time.monotonic() + timeout, timeout)
@@ -172,7 +172,8 @@ def _describe_hang(ranks: list[_Rank], timeout: float) -> str:
     return f"after {timeout} seconds rank {names} of {len(ranks)} had not finished\n{where}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

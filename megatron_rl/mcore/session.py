@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
 from megatron_rl.platforms import Platform
 from megatron_rl.weights.mapping import Coordinates
 
@@ -168,7 +168,13 @@ def _start_distributed(platform: Platform, timeout: datetime.timedelta) -> bool:
         return False
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(platform.collective_backend, timeout=timeout)
+        try:
+            dist.init_process_group(platform.collective_backend, timeout=timeout)
+        except dist.DistError as error:
+            raise PlatformError(
+                f"rank {os.environ['RANK']} has not met the others within {timeout.total_seconds():g} s ({error}): "
+                f"see whether all {os.environ.get('WORLD_SIZE')} ranks were started, and reach MASTER_ADDR"
+            ) from None
         return True
     dist.init_process_group(platform.collective_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return True

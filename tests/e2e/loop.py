@@ -30,7 +30,8 @@ def parity(prompts, completions, completion_ids, **columns):
 def draw_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A Qwen3 of two layers whose tokens are numbers."""
     hf_models.draw("qwen3", folder, seed, **{"num_hidden_layers": 2, "max_position_embeddings": 1024, **changes})
-    vocabulary = {str(number): number for number in range(hf_models.VOCAB_SIZE)}
+    size = changes.get("vocab_size", hf_models.VOCAB_SIZE)
+    vocabulary = {str(number): number for number in range(size)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="0")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
