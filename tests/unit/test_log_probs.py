@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs, output_log_probs_and_entropy
 from tests.naive_log_probs import log_probs_and_entropy
+from tests.processes import run_python
 from tests.ranks import run_ranks
 
 REAL, PADDED, HIDDEN = 13, 16, 8
@@ -205,3 +206,12 @@ def test_a_temperature_must_be_above_0() -> None:
     hidden_TE, weight_VE = inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature 0: it must be above 0"):
         output_log_probs(hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, VocabularyShard(0, REAL), 0)
+
+
+def test_no_array_of_all_logits_exists_in_either_direction() -> None:
+    printed = run_python("""
+        from benchmarks.log_probs_memory import Shape, peak_over_logits
+
+        print(peak_over_logits(Shape(num_targets=2048, vocab_size=80000, hidden_size=16)))
+    """)
+    assert float(printed.splitlines()[-1]) < 0.6
