@@ -17,7 +17,7 @@ from megatron_rl.data.packing import Pack
 from megatron_rl.mcore import rope
 from megatron_rl.mcore.attention import PackParams
 from megatron_rl.mcore.spec import block_spec
-from megatron_rl.ops.log_probs import VocabularyShard, vocabulary_parallel_log_probs
+from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.types import Architecture
 
 
@@ -61,9 +61,9 @@ class PackedGPTModel(GPTModel):
             hidden_T1E = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
         hidden_NE = hidden_T1E.squeeze(1).index_select(0, pack.target_rows_N)
-        logits_NV = torch.nn.functional.linear(hidden_NE, self.output_weight())
-        shard = VocabularyShard(group.rank() * logits_NV.shape[1], self.architecture.vocab_size, group)
-        return vocabulary_parallel_log_probs(logits_NV, pack.target_tokens_N, shard, packed_seq_params.temperature)
+        weight_VE = self.output_weight()
+        shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
+        return output_log_probs(hidden_NE, weight_VE, pack.target_tokens_N, shard, packed_seq_params.temperature)
 
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer's weight, wherever tying has put it."""

@@ -1,13 +1,22 @@
-"""Log-probabilities of given tokens under logits whose vocabulary is divided over ranks.
+"""Log-probabilities of given tokens from hidden states: the output layer and its softmax, fused.
 
-Letters: N targets, V this rank's columns of the vocabulary.
+The vocabulary may be divided over ranks. A rank goes through its part in blocks of columns and keeps a few numbers a
+row; the gradient computes each block's logits again. No array of all logits exists, in either direction.
+
+Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# A block's logits: 64 MiB in float32.
+_BLOCK_ELEMENTS = 1 << 24
+# Blocks that are narrower than this spend their time adding to the hidden states' gradient.
+_LEAST_BLOCK_COLUMNS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +29,10 @@ class VocabularyShard:
     group: dist.ProcessGroup | None = None
     """The ranks that hold the other columns; None when there are none."""
 
+    def num_real(self, num_columns: int) -> int:
+        """How many of this rank's columns are tokens; they come first."""
+        return max(0, min(num_columns, self.vocab_size - self.first))
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks that share the vocabulary."""
         if self.group is not None and self.group.size() > 1:
@@ -27,44 +40,175 @@ class VocabularyShard:
         return tensor
 
 
-def vocabulary_parallel_log_probs(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, shard: VocabularyShard, temperature: float = 1.0
+def output_log_probs(
+    hidden_NE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    targets_N: torch.Tensor,
+    shard: VocabularyShard,
+    temperature: float = 1.0,
+    block_columns: int | None = None,
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) at each row's target, fp32; padded columns count for nothing.
+    """log softmax(hidden @ weight.T / temperature) at each row's target, fp32; padded columns count for nothing.
 
-    A target outside the vocabulary gives NaN: what is not a token has no probability.
+    The gradient of the hidden states is this rank's columns' part, to be summed over the ranks. A target outside the
+    vocabulary gives NaN: what is not a token has no probability. `block_columns` is for tests; the results differ
+    by rounding.
     """
+    return _apply(hidden_NE, weight_VE, targets_N, shard, temperature, block_columns, with_entropy=False)[0]
+
+
+def output_log_probs_and_entropy(
+    hidden_NE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    targets_N: torch.Tensor,
+    shard: VocabularyShard,
+    temperature: float = 1.0,
+    block_columns: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and each row's entropy in nats, through which no gradient flows."""
+    return _apply(hidden_NE, weight_VE, targets_N, shard, temperature, block_columns, with_entropy=True)
+
+
+def _apply(
+    hidden_NE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    targets_N: torch.Tensor,
+    shard: VocabularyShard,
+    temperature: float,
+    block_columns: int | None,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it must be above 0")
-    return _LogProbs.apply(logits_NV, targets_N, shard, temperature)
+    if block_columns is None:
+        # Whole multiples of 128 suit matrix units.
+        block_columns = max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, len(hidden_NE)) // 128 * 128)
+    columns = _Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns, temperature)
+    return _LogProbs.apply(hidden_NE, weight_VE, columns, with_entropy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """This rank's real columns, block by block. Padded ones are never computed."""
+
+    shard: VocabularyShard
+    local_targets_N: torch.Tensor
+    """Counted from this rank's first column, and outside its columns for targets that other ranks hold."""
+    num_real: int
+    block_columns: int
+    temperature: float
+
+    def blocks(self) -> Iterator[slice]:
+        for first in range(0, self.num_real, self.block_columns):
+            yield slice(first, min(first + self.block_columns, self.num_real))
+
+    def scaled_logits(self, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, block: slice) -> torch.Tensor:
+        """Logits of a block over the temperature, of at least 32 bits, in memory that is the caller's to overwrite."""
+        logits_NC = torch.nn.functional.linear(hidden_NE, weight_VE[block])
+        return logits_NC.to(_statistics_dtype(hidden_NE)).div_(self.temperature)
+
+    def targets_in(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's target as a column of the block, [N, 1], and whether it is there; elsewhere some column."""
+        is_here_N1 = ((self.local_targets_N >= block.start) & (self.local_targets_N < block.stop))[:, None]
+        return (self.local_targets_N[:, None] - block.start).where(is_here_N1, 0), is_here_N1
+
+
+class _Statistics:
+    """What the columns that were added so far amount to, a number a row."""
+
+    def __init__(self, like_NE: torch.Tensor, with_entropy: bool) -> None:
+        dtype = _statistics_dtype(like_NE)
+        self.with_entropy = with_entropy
+        # Finite, so that a rank without a real column contributes zeros and not NaN.
+        self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
+        # Sums over columns of exp(logit - max), and of that times (logit - max).
+        self.sum_N = torch.zeros_like(self.max_N)
+        self.weighted_N = torch.zeros_like(self.max_N)
+        self.chosen_N = torch.zeros_like(self.max_N)
+        self.num_holders_N = torch.zeros_like(self.max_N)
+
+    def add(self, scaled_NC: torch.Tensor, columns_N1: torch.Tensor, is_here_N1: torch.Tensor) -> None:
+        """Take in a block, and overwrite it."""
+        self.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
+        self.num_holders_N += is_here_N1[:, 0]
+        self._raise_max(torch.maximum(self.max_N, scaled_NC.amax(dim=1)))
+        if not self.with_entropy:
+            self.sum_N += scaled_NC.sub_(self.max_N[:, None]).exp_().sum(dim=1)
+            return
+        below_max_NC = scaled_NC.sub_(self.max_N[:, None])
+        exp_NC = below_max_NC.exp()
+        self.sum_N += exp_NC.sum(dim=1)
+        self.weighted_N += exp_NC.mul_(below_max_NC).sum(dim=1)
+
+    def reduce(self, shard: VocabularyShard) -> None:
+        """Add the columns of all ranks: two reductions, however many blocks there were."""
+        self._raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
+        # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
+        sums = (self.sum_N, self.chosen_N, self.num_holders_N, *((self.weighted_N,) if self.with_entropy else ()))
+        self.sum_N, self.chosen_N, self.num_holders_N, *rest = shard.all_reduce(torch.stack(sums)).unbind()
+        if rest:
+            self.weighted_N = rest[0]
+
+    def log_probs(self) -> torch.Tensor:
+        log_probs_N = (self.chosen_N - self.max_N) - self.sum_N.log()
+        return log_probs_N.masked_fill(self.num_holders_N == 0, float("nan"))
+
+    def entropy(self) -> torch.Tensor:
+        return self.sum_N.log() - self.weighted_N / self.sum_N
+
+    def _raise_max(self, max_N: torch.Tensor) -> None:
+        change_N = self.max_N - max_N
+        scale_N = change_N.exp()
+        self.weighted_N = (self.weighted_N + change_N * self.sum_N) * scale_N
+        self.sum_N = self.sum_N * scale_N
+        self.max_N = max_N
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, shard: VocabularyShard, temperature: float
-    ) -> torch.Tensor:
-        scaled_NV = logits_NV.float() / temperature
-        num_real = max(0, min(scaled_NV.shape[1], shard.vocab_size - shard.first))
-        scaled_NV[:, num_real:] = float("-inf")
-        max_N = shard.all_reduce(scaled_NV.amax(dim=1), dist.ReduceOp.MAX)
-        scaled_NV -= max_N[:, None]
-        local_N = targets_N - shard.first
-        is_here_N = (local_N >= 0) & (local_N < num_real)
-        local_N = local_N.clamp(0, scaled_NV.shape[1] - 1)
-        chosen_N = scaled_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~is_here_N, 0.0)
-        softmax_NV = scaled_NV.exp_()
-        # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
-        sum_N, chosen_N, holders_N = shard.all_reduce(torch.stack((softmax_NV.sum(dim=1), chosen_N, is_here_N.float())))
-        softmax_NV /= sum_N[:, None]
-        ctx.save_for_backward(softmax_NV, local_N, is_here_N)
-        ctx.temperature, ctx.logits_dtype = temperature, logits_NV.dtype
-        return (chosen_N - sum_N.log()).masked_fill(holders_N == 0, float("nan"))
+        ctx: Any, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, columns: _Columns, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        statistics = _Statistics(hidden_NE, with_entropy)
+        for block in columns.blocks():
+            statistics.add(columns.scaled_logits(hidden_NE, weight_VE, block), *columns.targets_in(block))
+        statistics.reduce(columns.shard)
+        ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N)
+        ctx.columns = columns
+        entropy_N = statistics.entropy() if with_entropy else statistics.max_N.new_empty(0)
+        ctx.mark_non_differentiable(entropy_N)
+        return statistics.log_probs(), entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        softmax_NV, local_N, is_here_N = ctx.saved_tensors
-        grad_NV = softmax_NV * (-grad_N / ctx.temperature)[:, None]
-        hit_N = torch.where(is_here_N, grad_N / ctx.temperature, 0.0)
-        grad_NV.scatter_add_(1, local_N[:, None], hit_N[:, None])
-        return grad_NV.to(ctx.logits_dtype), None, None, None
+    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Blocks are of columns because each then has the whole gradient of its rows of the weight.
+
+        That is written once, in the weight's dtype, where blocks of targets would need a sum of the weight's size in
+        float32. What is summed over blocks, in float32, is the much smaller gradient of the hidden states.
+        """
+        hidden_NE, weight_VE, max_N, sum_N = ctx.saved_tensors
+        columns = ctx.columns
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NE = torch.zeros_like(hidden_NE, dtype=_statistics_dtype(hidden_NE)) if needs_hidden else None
+        grad_weight_VE = torch.empty_like(weight_VE) if needs_weight else None
+        hit_N = grad_N / columns.temperature
+        miss_N = -hit_N / sum_N
+        for block in columns.blocks():
+            grad_NC = columns.scaled_logits(hidden_NE, weight_VE, block)
+            grad_NC.sub_(max_N[:, None]).exp_().mul_(miss_N[:, None])
+            columns_N1, is_here_N1 = columns.targets_in(block)
+            grad_NC.scatter_add_(1, columns_N1, hit_N[:, None].where(is_here_N1, 0.0))
+            grad_NC = grad_NC.to(weight_VE.dtype)
+            if grad_hidden_NE is not None:
+                grad_hidden_NE += grad_NC @ weight_VE[block]
+            if grad_weight_VE is not None:
+                torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
+            # Or it would stay while the next block is computed.
+            del grad_NC
+        if grad_weight_VE is not None:
+            grad_weight_VE[columns.num_real :] = 0
+        return grad_hidden_NE.to(hidden_NE.dtype) if grad_hidden_NE is not None else None, grad_weight_VE, None, None
+
+
+def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
