@@ -25,8 +25,8 @@ def parallel_sizes(settings: Settings) -> ParallelSizes:
 
 def session_of(settings: Settings, waiting: datetime.timedelta = datetime.timedelta()) -> Session:
     """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""
-    timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes) + waiting
-    return Session(parallel_sizes(settings), select(settings.platform), settings.training.seed, timeout)
+    timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
+    return Session(parallel_sizes(settings), select(settings.platform), settings.training.seed, timeout, waiting)
 
 
 def model_of(settings: Settings, platform: Platform) -> list[PackedGPTModel]:

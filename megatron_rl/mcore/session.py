@@ -35,12 +35,23 @@ class ParallelSizes:
 
 
 class Session:
-    """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager."""
+    """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager.
 
-    def __init__(self, sizes: ParallelSizes, platform: Platform, seed: int, timeout: datetime.timedelta):
+    The ranks meet within `timeout`, and a collective may take that and `waiting`.
+    """
+
+    def __init__(
+        self,
+        sizes: ParallelSizes,
+        platform: Platform,
+        seed: int,
+        timeout: datetime.timedelta,
+        waiting: datetime.timedelta = datetime.timedelta(),
+    ):
         self.sizes = sizes
         self.platform = platform
-        self._started_distributed = _start_distributed(platform, timeout)
+        self._started_distributed = _start_distributed(platform, timeout, waiting)
+        timeout += waiting
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size % sizes.model:
             raise UsageError(
@@ -162,21 +173,25 @@ def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError],
     return MegatronRLError, f"rank {rank} failed: {type(error).__name__}: {error}"
 
 
-def _start_distributed(platform: Platform, timeout: datetime.timedelta) -> bool:
+def _start_distributed(platform: Platform, timeout: datetime.timedelta, waiting: datetime.timedelta) -> bool:
     """Join the ranks that the environment names, or be alone; False if somebody did so already."""
     if dist.is_initialized():
         return False
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         try:
-            dist.init_process_group(platform.collective_backend, timeout=timeout)
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
             raise PlatformError(
                 f"rank {os.environ['RANK']} has not met the others within {timeout.total_seconds():g} s ({error}): "
                 f"see whether all {os.environ.get('WORLD_SIZE')} ranks were started, and reach MASTER_ADDR"
             ) from None
-        return True
-    dist.init_process_group(platform.collective_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    store.set_timeout(timeout + waiting)
+    dist.init_process_group(
+        platform.collective_backend, store=store, rank=rank, world_size=world_size, timeout=timeout + waiting
+    )
     return True
 
 
