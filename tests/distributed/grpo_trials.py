@@ -20,8 +20,9 @@ from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import Policy, policy_of
 from megatron_rl.mcore.reference import reference_of
-from megatron_rl.mcore.roles import SeparateRoles, is_reporter
+from megatron_rl.mcore.roles import is_reporter
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import version_tag
 from megatron_rl.rollout.slots import Division
@@ -61,7 +62,7 @@ class Seen:
 class Parts:
     """What a fault may be planted in."""
 
-    roles: SeparateRoles
+    roles: Any
     batcher: Any
     objective: Any
     stack: contextlib.ExitStack
@@ -119,7 +120,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     policy = policy_of(settings, session, sizes.plan.num_updates)
     reference = reference_of(settings, session, problem.reference)
     parts = Parts(
-        SeparateRoles(policy.wrapped, reference.chunks, settings.sampling.temperature),
+        roles_of(settings, session, policy, reference, sizes.plan.num_updates),
         _batcher(settings),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
