@@ -1,0 +1,320 @@
+"""The roles in one run of the schedule against each role in passes of its own."""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.config import Settings
+from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore import tri_model
+from megatron_rl.mcore.build import session_of
+from megatron_rl.mcore.piggyback import Piggyback
+from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.reference import reference_of
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import Cast, TriModel, roles_of
+from megatron_rl.training.learner import Learner
+from megatron_rl.training.plan import sizes_of
+from tests.distributed.grpo_trials import Source, Witness, batcher_of
+from tests.distributed.layouts import Model
+from tests.distributed.training import settings_of
+from tests.grpo_problem import OVERLAPPED, SGD, Problem, Trial, draw_problem
+from tests.grpo_twin import Tensors
+from tests.ranks import run_ranks
+
+LEAST_EFFECT = 1e-2
+MICRO_BATCHES = 6
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "TP2+SP": f"{TP2} --sequence-parallel",
+    "PP2": PP2,
+    "PP2, recomputed": f"{PP2} {RECOMPUTED}",
+    "PP2, bf16": f"{PP2} --bf16",
+    "PP2xVPP2": VPP2,
+    "DP2, optimizer distributed and overlapped": OVERLAPPED,
+}
+OF_FOUR_RANKS = {
+    "TP2xPP2": f"{TP2} {PP2}",
+    "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
+    "PP4, recomputed": f"--pipeline-model-parallel-size 4 {RECOMPUTED}",
+    "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
+}
+TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What two iterations of two updates came to."""
+
+    log_probs: list[list[list[RoleLogProbs]]]
+    """By update, rank and micro-batch."""
+    gradients: list[Tensors]
+    """By update; on rank 0."""
+    forward: list[int]
+    """Bytes that ranks sent to the next stage, by update."""
+    backward: list[int]
+    """Bytes that ranks sent to the stage before, likewise."""
+    passes: list[int]
+    """By update, how many times a rank ran a chunk of a frozen model; separate roles are not counted."""
+
+
+def run(layouts: dict[str, str], problem: Problem) -> dict[str, tuple[Ran, Ran]]:
+    """On each rank: fused and separate, one after the other."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for name, flags in layouts.items():
+        with session_of(settings_for(problem, flags)) as session:
+            fused, separate = (
+                run_roles(session, problem, settings_for(problem, flags, roles)) for roles in ("fused", "separate")
+            )
+            results[name] = (fused, separate)
+    return results
+
+
+def run_faulty(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
+    """On each rank: fused with each fault, and separate."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    with session_of(settings_for(problem, PP2)) as session:
+        separate = run_roles(session, problem, settings_for(problem, PP2, "separate"))
+        for name, fault in FAULTS.items():
+            with fault():
+                results[name] = (run_roles(session, problem, settings_for(problem, PP2)), separate)
+    return results
+
+
+def run_sparing(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
+    """On each rank: fused and separate, with fewer and fewer models of weights of their own."""
+    torch.distributed.init_process_group("gloo")
+    start = dataclasses.replace(problem, reference=problem.policy)
+    with session_of(settings_for(problem, PP2)) as session:
+
+        def both(problem: Problem, words: str = "", is_reference: bool = False) -> tuple[Ran, Ran]:
+            fused, separate = (
+                run_roles(session, problem, settings_for(problem, f"{PP2} {words}", roles), is_reference)
+                for roles in ("fused", "separate")
+            )
+            return fused, separate
+
+        return {
+            "both": both(problem),
+            "the reference is the start": both(start, is_reference=True),
+            "no reference": both(problem, "--grpo-kl-beta 0"),
+        }
+
+
+def settings_for(problem: Problem, flags: str, roles: str = "fused") -> Settings:
+    trial = Trial("", 4, optimizer="" if "--lr" in flags else SGD, roles=roles)
+    return settings_of(problem.policy, f"{trial.words} {flags}")
+
+
+def run_roles(session: Session, problem: Problem, settings: Settings, is_reference: bool = False) -> Ran:
+    """`is_reference`: the policy that the first iteration starts from is the reference."""
+    sizes = sizes_of(settings, session.num_replicas)
+    policy = policy_of(settings, session, 2 * sizes.plan.num_updates)
+    reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
+    roles = roles_of(settings, session, policy, reference, sizes.plan.num_updates)
+    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+    witness = Witness(Objective(settings.algorithm, sizes.longest_response), policy, model)
+    learner = Learner(policy, roles, witness, session)
+    places = addresses(roles)
+    with counted_bytes(witness) as sent, counted_passes(witness) as passes:
+        for version in range(2):
+            policy.synchronize()
+            identity = Identity("run", version, policy.weights.fingerprint())
+            source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
+            slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
+            learner.learn(slots, reference_is_policy=is_reference and version == 0)
+            slots.close()
+    assert addresses(roles) == places, "frozen weights are copied into the memory that they have"
+    updates = range(2 * sizes.plan.num_updates)
+    log_probs = [session.gather(detached(witness.log_probs.get(update, []))) for update in updates]
+    everyone = session.gather(sent)
+    forward, backward = (
+        [sum(of_rank[name, update] for of_rank in everyone) for update in updates]
+        for name in ("tensor_send_next", "tensor_send_prev")
+    )
+    return Ran(log_probs, witness.gradients, forward, backward, [passes[update] for update in updates])
+
+
+def addresses(roles: Any) -> list[int]:
+    """Where the parameters of frozen models are; each is nothing but its values."""
+    chunks = [*(roles._old or []), *(roles._reference or [])] if isinstance(roles, TriModel) else []
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for parameter in parameters:
+        assert not parameter.requires_grad
+        assert parameter.grad is None
+        assert getattr(parameter, "main_grad", None) is None
+        assert not hasattr(parameter, "main_param")
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def detached(log_probs: list[RoleLogProbs]) -> list[RoleLogProbs]:
+    """As they can be sent to another process."""
+    assert all(not one.old_N.requires_grad for one in log_probs)
+    return [RoleLogProbs(one.policy_N.detach(), one.old_N, one.reference_N) for one in log_probs]
+
+
+@contextlib.contextmanager
+def counted_bytes(witness: Witness) -> Iterator[collections.Counter]:
+    sent: collections.Counter = collections.Counter()
+    communicate = P2PCommunicator._communicate
+
+    def counting(self: P2PCommunicator, **arguments: Any) -> tuple:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            tensor = arguments[name]
+            if tensor is not None:
+                sent[name, len(witness.gradients)] += tensor.numel() * tensor.element_size()
+        return communicate(self, **arguments)
+
+    with mock.patch.object(P2PCommunicator, "_communicate", counting):
+        yield sent
+
+
+@contextlib.contextmanager
+def counted_passes(witness: Witness) -> Iterator[collections.Counter]:
+    passes: collections.Counter = collections.Counter()
+    forward = TriModel._forward
+
+    def counting(self: TriModel, *arguments: Any) -> torch.Tensor:
+        passes[len(witness.gradients)] += 1
+        output = forward(self, *arguments)
+        assert not output.requires_grad, "nothing is kept for a backward pass"
+        return output
+
+    with mock.patch.object(TriModel, "_forward", counting):
+        yield passes
+
+
+def swapped_on_the_way() -> contextlib.AbstractContextManager:
+    take = Piggyback.take
+    return mock.patch.object(Piggyback, "take", lambda self, front: take(self, front)[::-1])
+
+
+def swapped_at_last() -> contextlib.AbstractContextManager:
+    cast = TriModel._cast
+
+    def swap(self: TriModel, *arguments: Any) -> Cast:
+        true = cast(self, *arguments)
+        return true if true.reference is None else dataclasses.replace(true, old=true.reference, reference=true.old)
+
+    return mock.patch.object(TriModel, "_cast", swap)
+
+
+def never_taken() -> contextlib.AbstractContextManager:
+    """The second iteration's old policy is the first one's."""
+    copy, calls = tri_model.copy_weights, []
+
+    def once(*arguments: Any) -> None:
+        if not calls:
+            copy(*arguments)
+        calls.append(None)
+
+    return mock.patch.object(tri_model, "copy_weights", once)
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "old and reference swapped between stages": swapped_on_the_way,
+    "old and reference swapped in the loss": swapped_at_last,
+    "old taken in the first iteration only": never_taken,
+}
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("tied"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def computed(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
+    return run_ranks(run, 2, LAYOUTS, problem, timeout=150)[0]
+
+
+def differences(one: Ran, other: Ran) -> dict[str, float]:
+    """The greatest, of log-probs and over each gradient's greatest."""
+    found = {"gradients": 0.0}
+    for seen, expected in zip(one.gradients, other.gradients, strict=True):
+        assert seen.keys() == expected.keys()
+        for name, gradient in expected.items():
+            relative = (seen[name] - gradient).abs().max() / gradient.abs().max()
+            found["gradients"] = max(found["gradients"], relative.item())
+    for mine, yours in zip(pairs(one), pairs(other), strict=True):
+        for role in ("policy_N", "old_N", "reference_N"):
+            if getattr(yours, role) is not None:
+                difference = getattr(mine, role) - getattr(yours, role)
+                found[role] = max(found.get(role, 0.0), difference.abs().max().item())
+    return found
+
+
+def pairs(ran: Ran, updates: Sequence[int] = range(4)) -> list[RoleLogProbs]:
+    micro_batches = [one for update in updates for of_rank in ran.log_probs[update] for one in of_rank]
+    assert micro_batches
+    return micro_batches
+
+
+def check(name: str, fused: Ran, separate: Ran) -> None:
+    found = differences(fused, separate)
+    unlike = {
+        "reference": min((one.policy_N - one.reference_N).abs().max().item() for one in pairs(fused)),
+        "old": min((one.policy_N - one.old_N).abs().max().item() for one in pairs(fused, (1, 3))),
+    }
+    print(f"{name}: differences {found}, unlike the policy {unlike}, sent {fused.forward} and back {fused.backward}")
+    assert set(found.values()) == {0.0}
+    assert min(unlike.values()) > 0.01
+    assert all(fused.backward) == ("PP" in name)
+    # Gradients go back as they do for the policy alone: separate passes without it have none.
+    assert fused.backward == separate.backward
+    # Policy and reference; old with them at the second update.
+    assert fused.forward == [size * roles for size, roles in zip(fused.backward, (2, 3, 2, 3), strict=True)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_and_gradients_are_those_of_separate_passes(name, computed) -> None:
+    check(name, *computed[name])
+
+
+def test_they_are_with_tied_embeddings(tied) -> None:
+    for name, (fused, separate) in run_ranks(run, 2, TIED, tied, timeout=120)[0].items():
+        check(name, fused, separate)
+
+
+def test_they_are_on_four_ranks(problem) -> None:
+    for name, (fused, separate) in run_ranks(run, 4, OF_FOUR_RANKS, problem, timeout=280)[0].items():
+        check(name, fused, separate)
+
+
+def test_a_planted_fault_shows(problem) -> None:
+    for name, (fused, separate) in run_ranks(run_faulty, 2, problem, timeout=120)[0].items():
+        found = differences(fused, separate)
+        print(f"{name}: {found}")
+        assert found["gradients"] > LEAST_EFFECT
+        assert found["old_N"] > LEAST_EFFECT
+
+
+def test_no_weights_are_run_twice(problem) -> None:
+    ran = run_ranks(run_sparing, 2, problem, timeout=120)[0]
+    for fused, separate in ran.values():
+        assert set(differences(fused, separate).values()) == {0.0}
+    once = MICRO_BATCHES
+    assert {name: fused.passes for name, (fused, _) in ran.items()} == {
+        # Old is the policy at an iteration's first update.
+        "both": [once, 2 * once, once, 2 * once],
+        # In the first iteration the reference is old.
+        "the reference is the start": [0, once, once, 2 * once],
+        "no reference": [0, once, 0, once],
+    }
