@@ -80,6 +80,21 @@ class Trial:
         return words
 
 
+@dataclasses.dataclass(frozen=True)
+class RoleTrial:
+    """One way of running the roles, over two iterations."""
+
+    name: str
+    problem: Problem
+    flags: str
+    """Those of the layout."""
+    roles: str = "fused"
+    beta: float = TRUNCATED.beta
+    is_reference: bool = False
+    """The policy that the first iteration starts from is the reference."""
+    fault: str | None = None
+
+
 def draw_problem(root: Path, name: str = "qwen3") -> Problem:
     """Two updates of ragged groups, a policy of that kind and a reference unlike it."""
     policy = hf_models.draw(name, root / "policy")

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from megatron_rl.training.plan import sizes_of
 from tests.distributed.grpo_trials import Source, Witness, batcher_of
 from tests.distributed.layouts import Model
 from tests.distributed.training import settings_of
-from tests.grpo_problem import OVERLAPPED, SGD, Problem, Trial, draw_problem
+from tests.grpo_problem import OVERLAPPED, SGD, TRUNCATED, Problem, RoleTrial, Trial, draw_problem
 from tests.grpo_twin import Tensors
 from tests.ranks import run_ranks
 
@@ -36,6 +37,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = {
+    "TP2": TP2,
     "TP2+SP": f"{TP2} --sequence-parallel",
     "PP2": PP2,
     "PP2, recomputed": f"{PP2} {RECOMPUTED}",
@@ -43,13 +45,22 @@ LAYOUTS = {
     "PP2xVPP2": VPP2,
     "DP2, optimizer distributed and overlapped": OVERLAPPED,
 }
-OF_FOUR_RANKS = {
-    "TP2xPP2": f"{TP2} {PP2}",
+TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
+OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}"}
+MORE_OF_FOUR_RANKS = {
     "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
     "PP4, recomputed": f"--pipeline-model-parallel-size 4 {RECOMPUTED}",
     "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
 }
-TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
+
+
+def both(layouts: dict[str, str], problem: Problem, **choices: Any) -> list[RoleTrial]:
+    """Fused and separate."""
+    return [
+        RoleTrial(name, problem, flags, roles, **choices)
+        for name, flags in layouts.items()
+        for roles in ("fused", "separate")
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,58 +79,29 @@ class Ran:
     """By update, how many times a rank ran a chunk of a frozen model; separate roles are not counted."""
 
 
-def run(layouts: dict[str, str], problem: Problem) -> dict[str, tuple[Ran, Ran]]:
-    """On each rank: fused and separate, one after the other."""
+def run(cases: list[RoleTrial]) -> dict[tuple[str, str], Ran]:
+    """On each rank, by name and roles. Cases of one layout follow each other."""
     torch.distributed.init_process_group("gloo")
     results = {}
-    for name, flags in layouts.items():
-        with session_of(settings_for(problem, flags)) as session:
-            fused, separate = (
-                run_roles(session, problem, settings_for(problem, flags, roles)) for roles in ("fused", "separate")
-            )
-            results[name] = (fused, separate)
+    for _, of_layout in itertools.groupby(cases, key=lambda case: case.flags):
+        of_layout = list(of_layout)
+        with session_of(settings_for(of_layout[0])) as session:
+            for case in of_layout:
+                with contextlib.ExitStack() as stack:
+                    if case.fault is not None:
+                        stack.enter_context(FAULTS[case.fault]())
+                    results[case.name, case.roles] = run_roles(session, case)
     return results
 
 
-def run_faulty(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
-    """On each rank: fused with each fault, and separate."""
-    torch.distributed.init_process_group("gloo")
-    results = {}
-    with session_of(settings_for(problem, PP2)) as session:
-        separate = run_roles(session, problem, settings_for(problem, PP2, "separate"))
-        for name, fault in FAULTS.items():
-            with fault():
-                results[name] = (run_roles(session, problem, settings_for(problem, PP2)), separate)
-    return results
+def settings_for(case: RoleTrial) -> Settings:
+    rules = dataclasses.replace(TRUNCATED, beta=case.beta)
+    trial = Trial("", 4, rules, "" if "--lr" in case.flags else SGD, roles=case.roles)
+    return settings_of(case.problem.policy, f"{trial.words} {case.flags}")
 
 
-def run_sparing(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
-    """On each rank: fused and separate, with fewer and fewer models of weights of their own."""
-    torch.distributed.init_process_group("gloo")
-    start = dataclasses.replace(problem, reference=problem.policy)
-    with session_of(settings_for(problem, PP2)) as session:
-
-        def both(problem: Problem, words: str = "", is_reference: bool = False) -> tuple[Ran, Ran]:
-            fused, separate = (
-                run_roles(session, problem, settings_for(problem, f"{PP2} {words}", roles), is_reference)
-                for roles in ("fused", "separate")
-            )
-            return fused, separate
-
-        return {
-            "both": both(problem),
-            "the reference is the start": both(start, is_reference=True),
-            "no reference": both(problem, "--grpo-kl-beta 0"),
-        }
-
-
-def settings_for(problem: Problem, flags: str, roles: str = "fused") -> Settings:
-    trial = Trial("", 4, optimizer="" if "--lr" in flags else SGD, roles=roles)
-    return settings_of(problem.policy, f"{trial.words} {flags}")
-
-
-def run_roles(session: Session, problem: Problem, settings: Settings, is_reference: bool = False) -> Ran:
-    """`is_reference`: the policy that the first iteration starts from is the reference."""
+def run_roles(session: Session, case: RoleTrial) -> Ran:
+    problem, settings = case.problem, settings_for(case)
     sizes = sizes_of(settings, session.num_replicas)
     policy = policy_of(settings, session, 2 * sizes.plan.num_updates)
     reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
@@ -134,7 +116,7 @@ def run_roles(session: Session, problem: Problem, settings: Settings, is_referen
             identity = Identity("run", version, policy.weights.fingerprint())
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
             slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
-            learner.learn(slots, reference_is_policy=is_reference and version == 0)
+            learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
             slots.close()
     assert addresses(roles) == places, "frozen weights are copied into the memory that they have"
     updates = range(2 * sizes.plan.num_updates)
@@ -241,8 +223,16 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def computed(problem: Problem) -> dict[str, tuple[Ran, Ran]]:
-    return run_ranks(run, 2, LAYOUTS, problem, timeout=150)[0]
+def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
+    start = dataclasses.replace(problem, reference=problem.policy)
+    cases = [
+        *both(LAYOUTS, problem),
+        *both(TIED, tied),
+        *both({"the reference is the start": PP2}, start, is_reference=True),
+        *both({"no reference": PP2}, problem, beta=0.0),
+        *(RoleTrial(fault, problem, PP2, fault=fault) for fault in FAULTS),
+    ]
+    return run_ranks(run, 2, sorted(cases, key=lambda case: case.flags), timeout=280)[0]
 
 
 def differences(one: Ran, other: Ran) -> dict[str, float]:
@@ -267,7 +257,8 @@ def pairs(ran: Ran, updates: Sequence[int] = range(4)) -> list[RoleLogProbs]:
     return micro_batches
 
 
-def check(name: str, fused: Ran, separate: Ran) -> None:
+def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
+    fused, separate = computed[name, "fused"], computed[name, "separate"]
     found = differences(fused, separate)
     unlike = {
         "reference": min((one.policy_N - one.reference_N).abs().max().item() for one in pairs(fused)),
@@ -283,38 +274,43 @@ def check(name: str, fused: Ran, separate: Ran) -> None:
     assert fused.forward == [size * roles for size, roles in zip(fused.backward, (2, 3, 2, 3), strict=True)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *TIED])
 def test_log_probs_and_gradients_are_those_of_separate_passes(name, computed) -> None:
-    check(name, *computed[name])
-
-
-def test_they_are_with_tied_embeddings(tied) -> None:
-    for name, (fused, separate) in run_ranks(run, 2, TIED, tied, timeout=120)[0].items():
-        check(name, fused, separate)
+    check(name, computed)
 
 
 def test_they_are_on_four_ranks(problem) -> None:
-    for name, (fused, separate) in run_ranks(run, 4, OF_FOUR_RANKS, problem, timeout=280)[0].items():
-        check(name, fused, separate)
+    computed = run_ranks(run, 4, both(OF_FOUR_RANKS, problem), timeout=120)[0]
+    for name in OF_FOUR_RANKS:
+        check(name, computed)
 
 
-def test_a_planted_fault_shows(problem) -> None:
-    for name, (fused, separate) in run_ranks(run_faulty, 2, problem, timeout=120)[0].items():
-        found = differences(fused, separate)
-        print(f"{name}: {found}")
-        assert found["gradients"] > LEAST_EFFECT
-        assert found["old_N"] > LEAST_EFFECT
+@pytest.mark.slow
+def test_they_are_in_more_layouts_of_four_ranks(problem) -> None:
+    computed = run_ranks(run, 4, both(MORE_OF_FOUR_RANKS, problem), timeout=280)[0]
+    for name in MORE_OF_FOUR_RANKS:
+        check(name, computed)
 
 
-def test_no_weights_are_run_twice(problem) -> None:
-    ran = run_ranks(run_sparing, 2, problem, timeout=120)[0]
-    for fused, separate in ran.values():
-        assert set(differences(fused, separate).values()) == {0.0}
-    once = MICRO_BATCHES
-    assert {name: fused.passes for name, (fused, _) in ran.items()} == {
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault, computed) -> None:
+    found = differences(computed[fault, "fused"], computed["PP2", "separate"])
+    print(f"{fault}: {found}")
+    assert found["gradients"] > LEAST_EFFECT
+    assert found["old_N"] > LEAST_EFFECT
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
         # Old is the policy at an iteration's first update.
-        "both": [once, 2 * once, once, 2 * once],
+        ("PP2", [1, 2, 1, 2]),
         # In the first iteration the reference is old.
-        "the reference is the start": [0, once, once, 2 * once],
-        "no reference": [0, once, 0, once],
-    }
+        ("the reference is the start", [0, 1, 1, 2]),
+        ("no reference", [0, 1, 0, 1]),
+    ],
+)
+def test_no_weights_are_run_twice(name, passes, computed) -> None:
+    fused = computed[name, "fused"]
+    assert set(differences(fused, computed[name, "separate"]).values()) == {0.0}
+    assert fused.passes == [MICRO_BATCHES * number for number in passes]
