@@ -228,9 +228,13 @@ class LoopConfig:
         ),
     ] = "completion"
     tri_model: Annotated[
-        Literal["separate"],
-        Option("How the frozen models run: in passes of their own.", names=("--tri-model",), megatron=False),
-    ] = "separate"
+        Literal["fused", "separate"],
+        Option(
+            "How the frozen models run: in the policy's passes, or in passes of their own.",
+            names=("--tri-model",),
+            megatron=False,
+        ),
+    ] = "fused"
     max_tokens_per_microbatch: Annotated[
         int | None,
         Option(

@@ -49,6 +49,7 @@ class Trial:
     fault: str | None = None
     is_shuffled: bool = False
     """Groups come in another order than their prompts', within each update."""
+    roles: str = "fused"
 
     def __str__(self) -> str:
         rules = self.rules
@@ -56,6 +57,7 @@ class Trial:
         words = [f"{self.layout} by {self.micro_batch_size}", f"{rules.aggregation}{correction}"]
         words += [self.optimizer] if self.optimizer != SGD else []
         words += [self.fault] if self.fault is not None else []
+        words += [self.roles] if self.roles != "fused" else []
         return ", ".join(words + ["shuffled"] * self.is_shuffled)
 
     @property
@@ -69,7 +71,7 @@ class Trial:
             f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE} --seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
             f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
             f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
-            f"--grpo-aggregation {rules.aggregation}"
+            f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles}"
         )
         if rules.is_corrected:
             words += " --rl-inference-logprobs-is-correction"
@@ -78,12 +80,27 @@ class Trial:
         return words
 
 
-def draw_problem(root: Path) -> Problem:
-    """Two updates of ragged groups, a policy and a reference unlike it."""
-    policy = hf_models.draw("qwen3", root / "policy")
+@dataclasses.dataclass(frozen=True)
+class RoleTrial:
+    """One way of running the roles, over two iterations."""
+
+    name: str
+    problem: Problem
+    flags: str
+    """Those of the layout."""
+    roles: str = "fused"
+    beta: float = TRUNCATED.beta
+    is_reference: bool = False
+    """The policy that the first iteration starts from is the reference."""
+    fault: str | None = None
+
+
+def draw_problem(root: Path, name: str = "qwen3") -> Problem:
+    """Two updates of ragged groups, a policy of that kind and a reference unlike it."""
+    policy = hf_models.draw(name, root / "policy")
     groups = _draw_groups(policy)
     updates = [groups[first : first + GROUPS_PER_UPDATE] for first in range(0, len(groups), GROUPS_PER_UPDATE)]
-    return Problem(policy, _draw_reference(policy, root / "reference"), updates)
+    return Problem(policy, _draw_reference(policy, root / "reference", name), updates)
 
 
 def _draw_groups(policy: Path) -> list[Group]:
@@ -107,10 +124,10 @@ def _draw_groups(policy: Path) -> list[Group]:
     return groups
 
 
-def _draw_reference(policy: Path, folder: Path) -> Path:
+def _draw_reference(policy: Path, folder: Path, name: str) -> Path:
     """A tenth of the way from the policy to another model: further, and a few tokens are all of the divergence."""
-    hf_models.draw("qwen3", folder, seed=1)
+    hf_models.draw(name, folder, seed=1)
     file = folder / "model.safetensors"
     near, far = load_file(policy / file.name), load_file(file)
-    save_file({name: near[name].lerp(far[name], 0.1) for name in near}, file, metadata={"format": "pt"})
+    save_file({key: near[key].lerp(far[key], 0.1) for key in near}, file, metadata={"format": "pt"})
     return folder

@@ -42,6 +42,10 @@ class PackedGPTModel(GPTModel):
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """Megatron's rotary embedding counts rows; a pack's rows are not its positions."""
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if decoder_input is not None:
+            # The embedding's transposed [T, 1, E] has strides by which a weight that is not trained is multiplied row
+            # by row: slower than all rows at once, and rounded otherwise than the same weight when it is trained.
+            decoder_input = decoder_input.squeeze(1).unsqueeze(1)
         self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
         return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
 

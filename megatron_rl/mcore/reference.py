@@ -4,11 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of
+from megatron_rl.mcore.frozen import frozen
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
 
@@ -26,10 +25,4 @@ def reference_of(settings: Settings, session: Session, folder: Path) -> Referenc
     chunks = model_of(settings, session.platform)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-        chunk.eval()
-    config = get_model_config(chunks[0])
-    is_half = config.bf16 or config.fp16
-    modules: list[torch.nn.Module] = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
-    return Reference(modules, weights.fingerprint(settings.publish.dtype))
+    return Reference(frozen(chunks), weights.fingerprint(settings.publish.dtype))

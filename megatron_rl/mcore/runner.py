@@ -7,6 +7,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl.data.batch import Batch
@@ -17,6 +19,15 @@ M_co = TypeVar("M_co", Pack, Batch, covariant=True)
 
 Loss = Callable[[torch.Tensor, M], torch.Tensor]
 """The sum of a micro-batch's losses, of its targets' log-probs."""
+
+LossOfLogProbs = Callable[[torch.Tensor], torch.Tensor]
+"""The same of one micro-batch."""
+
+Compute = Callable[[torch.nn.Module, M], tuple[torch.Tensor, LossOfLogProbs]]
+"""What a chunk makes of a micro-batch, for the next stage; on the last one log-probs, and then the loss of them."""
+
+# What the schedules and the finalization of gradients use, as they would look it up themselves.
+_GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
 
 
 class MicroBatches(Protocol[M_co]):
@@ -34,21 +45,46 @@ def forward(
     chunks: Sequence[torch.nn.Module], micro_batches: MicroBatches[M], temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """Log-probs of each micro-batch's targets, without gradients; on the last pipeline stage, elsewhere nothing."""
-    return _run(chunks, micro_batches, None, temperature)
+
+    def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
+        return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: log_probs_N.new_zeros(())
+
+    return _run(chunks, micro_batches, compute, is_training=False, communicator=None)
 
 
 def forward_backward(
     chunks: Sequence[torch.nn.Module], micro_batches: MicroBatches[M], loss: Loss[M], temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """As `forward`; and every `main_grad` receives the gradient of the sum of losses, over all replicas."""
-    return _run(chunks, micro_batches, loss, temperature)
+
+    def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
+        return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: loss(log_probs_N, micro_batch)
+
+    return train(chunks, micro_batches, compute)
+
+
+def train(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: MicroBatches[M],
+    compute: Compute[M],
+    communicator: P2PCommunicator | None = None,
+) -> list[torch.Tensor]:
+    """As `forward_backward`, for what `compute` makes of a chunk and a micro-batch.
+
+    `communicator` takes the place of what Megatron sends and receives between pipeline stages with.
+    """
+    return _run(chunks, micro_batches, compute, is_training=True, communicator=communicator)
 
 
 def _run(
-    chunks: Sequence[torch.nn.Module], micro_batches: MicroBatches[M], loss: Loss[M] | None, temperature: float
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: MicroBatches[M],
+    compute: Compute[M],
+    is_training: bool,
+    communicator: P2PCommunicator | None,
 ) -> list[torch.Tensor]:
     config = get_model_config(chunks[0])
-    config.finalize_model_grads_func = finalize_model_grads if loss is not None else None
+    config.finalize_model_grads_func = finalize_model_grads if is_training else None
     # Without it an overlapped reduction starts after as many micro-batches as the first call had, and what the later
     # ones add is lost.
     config.no_sync_func = _no_sync(chunks)
@@ -56,13 +92,12 @@ def _run(
     scale = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
     def step(iterator: Iterator[M], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        micro_batch = next(iterator)
+        output, loss = compute(chunk, next(iterator))
 
         def finish(log_probs_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            total = loss(log_probs_N, micro_batch) * scale if loss is not None else log_probs_N.new_zeros(())
-            return total, {"log_probs": log_probs_N.detach()}
+            return loss(log_probs_N) * scale, {"log_probs": log_probs_N.detach()}
 
-        return chunk(_pack_of(micro_batch), temperature), finish
+        return output, finish
 
     iterators = [iter(micro_batches) for _ in chunks]
     results = get_forward_backward_func()(
@@ -73,7 +108,10 @@ def _run(
         # Stages tell each other the length of what they send; this one is only divided by the parallel sizes.
         seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
         micro_batch_size=1,
-        forward_only=loss is None,
+        forward_only=not is_training,
+        p2p_communicator=communicator,
+        # The schedules take both from outside, or neither.
+        pg_collection=None if communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
     )
     return [result["log_probs"] for result in results]
 

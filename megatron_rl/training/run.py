@@ -17,8 +17,8 @@ from megatron_rl.mcore.build import parallel_sizes, session_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.publish import SharedMemoryPublisher
 from megatron_rl.mcore.reference import Reference, reference_of
-from megatron_rl.mcore.roles import SeparateRoles
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
@@ -187,11 +187,9 @@ class Run:
         )
 
     def _learner(self) -> Learner:
-        settings = self._settings
-        roles = SeparateRoles(
-            self._policy.wrapped, self._reference.chunks if self._reference else None, settings.sampling.temperature
-        )
-        objective = Objective(settings.algorithm, self._sizes.longest_response)
+        sizes = self._sizes
+        roles = roles_of(self._settings, self._session, self._policy, self._reference, sizes.plan.num_updates)
+        objective = Objective(self._settings.algorithm, sizes.longest_response)
         return Learner(self._policy, roles, objective, self._session)
 
     def _sampling(self, temperature: float) -> Sampling:

@@ -20,8 +20,9 @@ from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import Policy, policy_of
 from megatron_rl.mcore.reference import reference_of
-from megatron_rl.mcore.roles import SeparateRoles, is_reporter
+from megatron_rl.mcore.roles import is_reporter
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import version_tag
 from megatron_rl.rollout.slots import Division
@@ -61,7 +62,7 @@ class Seen:
 class Parts:
     """What a fault may be planted in."""
 
-    roles: SeparateRoles
+    roles: Any
     batcher: Any
     objective: Any
     stack: contextlib.ExitStack
@@ -74,15 +75,17 @@ class Witness:
         self.gradients: list[Tensors] = []
         self.weights: list[Tensors] = []
         self.statistics: dict[int, list[Statistics]] = {}
+        self.log_probs: dict[int, list[RoleLogProbs]] = {}
         self.share = objective.share
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step
         policy.optimizer.step = self._kept_step
 
-    def loss(self, *tensors: Any) -> tuple[torch.Tensor, Statistics]:
-        total, statistics = self._loss(*tensors)
+    def loss(self, log_probs: RoleLogProbs, *tensors: Any) -> tuple[torch.Tensor, Statistics]:
+        total, statistics = self._loss(log_probs, *tensors)
         self.statistics.setdefault(len(self.gradients), []).append(statistics)
+        self.log_probs.setdefault(len(self.gradients), []).append(log_probs)
         return total, statistics
 
     def _kept_step(self) -> Any:
@@ -119,8 +122,8 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     policy = policy_of(settings, session, sizes.plan.num_updates)
     reference = reference_of(settings, session, problem.reference)
     parts = Parts(
-        SeparateRoles(policy.wrapped, reference.chunks, settings.sampling.temperature),
-        _batcher(settings),
+        roles_of(settings, session, policy, reference, sizes.plan.num_updates),
+        batcher_of(settings),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
@@ -129,7 +132,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
     witness = Witness(parts.objective, policy, model)
     identity = Identity("run", 3, policy.weights.fingerprint())
-    source = _Source(problem, sizes.division, session.replica, identity, trial.is_shuffled)
+    source = Source(problem, sizes.division, session.replica, identity, trial.is_shuffled)
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
     learned = learner.Learner(policy, parts.roles, witness, session).learn(slots, reference_is_policy=False)
@@ -139,7 +142,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     ]
 
 
-def _batcher(settings: Settings) -> Batcher:
+def batcher_of(settings: Settings) -> Batcher:
     tensor = settings.transformer.get("tensor_model_parallel_size", 1)
     return Batcher(
         ADVANTAGES[settings.algorithm.advantage],
@@ -148,7 +151,7 @@ def _batcher(settings: Settings) -> Batcher:
     )
 
 
-class _Source:
+class Source:
     """The slots that a sidecar would give one replica."""
 
     def __init__(self, problem: Problem, division: Division, replica: int, identity: Identity, is_shuffled: bool):

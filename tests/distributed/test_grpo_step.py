@@ -31,6 +31,8 @@ TRIALS = [
     Trial("DP2", 2, SEQUENCE),
     Trial("DP2", 4, CONSTANT),
     Trial("DP2", 4, optimizer=OVERLAPPED),
+    Trial("DP2", 4, optimizer=OVERLAPPED, roles="separate"),
+    Trial("PP2", 4, roles="separate"),
 ]
 MORE_TRIALS = [
     *(

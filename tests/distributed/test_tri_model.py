@@ -1,0 +1,318 @@
+"""The roles in one run of the schedule against each role in passes of its own."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.config import Settings
+from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore import tri_model
+from megatron_rl.mcore.build import session_of
+from megatron_rl.mcore.piggyback import Piggyback
+from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.reference import reference_of
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import Cast, TriModel, roles_of
+from megatron_rl.training.learner import Learner
+from megatron_rl.training.plan import sizes_of
+from tests.distributed.grpo_trials import Source, Witness, batcher_of
+from tests.distributed.layouts import Model
+from tests.distributed.training import settings_of
+from tests.grpo_problem import OVERLAPPED, SGD, TRUNCATED, Problem, RoleTrial, Trial, draw_problem
+from tests.grpo_twin import Tensors
+from tests.ranks import run_ranks
+
+LEAST_EFFECT = 1e-2
+MICRO_BATCHES = 6
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "TP2": TP2,
+    "TP2+SP": f"{TP2} --sequence-parallel",
+    "PP2": PP2,
+    "PP2, recomputed": f"{PP2} {RECOMPUTED}",
+    "PP2, bf16": f"{PP2} --bf16",
+    "PP2xVPP2": VPP2,
+    "DP2, optimizer distributed and overlapped": OVERLAPPED,
+}
+TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
+OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}"}
+MORE_OF_FOUR_RANKS = {
+    "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
+    "PP4, recomputed": f"--pipeline-model-parallel-size 4 {RECOMPUTED}",
+    "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
+}
+EXPERTS = {"EP2xPP2": f"{PP2} --expert-model-parallel-size 2"}
+
+
+def both(layouts: dict[str, str], problem: Problem, **choices: Any) -> list[RoleTrial]:
+    """Fused and separate."""
+    return [
+        RoleTrial(name, problem, flags, roles, **choices)
+        for name, flags in layouts.items()
+        for roles in ("fused", "separate")
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What two iterations of two updates came to."""
+
+    log_probs: list[list[list[RoleLogProbs]]]
+    """By update, rank and micro-batch."""
+    gradients: list[Tensors]
+    """By update; on rank 0."""
+    forward: list[int]
+    """Bytes that ranks sent to the next stage, by update."""
+    backward: list[int]
+    """Bytes that ranks sent to the stage before, likewise."""
+    passes: list[int]
+    """By update, how many times a rank ran a chunk of a frozen model; separate roles are not counted."""
+
+
+def run(cases: list[RoleTrial]) -> dict[tuple[str, str], Ran]:
+    """On each rank, by name and roles. Cases of one layout follow each other."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for _, of_layout in itertools.groupby(cases, key=lambda case: case.flags):
+        of_layout = list(of_layout)
+        with session_of(settings_for(of_layout[0])) as session:
+            for case in of_layout:
+                with contextlib.ExitStack() as stack:
+                    if case.fault is not None:
+                        stack.enter_context(FAULTS[case.fault]())
+                    results[case.name, case.roles] = run_roles(session, case)
+    return results
+
+
+def settings_for(case: RoleTrial) -> Settings:
+    rules = dataclasses.replace(TRUNCATED, beta=case.beta)
+    trial = Trial("", 4, rules, "" if "--lr" in case.flags else SGD, roles=case.roles)
+    return settings_of(case.problem.policy, f"{trial.words} {case.flags}")
+
+
+def run_roles(session: Session, case: RoleTrial) -> Ran:
+    problem, settings = case.problem, settings_for(case)
+    sizes = sizes_of(settings, session.num_replicas)
+    policy = policy_of(settings, session, 2 * sizes.plan.num_updates)
+    reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
+    roles = roles_of(settings, session, policy, reference, sizes.plan.num_updates)
+    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+    witness = Witness(Objective(settings.algorithm, sizes.longest_response), policy, model)
+    learner = Learner(policy, roles, witness, session)
+    places = addresses(roles)
+    with counted_bytes(witness) as sent, counted_passes(witness) as passes:
+        for version in range(2):
+            policy.synchronize()
+            identity = Identity("run", version, policy.weights.fingerprint())
+            source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
+            slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
+            learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
+            slots.close()
+    assert addresses(roles) == places, "frozen weights are copied into the memory that they have"
+    updates = range(2 * sizes.plan.num_updates)
+    log_probs = [session.gather(detached(witness.log_probs.get(update, []))) for update in updates]
+    everyone = session.gather(sent)
+    forward, backward = (
+        [sum(of_rank[name, update] for of_rank in everyone) for update in updates]
+        for name in ("tensor_send_next", "tensor_send_prev")
+    )
+    return Ran(log_probs, witness.gradients, forward, backward, [passes[update] for update in updates])
+
+
+def addresses(roles: Any) -> list[int]:
+    """Where the parameters of frozen models are; each is nothing but its values."""
+    chunks = [*(roles._old or []), *(roles._reference or [])] if isinstance(roles, TriModel) else []
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for parameter in parameters:
+        assert not parameter.requires_grad
+        assert parameter.grad is None
+        assert getattr(parameter, "main_grad", None) is None
+        assert not hasattr(parameter, "main_param")
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def detached(log_probs: list[RoleLogProbs]) -> list[RoleLogProbs]:
+    """As they can be sent to another process."""
+    assert all(not one.old_N.requires_grad for one in log_probs)
+    return [RoleLogProbs(one.policy_N.detach(), one.old_N, one.reference_N) for one in log_probs]
+
+
+@contextlib.contextmanager
+def counted_bytes(witness: Witness) -> Iterator[collections.Counter]:
+    sent: collections.Counter = collections.Counter()
+    communicate = P2PCommunicator._communicate
+
+    def counting(self: P2PCommunicator, **arguments: Any) -> tuple:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            tensor = arguments[name]
+            if tensor is not None:
+                sent[name, len(witness.gradients)] += tensor.numel() * tensor.element_size()
+        return communicate(self, **arguments)
+
+    with mock.patch.object(P2PCommunicator, "_communicate", counting):
+        yield sent
+
+
+@contextlib.contextmanager
+def counted_passes(witness: Witness) -> Iterator[collections.Counter]:
+    passes: collections.Counter = collections.Counter()
+    forward = TriModel._forward
+
+    def counting(self: TriModel, *arguments: Any) -> torch.Tensor:
+        passes[len(witness.gradients)] += 1
+        output = forward(self, *arguments)
+        assert not output.requires_grad, "nothing is kept for a backward pass"
+        return output
+
+    with mock.patch.object(TriModel, "_forward", counting):
+        yield passes
+
+
+def swapped_on_the_way() -> contextlib.AbstractContextManager:
+    take = Piggyback.take
+    return mock.patch.object(Piggyback, "take", lambda self, front: take(self, front)[::-1])
+
+
+def swapped_at_last() -> contextlib.AbstractContextManager:
+    cast = TriModel._cast
+
+    def swap(self: TriModel, *arguments: Any) -> Cast:
+        true = cast(self, *arguments)
+        return true if true.reference is None else dataclasses.replace(true, old=true.reference, reference=true.old)
+
+    return mock.patch.object(TriModel, "_cast", swap)
+
+
+def never_taken() -> contextlib.AbstractContextManager:
+    """The second iteration's old policy is the first one's."""
+    copy, calls = tri_model.copy_weights, []
+
+    def once(*arguments: Any) -> None:
+        if not calls:
+            copy(*arguments)
+        calls.append(None)
+
+    return mock.patch.object(tri_model, "copy_weights", once)
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "old and reference swapped between stages": swapped_on_the_way,
+    "old and reference swapped in the loss": swapped_at_last,
+    "old taken in the first iteration only": never_taken,
+}
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("tied"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
+    start = dataclasses.replace(problem, reference=problem.policy)
+    cases = [
+        *both(LAYOUTS, problem),
+        *both(TIED, tied),
+        *both({"the reference is the start": PP2}, start, is_reference=True),
+        *both({"no reference": PP2}, problem, beta=0.0),
+        *(RoleTrial(fault, problem, PP2, fault=fault) for fault in FAULTS),
+    ]
+    return run_ranks(run, 2, sorted(cases, key=lambda case: case.flags), timeout=280)[0]
+
+
+def differences(one: Ran, other: Ran) -> dict[str, float]:
+    """The greatest, of log-probs and over each gradient's greatest; not a number if any is none."""
+    found = collections.defaultdict(list)
+    for seen, expected in zip(one.gradients, other.gradients, strict=True):
+        assert seen.keys() == expected.keys()
+        for name, gradient in expected.items():
+            found["gradients"].append((seen[name] - gradient).abs().max() / gradient.abs().max())
+    for mine, yours in zip(pairs(one), pairs(other), strict=True):
+        for role in ("policy_N", "old_N", "reference_N"):
+            if getattr(yours, role) is not None:
+                found[role].append((getattr(mine, role) - getattr(yours, role)).abs().max())
+    # Of tensors, whose maximum is not a number where one of them is not.
+    return {what: torch.stack(values).max().item() for what, values in found.items()}
+
+
+def pairs(ran: Ran, updates: Sequence[int] = range(4)) -> list[RoleLogProbs]:
+    micro_batches = [one for update in updates for of_rank in ran.log_probs[update] for one in of_rank]
+    assert micro_batches
+    return micro_batches
+
+
+def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
+    fused, separate = computed[name, "fused"], computed[name, "separate"]
+    found = differences(fused, separate)
+    unlike = {
+        "reference": min((one.policy_N - one.reference_N).abs().max().item() for one in pairs(fused)),
+        "old": min((one.policy_N - one.old_N).abs().max().item() for one in pairs(fused, (1, 3))),
+    }
+    print(f"{name}: differences {found}, unlike the policy {unlike}, sent {fused.forward} and back {fused.backward}")
+    assert set(found.values()) == {0.0}
+    assert min(unlike.values()) > 0.01
+    assert all(fused.backward) == ("PP" in name)
+    # Gradients go back as they do for the policy alone: separate passes without it have none.
+    assert fused.backward == separate.backward
+    # Policy and reference; old with them at the second update.
+    assert fused.forward == [size * roles for size, roles in zip(fused.backward, (2, 3, 2, 3), strict=True)]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *TIED])
+def test_log_probs_and_gradients_are_those_of_separate_passes(name, computed) -> None:
+    check(name, computed)
+
+
+def test_they_are_on_four_ranks(problem) -> None:
+    computed = run_ranks(run, 4, both(OF_FOUR_RANKS, problem), timeout=120)[0]
+    for name in OF_FOUR_RANKS:
+        check(name, computed)
+
+
+@pytest.mark.slow
+def test_they_are_in_more_layouts_of_four_ranks(problem, tmp_path) -> None:
+    experts = draw_problem(tmp_path, "qwen3_moe")
+    cases = [*both(MORE_OF_FOUR_RANKS, problem), *both(EXPERTS, experts)]
+    computed = run_ranks(run, 4, cases, timeout=280)[0]
+    for name in (*MORE_OF_FOUR_RANKS, *EXPERTS):
+        check(name, computed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault, computed) -> None:
+    found = differences(computed[fault, "fused"], computed["PP2", "separate"])
+    print(f"{fault}: {found}")
+    assert found["gradients"] > LEAST_EFFECT
+    assert found["old_N"] > LEAST_EFFECT
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        # Old is the policy at an iteration's first update.
+        ("PP2", [1, 2, 1, 2]),
+        # In the first iteration the reference is old.
+        ("the reference is the start", [0, 1, 1, 2]),
+        ("no reference", [0, 1, 0, 1]),
+    ],
+)
+def test_no_weights_are_run_twice(name, passes, computed) -> None:
+    fused = computed[name, "fused"]
+    assert set(differences(fused, computed[name, "separate"]).values()) == {0.0}
+    assert fused.passes == [MICRO_BATCHES * number for number in passes]
