@@ -1,6 +1,6 @@
 """The trainer of the benchmark `overlap`: its iterations are synchronous and periodic in turns.
 
-python -m benchmarks.overlap_trainer OUT PERIODIC_MICRO_BATCH <flags of pretrain_grpo.py, those of the synchronous one>
+python -m benchmarks.overlap_trainer OUT both|sync <flags of pretrain_grpo.py>
 """
 
 import contextlib
@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import msgspec
-
 from megatron_rl.arguments import parse
 from megatron_rl.observe.metrics import read
-from megatron_rl.rollout.slots import divide
 
 
 def main() -> None:
-    out, micro_batch, *words = sys.argv[1:]
+    out, schedules, *words = sys.argv[1:]
     settings = parse(words)
     from megatron_rl.data.slots import IterationSlots
     from megatron_rl.training.learner import Learned, Learner
@@ -40,11 +37,11 @@ def main() -> None:
 
     class Alternating(Run):
         def rollouts(self, waiting: Callable[[], AbstractContextManager]) -> Rollouts:
-            other = divide(msgspec.structs.replace(self._sizes.plan, micro_batch_size=int(micro_batch)))
-            return InTurns(  # type: ignore[return-value] # all that the trainer uses
-                self.rollouts_of(self._sizes.division, Sync(self._session), waiting),
-                self.rollouts_of(other, Periodic(), waiting),
-            )
+            sync = self.rollouts_of(self._sizes.division, Sync(self._session), waiting)
+            if schedules == "sync":
+                return sync
+            periodic = self.rollouts_of(self._sizes.division, Periodic(), waiting)
+            return InTurns(sync, periodic)  # type: ignore[return-value] # all that the trainer uses
 
     learn = Learner.learn
 
@@ -69,15 +66,15 @@ def main() -> None:
     train(settings, Alternating)
     folder = settings.rollout.folder
     assert folder is not None
-    Path(out).write_text(json.dumps(_iterations(folder, seconds)))
+    Path(out).write_text(json.dumps(_iterations(folder, seconds, schedules == "sync")))
 
 
-def _iterations(folder: Path, seconds: list[float]) -> list[dict]:
+def _iterations(folder: Path, seconds: list[float], is_sync: bool) -> list[dict]:
     metrics = read(folder)[-len(seconds) :]
     generation = _generation(folder, len(seconds))
     return [
         {
-            "is_sync": record["version"] % 2 == 0,
+            "is_sync": is_sync or record["version"] % 2 == 0,
             "whole": record["time"]["iteration"],
             "publish": record["time"]["publish"],
             "generate": generated,
