@@ -156,7 +156,7 @@ class SharedResults:
         data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         try:
             return pickle.loads(data)
-        except Exception:
+        except Exception:  # pickle raises whatever the bytes make it do
             raise queue.Empty from None
         finally:
             self._file.close()

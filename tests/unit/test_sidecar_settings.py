@@ -27,6 +27,7 @@ def test_flags_become_settings_and_lists_join() -> None:
         ("--rollout-num-engines many", "--rollout-num-engines many"),
         ("--rollout-listen 127.0.0.1:99999", "no HOST:PORT"),
         ("--rollout-devices 0 1 2 --rollout-num-engines 2", "names 3 devices"),
+        ("--rollout-engine scripted --rollout-transport nccl", "does not reach a scripted engine"),
         ("--reward-timeout 0", "--reward-timeout 0: write seconds above 0"),
         ("--reward-timeout inf", "--reward-timeout inf"),
         ("--reward-memory-gib 0.01", "--reward-memory-gib 0.01: a process that functions run in needs 0.125 at least"),
@@ -37,6 +38,13 @@ def test_flags_become_settings_and_lists_join() -> None:
 def test_what_cannot_be_is_refused_with_what_to_write(words: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse(f"{SCRIPTED} --reward exact {words}".split())
+
+
+@pytest.mark.parametrize(("platform", "transport"), [("cpu", "nccl"), ("cuda", "hccl"), ("npu", "nccl")])
+def test_weights_are_streamed_only_by_what_the_engines_devices_have(platform: str, transport: str) -> None:
+    words = f"--rollout-folder /nowhere/run --reward exact --platform {platform} --rollout-transport {transport}"
+    with pytest.raises(UsageError, match=f"--rollout-transport {transport} does not reach vLLM on {platform}"):
+        parse(words.split())
 
 
 def test_a_script_is_for_scripted_engines_only() -> None:

@@ -1,0 +1,335 @@
+"""What a person sees of a run: its progress, where the time went, the report, pictures."""
+
+import contextlib
+import io
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from megatron_rl import cli
+from megatron_rl.config import ObserveConfig
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.observe import metrics, picture, progress, report
+from megatron_rl.observe.chart import chart
+from megatron_rl.observe.timeline import Timeline
+from tests.observed import metrics_record, write_metrics
+from tests.processes import ROOT
+
+# Time
+
+
+class _Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_each_moment_is_counted_once_and_the_parts_add_up():
+    clock = _Clock()
+    timeline = Timeline(clock)
+
+    def spend(seconds):
+        clock.now += seconds
+
+    spend(1)
+    with timeline.span("train"):
+        spend(2)
+        with timeline.span("wait"):
+            spend(4)
+            with timeline.span("train"):
+                spend(8)
+        spend(16)
+    spend(32)
+    assert timeline.take() == {"iteration": 63.0, "train": 26.0, "wait": 4.0, "other": 33.0}
+    assert timeline.take() == {"iteration": 0.0, "other": 0.0}
+
+
+def test_a_span_that_raises_is_over_and_one_that_is_open_goes_on_in_the_next_iteration():
+    clock = _Clock()
+    timeline = Timeline(clock)
+    with contextlib.suppress(KeyError), timeline.span("publish"):
+        clock.now += 1
+        raise KeyError
+    with timeline.span("train"):
+        clock.now += 2
+        assert timeline.take() == {"iteration": 3.0, "publish": 1.0, "train": 2.0, "other": 0.0}
+        clock.now += 4
+    timeline.restart()
+    clock.now += 8
+    assert timeline.take() == {"iteration": 8.0, "other": 8.0}
+
+
+# Progress
+
+
+def _lines(**config):
+    stream = io.StringIO()
+    return progress.progress_of(ObserveConfig(**config), 10, stream), stream
+
+
+def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_end():
+    shown, stream = _lines(log_interval=4)
+    for version in range(10):
+        shown.begin(version, 8)
+        shown.phase("generating")
+        shown.counts(finished=3, trained=1, waiting_for="5 groups")
+        shown.end(version, metrics_record(version, seconds=10.0**version))
+    shown.end(10, {"version": 10, "evaluation": {"pass": 0.75}})
+    shown.close()
+    lines = stream.getvalue().splitlines()
+    begins = [line.partition("  reward")[0] for line in lines[:3]]
+    assert begins == ["iteration  4/10", "iteration  8/10", "iteration 10/10"]
+    assert lines[0] == (
+        "iteration  4/10  reward   0.300  loss -1.000e-01  tokens/s    1,000 generated    2,000 trained   4000.00 s  "
+        "waited  12%  groups of equal rewards 1"
+    )
+    assert lines[0].index("loss") == lines[2].index("loss")
+    assert lines[3] == "    after 10/10  evaluation 0.750"
+
+
+def test_a_line_says_which_numbers_there_are_not():
+    assert progress.line_of(0, 9, {}) == (
+        "iteration 1/9  reward       -  loss          -  tokens/s        - generated        - trained         - s  "
+        "waited   -%"
+    )
+
+
+def test_none_shows_nothing_but_what_is_said(capsys):
+    shown = progress.progress_of(ObserveConfig(progress="none"), 2, sys.stdout)
+    shown.begin(0, 4)
+    shown.end(0, metrics_record(0))
+    shown.say("warning: mismatch")
+    shown.close()
+    assert capsys.readouterr() == ("", "warning: mismatch\n")
+
+
+def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
+    now = progress.Shown(
+        total=80,
+        version=12,
+        num_groups=64,
+        finished=37,
+        trained=32,
+        waiting_for="5 groups",
+        phase="generating",
+        begun=10.0,
+        phase_begun=20.0,
+        seconds=12.0,
+        metrics=metrics_record(3),
+    )
+    for width in (40, 80, 120):
+        console = Console(width=width, file=io.StringIO())
+        console.print(progress.display(now, 33.0))
+        rows = console.file.getvalue().splitlines()
+        assert len(rows) == 3
+        assert max(map(len, rows)) <= width
+    text = console.file.getvalue()
+    for part in (
+        "iteration 13 of 80",
+        "13:13 left",
+        "32 of 64 groups trained",
+        "37 finished",
+        "generating 0:13, waiting for 5 groups",
+        "reward 0.300",
+        "tokens/s 1,000 generated, 2,000 trained",
+    ):
+        assert part in text, part
+
+
+def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = pty.openpty()
+    read = []
+
+    def drain():
+        while True:
+            try:
+                read.append(os.read(reader, 65536))
+            except OSError:
+                return
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    with os.fdopen(writer, "w") as stream:
+        shown = progress.progress_of(ObserveConfig(), 3, stream)
+        with shown:
+            shown.begin(0, 2)
+            started = time.monotonic()
+            for count in range(20000):
+                shown.counts(finished=count)
+            assert time.monotonic() - started < 2
+            shown.phase("evaluating")
+            time.sleep(0.6)
+            shown.say("a [warning]")
+            shown.end(0, metrics_record(0))
+        shown.close()
+    thread.join(5)
+    os.close(reader)
+    text = b"".join(read).decode()
+    for part in ("iteration 1 of 3", "19999 finished", "evaluating", "a [warning]", "iteration 1/3  reward   0.000"):
+        assert part in text, part
+    # At most 4 a second, and those of start, of the two lines and of the end.
+    assert text.count("groups trained") <= 4 + 4
+    # The cursor is shown again.
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("kind", ["lines", "live"])
+def test_a_reader_that_is_gone_ends_the_progress_and_not_the_loop(kind, capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    shown = progress.progress_of(ObserveConfig(progress=kind), 3, stream)
+    for version in range(3):
+        shown.begin(version, 2)
+        shown.counts(trained=1)
+        shown.end(version, metrics_record(version))
+    shown.say("still said")
+    shown.close()
+    errors = capfd.readouterr().err
+    assert errors.count("progress is not shown any more: BrokenPipeError") == 1
+    assert "still said" in errors
+    assert "Traceback" not in errors
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    shown = progress.progress_of(ObserveConfig(progress="live"), 3, stream)
+    shown.begin(0, 2)
+    os.close(reader)
+    for _ in range(100):
+        shown.counts(trained=1)
+        time.sleep(0.05)
+        errors = capfd.readouterr().err
+        if errors:
+            break
+    assert "progress is not shown any more: BrokenPipeError" in errors
+    assert "Traceback" not in errors
+    shown.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
+    with pytest.raises(UsageError, match="--log-interval 0 is below 1"):
+        ObserveConfig(log_interval=0)
+    with pytest.raises(UsageError, match="--log-samples -1 is below 0"):
+        ObserveConfig(log_samples=-1)
+
+
+# The end
+
+
+def test_the_report_says_what_it_came_to_where_the_time_went_and_where_everything_lies(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, range(5))
+    places = report.Places(metrics=path, checkpoint=tmp_path / "nothing")
+    stream = io.StringIO()
+    report.print_report(metrics.read(path), places, stream)
+    assert (
+        stream.getvalue()
+        == f"""
+what it came to
+  reward      0.000  at version 0,  0.400  at version 4
+  evaluation  0.000  at version 0,  0.400  at version 4
+
+where the time went
+  train  10.0 s   50.0%
+  wait    2.5 s   12.5%
+  other   7.5 s   37.5%
+  all    20.0 s  100.0%
+
+where everything lies
+  checkpoint  {tmp_path}/nothing (not there)
+  metrics     {path}
+"""
+    )
+
+
+def test_a_report_of_nothing_is_nothing():
+    assert report.report_lines([], report.Places()) == []
+    assert report.report_lines([{"version": 3}], report.Places()) == []
+
+
+def test_a_chart_of_a_line_is_a_line():
+    assert chart("reward", {"run": [(0, 0.0), (5, 5.0), (10, 10.0)]}, width=11, height=6).splitlines() == [
+        "reward",
+        "10 |          *",
+        "   |        **",
+        "   |      **",
+        " 4 |    **",
+        "   |  **",
+        " 0 |**",
+        "   +-----------",
+        "    0iteration10",
+    ]
+
+
+def test_a_chart_of_two_runs_tells_them_apart():
+    lines = chart("reward", {"a": [(0, 0.0), (9, 1.0)], "b": [(0, 0.0), (9, 0.0)]}).splitlines()
+    assert lines[0] == "reward   * a   o b   = several"
+    assert len(lines) == 1 + 12 + 2
+    assert lines[1].endswith("*")
+    assert "=ooo" in lines[12]
+
+
+@pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, 0.5), (9, 0.5)], [(v, v % 7) for v in range(1000)]])
+def test_a_chart_of_anything_fits(points):
+    lines = chart("reward", {"run": points}).splitlines()
+    assert len(lines) in (1, 15)
+    assert max(map(len, lines)) <= 70
+
+
+def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):
+    for name, seconds in (("periodic", 1.0), ("sync", 2.0)):
+        write_metrics(tmp_path / name / "metrics.jsonl", range(6), seconds)
+    runs = [str(tmp_path / "periodic"), f"slow={tmp_path / 'sync' / 'metrics.jsonl'}"]
+    assert cli.main(["picture", *runs]) == ExitCode.OK
+    assert "reward   * periodic   o slow" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "curves.png"
+    assert cli.main(["picture", *runs, "--out", str(out)]) == ExitCode.OK
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_the_command_names_what_it_cannot_draw(tmp_path, capsys):
+    write_metrics(tmp_path / "a" / "run" / "metrics.jsonl", range(2))
+    write_metrics(tmp_path / "b" / "run" / "metrics.jsonl", range(2))
+    (tmp_path / "empty.jsonl").write_text("")
+    first, second = str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")
+    for words, code, text in (
+        ([first, second], ExitCode.USAGE, f"both called run: write LABEL={second}"),
+        ([str(tmp_path / "none.jsonl")], ExitCode.INPUT, "none.jsonl cannot be read: No such file"),
+        ([str(tmp_path / "empty.jsonl")], ExitCode.INPUT, "has no line yet"),
+        ([first, "--out", "curves.txt"], ExitCode.USAGE, "a picture ends with .png"),
+    ):
+        assert cli.main(["picture", *words]) == code
+        assert text in capsys.readouterr().err
+
+
+def test_a_picture_of_runs_without_rewards_or_times_is_drawn_too(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"version": 0}\n')
+    picture.picture({"run": tmp_path}, tmp_path / "p.svg")
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def test_pictures_and_sinks_import_their_packages_when_they_are_asked_for():
+    script = (
+        "import sys; from megatron_rl.observe import metrics, picture, progress, report, samples, sinks, timeline\n"
+        "assert not {'torch', 'matplotlib', 'wandb', 'tensorboard'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
