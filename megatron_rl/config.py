@@ -252,6 +252,14 @@ class RolloutConfig:
             megatron=False,
         ),
     ] = None
+    transport: Annotated[
+        Literal["shm", "nccl", "hccl"],
+        Option(
+            "How weights reach the engines: files that they share with the trainer, or from device to device.",
+            names=("--rollout-transport",),
+            megatron=False,
+        ),
+    ] = "shm"
     folder: Annotated[
         Path | None,
         Option(

@@ -16,6 +16,16 @@ from megatron_rl.mcore.weights import ModelWeights
 from megatron_rl.rollout.wire import Weights
 
 
+class Publisher(Protocol):
+    """Brings versions of the policy to the engines; every rank calls it."""
+
+    def publish(self, version: int) -> str:
+        """Return the fingerprint of what all engines now sample with."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Receiver(Protocol):
     """What takes a version to the engines: the rollout client."""
 

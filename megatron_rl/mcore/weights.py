@@ -15,7 +15,7 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.weights import files
 from megatron_rl.weights.families import derive_config
 from megatron_rl.weights.fingerprint import fingerprint
-from megatron_rl.weights.mapping import Mapping
+from megatron_rl.weights.mapping import Mapping, TensorSpec
 from megatron_rl.weights.reader import Checkpoint
 from megatron_rl.weights.shards import Digests, Shard, export, shards_of
 from megatron_rl.weights.stream import Bucket, Peer, Stream
@@ -114,10 +114,17 @@ class ModelWeights:
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
         """The tensors of this rank's stage, in buckets; the stage's first rank receives them, the others nothing."""
+        return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
+
+    def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
+        """What the buckets of `stream` hold."""
+        return self._stream_of(dtype, bucket_bytes).specs
+
+    def _stream_of(self, dtype: str | None, bucket_bytes: int) -> Stream:
         if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
             self._stream_settings = (dtype, bucket_bytes)
             self._stream = self._new_stream(dtype, bucket_bytes)
-        return self._stream.buckets(self.shards)
+        return self._stream
 
     def _new_stream(self, dtype: str | None, bucket_bytes: int) -> Stream:
         session = self._session

@@ -24,6 +24,10 @@ class IterationFailed(RolloutError):
     """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
 
 
+class OtherWorkers(RolloutError):
+    """The engines have not as many workers as a stream was opened for."""
+
+
 class EvaluationFailed(RolloutError):
     """The evaluation cannot be finished; the iteration that runs goes on."""
 
@@ -38,7 +42,7 @@ class RolloutClient:
     def __init__(
         self, endpoint: str, token: str, patience: float = 120.0, transport: httpx.BaseTransport | None = None
     ):
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._patience = patience
         self._lease: int | None = None
         self._http = httpx.Client(
@@ -81,7 +85,7 @@ class RolloutClient:
             return wire.decode(answer, wire.Slot)
         raise RolloutError(
             f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
-            f"ask {self._endpoint}/v1/status who waits for what"
+            f"ask {self.endpoint}/v1/status who waits for what"
         )
 
     def failure(self, version: int, patience: float = _POLL_SECONDS) -> str | None:
@@ -99,7 +103,7 @@ class RolloutClient:
         if answer is None:
             raise RolloutError(
                 f"the evaluation of version {evaluation.version} was not answered within "
-                f"{evaluation.deadline_seconds:.0f} s, its deadline: ask {self._endpoint}/v1/status what it waits for"
+                f"{evaluation.deadline_seconds:.0f} s, its deadline: ask {self.endpoint}/v1/status what it waits for"
             )
         return wire.decode(answer, wire.Evaluated)
 
@@ -115,6 +119,10 @@ class RolloutClient:
     def status(self) -> dict[str, Any]:
         """Who waits for what."""
         return self._call("GET", "/v1/status").json()
+
+    def num_workers(self) -> int:
+        """The workers of all engines that a publish would reach now."""
+        return self.status()["engines"]["num_workers"]
 
     def shutdown(self) -> None:
         """End the sidecar."""
@@ -140,7 +148,7 @@ class RolloutClient:
             except httpx.TransportError as error:
                 if time.monotonic() > deadline:
                     raise RolloutError(
-                        f"the sidecar at {self._endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
+                        f"the sidecar at {self.endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
                         f"look at its log, or start one"
                     ) from None
                 time.sleep(_RETRY_SECONDS)
@@ -165,4 +173,6 @@ def _error_of(answer: httpx.Response, what: str) -> RolloutError:
         text = answer.text[:300]
     if answer.status_code == 410:
         return EvaluationFailed(text) if kind == "EvaluationFailed" else IterationFailed(text)
+    if kind == OtherWorkers.__name__:
+        return OtherWorkers(text)
     return RolloutError(f"{what} was answered {answer.status_code}: {text}")

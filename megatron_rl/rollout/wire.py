@@ -183,6 +183,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """shm: the folder that holds the safetensors files. nccl, hccl: the master's host:port."""
     manifest: list[tuple[str, str, list[int]]] = []
     """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
+    world_size: int = 0
+    """nccl, hccl: of the group that the trainer opens, itself and all workers of engines."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

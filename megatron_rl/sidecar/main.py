@@ -134,6 +134,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=rollout.num_threads,
         python=str(rollout.python or sys.executable),
+        transport=rollout.transport,
     )
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)

@@ -22,6 +22,9 @@ _SUBJECTS: dict[str, type] = {
 # Of subjects that the sidecar reads only this much of.
 _SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
 
+# What engines on a device can be sent weights by, beside files.
+_STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
+
 # Python alone; functions need what they need.
 _LEAST_MEMORY_GIB = 0.125
 
@@ -153,6 +156,9 @@ def _check(settings: SidecarSettings) -> None:
             f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
             f"drop one of them"
         )
+    if rollout.transport not in ("shm", _STREAMS[settings.device] if rollout.engine == "vllm" else None):
+        kind = f"vLLM on {settings.device}" if rollout.engine == "vllm" else "a scripted engine"
+        raise UsageError(f"--rollout-transport {rollout.transport} does not reach {kind}: write shm")
     if rollout.engine == "vllm":
         if settings.hf_model is None:
             raise UsageError("--hf-model is missing: engines start from a Hugging Face folder")

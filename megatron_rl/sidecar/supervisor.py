@@ -37,6 +37,10 @@ class PublishFailed(MegatronRLError):
     """A version could not be brought to the engines; none of them samples."""
 
 
+class OtherWorkers(PublishFailed):
+    """The trainer opened a stream for more or fewer workers than there are: it has to count again."""
+
+
 class SupervisedEngine(Engine, Protocol):
     """An engine that can be started and ended."""
 
@@ -187,6 +191,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """Every engine: its state, what it is doing and since when, what went wrong last."""
         now = time.monotonic()
+        up = [member for member in self._members.values() if member.engine.state in _UP]
         engines = {}
         for name, member in self._members.items():
             step, since = self._steps.current.get(name, (None, now))
@@ -203,6 +208,7 @@ class Supervisor:
         return {
             "version": self._published.weights.version if self._published else None,
             "publishing": self._lock.locked(),
+            "num_workers": sum(member.engine.num_workers for member in up),
             "groups_waiting": self.pool.num_waiting,
             "groups_retried": self.pool.num_retried,
             "engines": engines,
@@ -226,8 +232,7 @@ class Supervisor:
             members = await self._present()
             engines = [member.engine for member in members]
             if weights.transport != "shm":
-                for engine, place in zip(engines, streams.places([e.num_workers for e in engines]), strict=True):
-                    engine.stream_place = place
+                self._place(engines, weights)
             try:
                 return await self._steps.publish(engines, weights, self._published)
             except StepFailed as failure:
@@ -241,6 +246,17 @@ class Supervisor:
                 failed = list(failure.errors) if attempt > 1 else failure.lost
                 await self._restart([self._members[name] for name in failed], failure)
         raise AssertionError("the last attempt returns or raises")
+
+    def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
+        """Give each engine its place in the stream that the trainer has opened."""
+        places = streams.places([engine.num_workers for engine in engines])
+        if places[0].world_size != weights.world_size:
+            raise OtherWorkers(
+                f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines have "
+                f"{places[0].world_size - 1}"
+            )
+        for engine, place in zip(engines, places, strict=True):
+            engine.stream_place = place
 
     async def _present(self) -> list[Member]:
         """The engines that are up; while some are only starting, the first of those."""

@@ -15,9 +15,10 @@ from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.mcore.build import parallel_sizes, session_of
 from megatron_rl.mcore.policy import policy_of
-from megatron_rl.mcore.publish import SharedMemoryPublisher
+from megatron_rl.mcore.publish import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.reference import Reference, reference_of
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.stream_publish import StreamPublisher
 from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
@@ -27,6 +28,7 @@ from megatron_rl.rollout.audit_files import FILE_NAME as AUDIT_FILE
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Sampling
+from megatron_rl.sidecar import vllm_sender
 from megatron_rl.sidecar.scoring import tokenizer_decoder
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
@@ -119,16 +121,25 @@ class Run:
         self._client: RolloutClient = self._stack.enter_context(client)
         lease = session.agree(lambda: client.take_lease(self._name) if session.rank == 0 else 0)
         client.use_lease(session.from_first(lease))
-        self.publisher = SharedMemoryPublisher(
-            self._policy.weights,
-            session,
-            client if session.rank == 0 else None,
-            self._name,
-            shared_folder(settings),
-            settings.publish.dtype,
-            datetime.timedelta(minutes=settings.publish.deadline_minutes),
-        )
+        self.publisher = self._publisher(client)
         self._stack.callback(self.publisher.close)
+
+    def _publisher(self, client: RolloutClient) -> Publisher:
+        settings, session = self._settings, self._session
+        receiver = client if session.rank == 0 else None
+        transport, dtype = settings.rollout.transport, settings.publish.dtype
+        deadline = datetime.timedelta(minutes=settings.publish.deadline_minutes)
+        if transport == "shm":
+            folder = shared_folder(settings)
+            return SharedMemoryPublisher(self._policy.weights, session, receiver, self._name, folder, dtype, deadline)
+        if transport not in session.platform.weight_transports:
+            raise UsageError(
+                f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
+                f"{', '.join(session.platform.weight_transports)}"
+            )
+        session.agree(lambda: vllm_sender.library(transport) if session.rank == 0 else None)
+        make = vllm_sender.open_sender
+        return StreamPublisher(self._policy.weights, session, receiver, self._name, transport, make, dtype, deadline)
 
     def tidy(self) -> None:
         """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.mcore.policy import Policy
-from megatron_rl.mcore.publish import SharedMemoryPublisher
+from megatron_rl.mcore.publish import Publisher
 from megatron_rl.mcore.session import Session
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.checkpoints import Checkpoints
@@ -28,7 +28,7 @@ class Trainer:
         self,
         session: Session,
         policy: Policy,
-        publisher: SharedMemoryPublisher,
+        publisher: Publisher,
         rollouts: Rollouts,
         learner: Learner,
         checkpoints: Checkpoints,

@@ -48,6 +48,11 @@ class Stream:
         self._bucket_of = {spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket}
         self._pieces = [self._by_bucket(pieces) for pieces in owned]
 
+    @property
+    def specs(self) -> list[list[TensorSpec]]:
+        """What the buckets hold."""
+        return self._buckets
+
     def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
         """Each bucket in turn; with `digests`, what this rank owns is counted in on the way."""
         parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}

@@ -11,7 +11,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engine import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
-from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.supervisor import OtherWorkers, PublishFailed, Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights
 
 QUICK = StepDeadlines(*[0.2] * 7)
@@ -377,7 +377,7 @@ def test_a_stream_gives_every_engine_its_place_and_is_not_tried_twice():
 
     async def check():
         async with supervised(factory, 2) as supervisor:
-            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1")
+            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=5)
             await supervisor.publish(stream)
             assert [factory.engine(f"engine-{number}").stream_place for number in range(2)] == [
                 streams.Place(1, 5), streams.Place(3, 5)
@@ -386,5 +386,19 @@ def test_a_stream_gives_every_engine_its_place_and_is_not_tried_twice():
             with pytest.raises(PublishFailed, match="engine-1 refuses load"):
                 await supervisor.publish(msgspec.structs.replace(stream, version=2, fingerprint="other"))
             assert factory.engine("engine-0").steps.count("load") == 2
+
+    asyncio.run(check())
+
+
+def test_a_stream_for_other_engines_than_there_are_is_refused_before_any_is_paused():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 2) as supervisor:
+            assert supervisor.status()["num_workers"] == 4
+            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=3)
+            with pytest.raises(OtherWorkers, match="streamed to 2 workers, and the engines have 4"):
+                await supervisor.publish(stream)
+            assert "pause" not in factory.engine("engine-0").steps
 
     asyncio.run(check())

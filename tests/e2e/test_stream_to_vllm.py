@@ -1,0 +1,126 @@
+"""Weights that stream from Megatron's ranks into real vLLM engines, through vLLM's own transfer engine at both ends.
+
+What no CPU has is the wire: gloo stands in for NCCL (tests/sidecar/gloo_transfer.py).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.mcore.stream_publish import StreamPublisher
+from megatron_rl.rollout.wire import Weights
+from megatron_rl.sidecar import streams, vllm_sender
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.publication import Steps
+from megatron_rl.sidecar.vllm_engine import VllmEngine
+from megatron_rl.sidecar.vllm_factory import VllmFactory
+from megatron_rl.sidecar.vllm_server import run_folder
+from tests.distributed.layouts import CASES, build, session_of
+from tests.ranks import ROOT, run_ranks
+from tests.sidecar import vllm_models
+
+LAYOUTS = ("TP2", "PP2")
+NUM_PROMPTS, NUM_TOKENS = 12, 16
+
+
+class Engines:
+    """Two engines, and what the sidecar does to them at a publish."""
+
+    endpoint = "http://127.0.0.1:1"
+
+    def __init__(self, engines: list[VllmEngine], loop: asyncio.AbstractEventLoop):
+        self._engines = engines
+        self._loop = loop
+        self._published: Any = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def num_workers(self) -> int:
+        return sum(engine.num_workers for engine in self._engines)
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> None:
+        places = streams.places([engine.num_workers for engine in self._engines])
+        for engine, place in zip(self._engines, places, strict=True):
+            engine.stream_place = place
+        self._published = self.run(Steps().publish(self._engines, weights, self._published))
+
+    def greedy(self) -> list[tuple[Any, Any]]:
+        """Every prompt and its response, from both engines."""
+        requests = [
+            vllm_models.request(number, temperature=0.0, max_tokens=NUM_TOKENS) for number in range(NUM_PROMPTS)
+        ]
+
+        async def all_of_them(engine: VllmEngine) -> list[Any]:
+            return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+        groups = [self.run(all_of_them(engine)) for engine in self._engines]
+        return [(request, group[0]) for of_engine in groups for request, group in zip(requests, of_engine, strict=True)]
+
+
+@contextlib.contextmanager
+def engines_of(model: Path) -> Iterator[Engines]:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    sockets = run_folder()
+    config = dataclasses.replace(
+        vllm_models.CONFIG,
+        model=str(model),
+        transport="nccl",
+        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.gloo_transfer.Extension"),
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    factory = VllmFactory(config, sockets, LocalLauncher())
+    engines = Engines([factory.create(f"engine-{number}") for number in range(2)], loop)
+    try:
+        engines.run(_all(engine.start() for engine in engines._engines))
+        yield engines
+    finally:
+        engines.run(_all(engine.close() for engine in engines._engines))
+        shutil.rmtree(sockets)
+
+
+async def _all(coroutines: Any) -> None:
+    await asyncio.gather(*coroutines)
+
+
+def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
+    """Each layout streams weights of its own, twice; how many greedy tokens transformers would have chosen too."""
+    import tests.sidecar.gloo_transfer  # noqa: F401 # rank 0 sends with vLLM, whose wire this replaces
+
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    is_first = torch.distributed.get_rank() == 0
+    with engines_of(model) if is_first else contextlib.nullcontext() as engines:
+        for number, layout in enumerate(LAYOUTS):
+            with session_of(CASES[layout]) as session:
+                built = build(session, CASES[layout], model)
+                publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", vllm_sender.open_sender)
+                for attempt in range(2):
+                    version = 2 * number + attempt
+                    with torch.no_grad():
+                        for shard in built.weights.shards:
+                            shard.parameter.mul_(1 + 0.05 * (version + 1))
+                    fingerprint = publisher.publish(version)
+                    assert built.weights.save_hf(out / str(version), source=model) == fingerprint
+                    if is_first:
+                        reference = vllm_models.Reference(out / str(version))
+                        found[layout, attempt] = sum(reference.num_greedy(*pair) for pair in engines.greedy())
+                    session.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_engines_sample_from_what_was_streamed_to_them(tmp_path):
+    model = vllm_models.draw("qwen3", tmp_path / "models").first
+    found, _ = run_ranks(train_ranks, 2, model, tmp_path, timeout=400)
+    print(found)
+    assert found == {(layout, attempt): 2 * NUM_PROMPTS * NUM_TOKENS for layout in LAYOUTS for attempt in range(2)}
