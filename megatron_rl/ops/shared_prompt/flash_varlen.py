@@ -14,6 +14,8 @@ import torch
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.strands import Rows, strands
 
+OPERATORS = torch.ops.aten
+
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
@@ -133,7 +135,7 @@ def _attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward(
+    out_NHD, lse_HN, *_ = OPERATORS._flash_attention_forward(
         q_NHD,
         k_MGD,
         v_MGD,
@@ -163,7 +165,7 @@ def _gradients(
 ) -> list[torch.Tensor]:
     # The state of random numbers is that of the dropout, of which there is none.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
-    gradients = torch.ops.aten._flash_attention_backward(
+    gradients = OPERATORS._flash_attention_backward(
         grad_out_NHD,
         q_NHD,
         k_MGD,
