@@ -397,6 +397,12 @@ def test_gradients_are_reduced_in_float32_with_bf16_unless_a_flag_says_otherwise
     assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
 
 
+def test_the_attention_that_auto_takes_is_said_and_one_that_cannot_run_is_refused() -> None:
+    assert any("--shared-prompt-backend auto takes merge" in note for note in parse(*DENSE).notes)
+    assert not any("shared-prompt" in note for note in parse(*DENSE, "--shared-prompt-backend gather").notes)
+    assert "write gather, or auto" in error(*DENSE, "--window-size 15,0 --shared-prompt-backend merge")
+
+
 def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Path) -> None:
     text = describe.print_config(
         parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--lr 1e-6 --bf16 --split 1 --hidden-dropout 0")
