@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import Settings
-from megatron_rl.data.batch import Batcher
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.mcore.build import parallel_sizes, session_of
@@ -28,6 +26,7 @@ from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Sampling
 from megatron_rl.sidecar.scoring import tokenizer_decoder
+from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
@@ -167,19 +166,13 @@ class Run:
         self, division: Division, schedule: Schedule, waiting: Callable[[], contextlib.AbstractContextManager]
     ) -> Rollouts:
         settings, session = self._settings, self._session
-        tensor = settings.transformer.get("tensor_model_parallel_size", 1)
-        batcher = Batcher(
-            ADVANTAGES[settings.algorithm.advantage],
-            multiple_of=tensor if settings.transformer.get("sequence_parallel") else 1,
-            vocab_size=settings.architecture.vocab_size,
-        )
         return Rollouts(
             self._client,
             session,
             self._name,
             division,
             self._sampling(settings.sampling.temperature),
-            batcher,
+            batcher_of(settings, session.device),
             schedule,
             settings.service.deadline_minutes * 60,
             self._prompts,
