@@ -13,7 +13,6 @@ from megatron_rl import describe, platforms
 from megatron_rl.config import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.flags import Flag, Kind, flags_of, index, nearest
-from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.flags import checks, generated, model, resolve, table
 from megatron_rl.mcore.flags.given import Given
 from megatron_rl.platforms import Platform
@@ -179,10 +178,7 @@ def _built_once(settings: Settings, platform: Platform) -> Settings:
         for field, value in settings.transformer.items()
         if getattr(transformer, field) != value and settings.sources[f"transformer.{field}"].startswith("--")
     ]
-    notes = [f"without effect on the platform {platform.name}: {source}" for source in taken_back]
-    choice = backend_of(settings)
-    if choice.reason is not None:
-        notes.append(f"--shared-prompt-backend auto takes {choice.name} ({choice.reason})")
+    notes = (f"without effect on the platform {platform.name}: {source}" for source in taken_back)
     return dataclasses.replace(settings, notes=(*settings.notes, *notes))
 
 

@@ -11,6 +11,7 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.build import parallel_sizes, session_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.publish import SharedMemoryPublisher
@@ -51,7 +52,7 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
         if is_first:
             # What is wrong with the data shows before an engine is started.
             prompts = _prompts(settings, sizes)
-            for note in (*settings.notes, *prompts.notes):
+            for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.service.endpoint is None:
                 sidecar = OwnSidecar(settings, folder)

@@ -12,6 +12,7 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
+from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.flags import generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
@@ -397,9 +398,9 @@ def test_gradients_are_reduced_in_float32_with_bf16_unless_a_flag_says_otherwise
     assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
 
 
-def test_the_attention_that_auto_takes_is_said_and_one_that_cannot_run_is_refused() -> None:
-    assert any("--shared-prompt-backend auto takes merge" in note for note in parse(*DENSE).notes)
-    assert not any("shared-prompt" in note for note in parse(*DENSE, "--shared-prompt-backend gather").notes)
+def test_an_attention_that_cannot_run_is_refused() -> None:
+    assert backend_of(parse(*DENSE)).name == "merge"
+    assert backend_of(parse(*DENSE, "--window-size 15,0")).name == "gather"
     assert "write gather, or auto" in error(*DENSE, "--window-size 15,0 --shared-prompt-backend merge")
 
 

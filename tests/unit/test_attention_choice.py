@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config import AttentionConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose
+from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
@@ -33,13 +33,15 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
 def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, name: str) -> None:
     choice = choose("auto", conditions)
     assert choice.name == name
-    assert choice.reason is not None
+    (note,) = choice.notes
+    assert note.startswith(f"--shared-prompt-backend auto takes {name}")
     for other in list(BACKENDS)[: list(BACKENDS).index(name)]:
-        assert f"not {other}: {BACKENDS[other].refusal(conditions)}" in choice.reason
+        assert f"not {other}: {BACKENDS[other].refusal(conditions)}" in note
 
 
 def test_a_backend_that_was_asked_for_is_taken() -> None:
-    assert [choose(name, CPU).name for name in BACKENDS] == list(BACKENDS)
+    for name in BACKENDS:
+        assert choose(name, CPU) == Choice(name)
 
 
 def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:

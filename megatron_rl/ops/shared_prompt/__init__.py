@@ -21,10 +21,10 @@ BACKENDS: dict[str, Backend] = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The name of a backend that can run, and where `auto` chose it, why."""
+    """The name of a backend that can run, and where `auto` chose it, what is to be said of that."""
 
     name: str
-    reason: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def backend(name: str) -> Backend:
@@ -65,6 +65,7 @@ def _first_that_can_run(conditions: Conditions) -> Choice:
     for name, candidate in BACKENDS.items():
         refusal = candidate.refusal(conditions)
         if refusal is None:
-            return Choice(name, "; ".join(refusals) or "the fastest")
-        refusals.append(f"not {name}: {refusal}")
+            reason = "".join(f"; not {refused}" for refused in refusals)
+            return Choice(name, (f"--shared-prompt-backend auto takes {name}{reason}",))
+        refusals.append(f"{name}: {refusal}")
     raise AssertionError("the naive backend runs everywhere")
