@@ -6,15 +6,16 @@ Letters: T tokens, H heads, D head dimension, B sequences of a call; G key-value
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.strands import Rows, strands
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Some rows attend to some rows: causally to themselves, or wholly to others."""
 
     queries: Rows
@@ -45,29 +46,40 @@ class CpuFlash:
         """Neighbours of equal length share a causal call, and neighbours that see the same rows a call to these."""
         found = strands(layout)
         calls = []
-        for _, group in itertools.groupby(found, key=lambda strand: strand.rows.length):
+        for _, group in itertools.groupby((strand.rows for strand in found), key=lambda rows: rows.end - rows.start):
             equal = list(group)
-            rows = Rows(equal[0].rows.start, equal[-1].rows.end)
+            rows = Rows(equal[0].start, equal[-1].end)
             calls.append(Call(rows, rows, len(equal)))
-        below: dict[Rows, list[Rows]] = {}
-        for strand in found:
-            for keys in strand.above:
-                ranges = below.setdefault(keys, [])
-                if ranges and ranges[-1].end == strand.rows.start:
-                    ranges[-1] = Rows(ranges[-1].start, strand.rows.end)
+        below: dict[Rows, list[list[int]]] = {}
+        for (start, end), above in found:
+            for keys in above:
+                ranges = below.setdefault(keys, [[start, start]])
+                if ranges[-1][1] == start:
+                    ranges[-1][1] = end
                 else:
-                    ranges.append(strand.rows)
-        calls += [Call(rows, keys) for keys, ranges in below.items() for rows in ranges]
+                    ranges.append([start, end])
+        calls += [Call(Rows(*rows), keys) for keys, ranges in below.items() for rows in ranges]
         return cls(tuple(calls))
+
+    def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
+        """The only call there is, as torch itself differentiates it: nothing is merged."""
+        (call,) = self.calls
+        q_BHTD, k_BGTD, v_BGTD = call.cut(_widened(q_THD, k_TGD, v_TGD))
+        out_BHTD = F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
+        )
+        return _joined(out_BHTD).to(q_THD.dtype)
 
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention, and the logarithm of each softmax's denominator [T, H]."""
         inputs = _widened(q_THD, k_TGD, v_TGD)
-        if len(self.calls) == 1:
-            out_THD, lse_TH = _attend(self.calls[0], inputs, scale)
-            return out_THD.to(q_THD.dtype), lse_TH
         out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.calls:
@@ -93,17 +105,14 @@ class CpuFlash:
         """Gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
         inputs = _widened(q_THD, k_TGD, v_TGD)
         outputs = (*_widened(grad_out_THD, out_THD), lse_TH)
-        if len(self.calls) == 1:
-            sums = _gradients(self.calls[0], inputs, outputs, scale)
-        else:
-            sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-            for call in self.calls:
-                parts = _gradients(call, inputs, outputs, scale)
-                for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
-                    if call.is_causal:
-                        total[slice(*rows)] = part
-                    else:
-                        total[slice(*rows)] += part
+        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        for call in self.calls:
+            parts = _gradients(call, inputs, outputs, scale)
+            for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
+                if call.is_causal:
+                    total[slice(*rows)] = part
+                else:
+                    total[slice(*rows)] += part
         return [total.to(q_THD.dtype) for total in sums]
 
 

@@ -48,7 +48,10 @@ def attention(
     if layout.num_tokens == 0:
         # The operators do not take nothing; what is empty is connected to all three.
         return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
-    out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
+    flash = prepare(layout, q_THD.device)
+    if isinstance(flash, CpuFlash) and len(flash.calls) == 1:
+        return flash.alone(q_THD, k_TGD, v_TGD, scale)
+    out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)
     return out_THD
 
 

@@ -6,7 +6,6 @@ from: that strand's rows up to the end of the segment where it branches off. A g
 strands: the prompt with its first response, and the others, each of which sees the prompt. Empty segments are in none.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
@@ -24,8 +23,7 @@ class Rows(NamedTuple):
         return self.end - self.start
 
 
-@dataclasses.dataclass(frozen=True)
-class Strand:
+class Strand(NamedTuple):
     """One causal sequence."""
 
     rows: Rows
@@ -46,6 +44,8 @@ def strands(layout: Layout) -> list[Strand]:
     above: list[tuple[Rows, ...]] = []
     # Of each segment, where its children hang: the strand, and the row behind the last one that they see of it.
     tips: list[tuple[int, int] | None] = []
+    # What hangs there sees: the same for all of a prompt's responses.
+    seen_from: dict[tuple[int, int] | None, tuple[Rows, ...]] = {None: ()}
     for start, end, parent in zip(starts, starts[1:], layout.parents, strict=False):
         tip = tips[parent] if parent != ROOT else None
         if start == end:
@@ -55,8 +55,10 @@ def strands(layout: Layout) -> list[Strand]:
             end_rows[tip[0]] = end
             tips.append((tip[0], end))
             continue
-        above.append(() if tip is None else (*above[tip[0]], Rows(first_rows[tip[0]], tip[1])))
+        if tip is not None and tip not in seen_from:
+            seen_from[tip] = (*above[tip[0]], Rows(first_rows[tip[0]], tip[1]))
+        above.append(seen_from[tip])
         tips.append((len(first_rows), end))
         first_rows.append(start)
         end_rows.append(end)
-    return [Strand(Rows(*rows), seen) for *rows, seen in zip(first_rows, end_rows, above, strict=True)]
+    return [Strand(Rows(start, end), seen) for start, end, seen in zip(first_rows, end_rows, above, strict=True)]
