@@ -48,6 +48,28 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How the responses of a group see their prompt."""
+
+    backend: Annotated[
+        Literal["auto", "merge", "gather", "naive"],
+        Option(
+            "What computes shared-prompt attention; auto takes the fastest that can run.",
+            names=("--shared-prompt-backend",),
+            megatron=False,
+        ),
+    ] = "auto"
+    is_shared: Annotated[
+        bool,
+        Option(
+            "Give each response a copy of its prompt: the same numbers from more tokens.",
+            names=("--no-shared-prompt",),
+            megatron=False,
+        ),
+    ] = True
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingConfig:
     """How much is trained, in which portions."""
 
@@ -358,6 +380,7 @@ class Subjects:
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    attention: AttentionConfig = AttentionConfig()
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

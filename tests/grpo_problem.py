@@ -50,6 +50,8 @@ class Trial:
     is_shuffled: bool = False
     """Groups come in another order than their prompts', within each update."""
     roles: str = "fused"
+    attention: str = ""
+    """Its flags."""
 
     def __str__(self) -> str:
         rules = self.rules
@@ -58,6 +60,7 @@ class Trial:
         words += [self.optimizer] if self.optimizer != SGD else []
         words += [self.fault] if self.fault is not None else []
         words += [self.roles] if self.roles != "fused" else []
+        words += [self.attention] if self.attention else []
         return ", ".join(words + ["shuffled"] * self.is_shuffled)
 
     @property
@@ -71,7 +74,7 @@ class Trial:
             f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE} --seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
             f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
             f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
-            f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles}"
+            f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention}"
         )
         if rules.is_corrected:
             words += " --rl-inference-logprobs-is-correction"

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_rl.data.packing import Pack, pack_groups
+from megatron_rl.data.packing import Pack, Tokens, pack_groups, separated
+from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.rollout.wire import GroupPart, Slot, log_probs_of, tokens_of
 
 
@@ -55,14 +56,23 @@ class Batcher:
     multiple_of: int = 1
     """The buffer's length is padded to a multiple of this."""
     vocab_size: int | None = None
+    is_shared: bool = True
+    """Whether the responses of a group share one copy of their prompt."""
+    prepare: Callable[[Layout], object] | None = None
+    """Makes what the attention looks up of a layout, here and not in the first layer."""
 
     def batch(self, slot: Slot) -> Batch:
         """The slot's groups in one pack, in their order."""
         responses = [response for part in slot.parts for response in part.responses]
-        groups = [
+        groups: list[tuple[Tokens, list[Tokens]]] = [
             (tokens_of(part.prompt_tokens), [tokens_of(response.tokens) for response in part.responses])
             for part in slot.parts
         ]
+        pack = pack_groups(
+            groups if self.is_shared else separated(groups), self.multiple_of, vocab_size=self.vocab_size
+        )
+        if self.prepare is not None:
+            self.prepare(pack.layout)
         advantages = [
             self.advantage(np.asarray(part.rewards, dtype=np.float64))[
                 part.first_response : part.first_response + len(part.responses)
@@ -73,7 +83,7 @@ class Batcher:
         return Batch(
             replica=slot.replica,
             index=slot.index,
-            pack=pack_groups(groups, self.multiple_of, vocab_size=self.vocab_size),
+            pack=pack,
             engine_log_probs_N=torch.from_numpy(engine.astype(np.float32)),
             advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
             lengths_S=torch.tensor([len(tokens_of(response.tokens)) for response in responses]),

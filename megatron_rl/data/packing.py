@@ -45,6 +45,11 @@ class Pack:
         )
 
 
+def separated(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[tuple[Tokens, list[Tokens]]]:
+    """Each response in a group of its own, behind its own copy of the prompt."""
+    return [(prompt, [response]) for prompt, responses in groups for response in responses]
+
+
 def pack_groups(
     groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
     multiple_of: int = 1,

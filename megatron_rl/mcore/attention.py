@@ -37,7 +37,7 @@ class SharedPromptAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         architecture: Architecture,
-        backend: str = "naive",
+        backend: str,
         softmax_scale: float | None = None,
         **_: Any,
     ):

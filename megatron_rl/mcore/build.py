@@ -3,6 +3,7 @@
 import datetime
 
 from megatron_rl.config import Settings
+from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.config import packed_config
 from megatron_rl.mcore.model import PackedGPTModel, build_chunks
 from megatron_rl.mcore.session import ParallelSizes, Session
@@ -37,4 +38,5 @@ def model_of(settings: Settings, platform: Platform) -> list[PackedGPTModel]:
         settings.architecture,
         settings.model.make_vocab_size_divisible_by,
         use_transformer_engine=config.transformer_impl != "local" and has_transformer_engine(),
+        attention_backend=backend_of(settings).name,
     )

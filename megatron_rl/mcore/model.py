@@ -87,6 +87,7 @@ def build_chunks(
     architecture: Architecture,
     vocab_divisible_by: int = 128,
     use_transformer_engine: bool = False,
+    attention_backend: str = "naive",
 ) -> list[PackedGPTModel]:
     """This rank's pipeline stages: one, or one for each virtual stage. Weights are allocated, not initialized."""
     num_virtual = config.virtual_pipeline_model_parallel_size
@@ -96,7 +97,9 @@ def build_chunks(
         chunk = PackedGPTModel(
             config,
             architecture,
-            transformer_layer_spec=block_spec(config, architecture, vp_stage, use_transformer_engine),
+            transformer_layer_spec=block_spec(
+                config, architecture, vp_stage, use_transformer_engine, attention_backend
+            ),
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
             ),

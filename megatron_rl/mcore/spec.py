@@ -16,12 +16,16 @@ from megatron_rl.types import Architecture
 
 
 def block_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, use_transformer_engine: bool
+    config: TransformerConfig,
+    architecture: Architecture,
+    vp_stage: int | None,
+    use_transformer_engine: bool,
+    attention_backend: str,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and its final norm."""
     layer, norm = _engine_layer(config) if use_transformer_engine else _local_layer(config)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=SharedPromptAttention, params={"architecture": architecture}
+        module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
     )
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

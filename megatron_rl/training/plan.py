@@ -22,6 +22,8 @@ class Sizes:
     """The most tokens of a prompt."""
     longest_response: int
     """The most tokens of a response."""
+    is_shared: bool
+    """Whether the responses of a group share one copy of their prompt."""
 
     @property
     def plan(self) -> Plan:
@@ -33,7 +35,8 @@ class Sizes:
         group_size, size = self.plan.group_size, self.plan.micro_batch_size
         prompts = self.division.groups_per_unit
         responses = group_size if size >= group_size else size
-        return prompts * (self.longest_prompt + responses * self.longest_response)
+        copies = 1 if self.is_shared else responses
+        return prompts * (copies * self.longest_prompt + responses * self.longest_response)
 
 
 def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
@@ -53,7 +56,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
     division = _divide(settings, num_replicas)
     _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
-    sizes = Sizes(division, longest_prompt, longest_response)
+    sizes = Sizes(division, longest_prompt, longest_response, settings.attention.is_shared)
     most = loop.max_tokens_per_microbatch
     if most is not None and sizes.largest_micro_batch > most:
         raise UsageError(

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import Settings
-from megatron_rl.data.batch import Batcher
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.build import parallel_sizes, session_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.publish import Publisher, SharedMemoryPublisher
@@ -30,6 +29,7 @@ from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Sampling
 from megatron_rl.sidecar import vllm_sender
 from megatron_rl.sidecar.scoring import tokenizer_decoder
+from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
@@ -54,7 +54,7 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
         if is_first:
             # What is wrong with the data shows before an engine is started.
             prompts = _prompts(settings, sizes)
-            for note in (*settings.notes, *prompts.notes):
+            for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.service.endpoint is None:
                 sidecar = OwnSidecar(settings, folder)
@@ -178,19 +178,13 @@ class Run:
         self, division: Division, schedule: Schedule, waiting: Callable[[], contextlib.AbstractContextManager]
     ) -> Rollouts:
         settings, session = self._settings, self._session
-        tensor = settings.transformer.get("tensor_model_parallel_size", 1)
-        batcher = Batcher(
-            ADVANTAGES[settings.algorithm.advantage],
-            multiple_of=tensor if settings.transformer.get("sequence_parallel") else 1,
-            vocab_size=settings.architecture.vocab_size,
-        )
         return Rollouts(
             self._client,
             session,
             self._name,
             division,
             self._sampling(settings.sampling.temperature),
-            batcher,
+            batcher_of(settings, session.device),
             schedule,
             settings.service.deadline_minutes * 60,
             self._prompts,

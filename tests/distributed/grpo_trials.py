@@ -11,11 +11,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES, mean
+from megatron_rl.algorithm.advantages import mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.algorithm.statistics import Statistics, combined
-from megatron_rl.config import Settings
-from megatron_rl.data.batch import Batch, Batcher
+from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import Policy, policy_of
@@ -27,6 +26,7 @@ from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import version_tag
 from megatron_rl.rollout.slots import Division
 from megatron_rl.training import learner
+from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.measures import UpdateOutcome
 from megatron_rl.training.plan import sizes_of
 from tests.distributed.layouts import Model, gather_reduced_shards
@@ -123,7 +123,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     reference = reference_of(settings, session, problem.reference)
     parts = Parts(
         roles_of(settings, session, policy, reference, sizes.plan.num_updates),
-        batcher_of(settings),
+        batcher_of(settings, session.device),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
@@ -140,15 +140,6 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
         Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome)
         for update, outcome in enumerate(learned.updates)
     ]
-
-
-def batcher_of(settings: Settings) -> Batcher:
-    tensor = settings.transformer.get("tensor_model_parallel_size", 1)
-    return Batcher(
-        ADVANTAGES[settings.algorithm.advantage],
-        multiple_of=tensor if settings.transformer.get("sequence_parallel") else 1,
-        vocab_size=settings.architecture.vocab_size,
-    )
 
 
 class Source:

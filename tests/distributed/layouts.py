@@ -129,7 +129,12 @@ def session_of(case: Case, timeout_seconds: int = 60) -> Iterator[Session]:
 
 
 def build(
-    session: Session, case: Case, folder: Path, architecture: Architecture | None = None, **changes: Any
+    session: Session,
+    case: Case,
+    folder: Path,
+    architecture: Architecture | None = None,
+    attention_backend: str = "naive",
+    **changes: Any,
 ) -> Model:
     """The model of a Hugging Face folder, wrapped for training, with its weights loaded."""
     architecture = architecture or read_architecture(folder)
@@ -144,7 +149,7 @@ def build(
         **changes,
     }
     config = packed_config(architecture, overrides, session.platform)
-    chunks = model.build_chunks(config, architecture)
+    chunks = model.build_chunks(config, architecture, attention_backend=attention_backend)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     ddp = DistributedDataParallelConfig(

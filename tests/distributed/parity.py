@@ -80,18 +80,22 @@ def separate_loss(log_probs_N: torch.Tensor, pack: Pack) -> torch.Tensor:
     return (chosen_N * weights_of_tokens(len(chosen_N))).sum()
 
 
-def run_shared_and_separate(case_names: list[str], folder: Path) -> dict[str, tuple[list, list, dict, dict]]:
-    """On each rank: the same responses, behind shared prompts and each behind a copy of its own."""
+def run_shared_and_separate(
+    case_names: list[str], folder: Path, backends: list[str]
+) -> dict[tuple[str, str], tuple[list, list, dict, dict]]:
+    """On each rank: the same responses, behind shared prompts and each behind a copy of its own; these by naive."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for case_name in case_names:
         case = CASES[case_name]
         with session_of(case) as session:
             model = build(session, case, folder)
-            shared = model.forward_backward(shared_packs(case.sizes.tensor), shared_loss)
-            shared_gradients = model.gradients()
-            separate = model.forward_backward(separate_packs(case.sizes.tensor), separate_loss)
-            results[case_name] = (shared, of_responses(separate), shared_gradients, model.gradients())
+            separate = of_responses(model.forward_backward(separate_packs(case.sizes.tensor), separate_loss))
+            separate_gradients = model.gradients()
+            for backend in backends:
+                model = build(session, case, folder, attention_backend=backend)
+                shared = model.forward_backward(shared_packs(case.sizes.tensor), shared_loss)
+                results[case_name, backend] = (shared, separate, model.gradients(), separate_gradients)
     return results
 
 

@@ -18,6 +18,8 @@ LEAST_CLIPPED = 0.05
 # Further than rounding moves a ratio.
 LEAST_MARGIN = 1e-5
 
+# The default is merge, and each prompt once.
+ATTENTIONS = ("--no-shared-prompt", "--shared-prompt-backend gather", "--shared-prompt-backend naive")
 # Micro-batches of a group, of several, of all; of a part of a group, of one response.
 TRIALS = [
     *(Trial("TP2", size) for size in (4, 24, 2)),
@@ -33,6 +35,7 @@ TRIALS = [
     Trial("DP2", 4, optimizer=OVERLAPPED),
     Trial("DP2", 4, optimizer=OVERLAPPED, roles="separate"),
     Trial("PP2", 4, roles="separate"),
+    *(Trial("DP2", 4, attention=flags) for flags in ATTENTIONS),
 ]
 MORE_TRIALS = [
     *(

@@ -5,18 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.errors import UsageError
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Any forest of up to nine segments, empty ones included."""
-    num_segments = draw(st.integers(1, 9))
-    lengths = draw(st.lists(st.integers(0, 6), min_size=num_segments, max_size=num_segments))
-    parents = [draw(st.integers(ROOT, segment - 1)) for segment in range(num_segments)]
-    return Layout(tuple(lengths), tuple(parents))
+from tests.kernels.shared_prompt_cases import layouts
 
 
 def path_rows(layout: Layout, segment: int) -> list[int]:
@@ -105,9 +96,3 @@ def test_a_layout_whose_parents_do_not_come_first_is_refused() -> None:
         Layout((1, 1), (1, ROOT))
     with pytest.raises(ValueError, match="length -1"):
         Layout((-1,), (ROOT,))
-
-
-def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
-    qkv = draw_qkv(1, 1, 1, 8, torch.float32)
-    with pytest.raises(UsageError, match="choose one of naive"):
-        shared_prompt_attention(*qkv, Layout((1,), (ROOT,)), 1.0, backend_name="fast")

@@ -12,6 +12,7 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
+from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.flags import generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
@@ -395,6 +396,12 @@ def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
 def test_gradients_are_reduced_in_float32_with_bf16_unless_a_flag_says_otherwise() -> None:
     assert parse(*DENSE, "--bf16").ddp["grad_reduce_in_fp32"] is True
     assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
+
+
+def test_an_attention_that_cannot_run_is_refused() -> None:
+    assert backend_of(parse(*DENSE)).name == "merge"
+    assert backend_of(parse(*DENSE, "--window-size 15,0")).name == "gather"
+    assert "write gather, or auto" in error(*DENSE, "--window-size 15,0 --shared-prompt-backend merge")
 
 
 def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
     assert sizes_of(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected
 
 
+def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
+    changes = {"training__micro_batch_size": 16, "attention__is_shared": False}
+    assert sizes_of(settings(**changes), 1).largest_micro_batch == 16 * (96 + 32)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

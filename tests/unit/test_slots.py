@@ -12,6 +12,7 @@ from megatron_rl.algorithm.advantages import ADVANTAGES
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.slots import divide
 
@@ -168,3 +169,17 @@ def test_a_part_of_a_group_has_the_advantages_that_the_whole_group_gives_it():
     )
     batch = Batcher(ADVANTAGES["mean"]).batch(msgspec.structs.replace(whole, parts=[part]))
     assert batch.advantages_S.tolist() == [-0.5]
+
+
+def test_without_sharing_each_response_is_behind_a_prompt_of_its_own():
+    pack = Batcher(ADVANTAGES["mean"], is_shared=False).batch(slot()).pack
+    assert pack.num_tokens == 2 * (2 + 3 + 2 + 5)
+    shared = Batcher(ADVANTAGES["mean"]).batch(slot()).pack
+    assert pack.target_tokens_N.tolist() == shared.target_tokens_N.tolist()
+    assert pack.target_sequences_N.tolist() == shared.target_sequences_N.tolist()
+
+
+def test_a_layout_is_prepared_where_the_batch_is_made():
+    prepared: list[Layout] = []
+    batch = Batcher(ADVANTAGES["mean"], prepare=prepared.append).batch(slot())
+    assert prepared[0] is batch.to(torch.device("cpu")).pack.layout

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import UsageError
+from megatron_rl.mcore.backend import backend_of
 
 _TP = "--tensor-model-parallel-size"
 _PP = "--pipeline-model-parallel-size"
@@ -61,6 +62,7 @@ def check(settings: Settings, world_size: int | None) -> None:
     _schedule(settings)
     _checkpoint(settings)
     _platform(settings, layout)
+    backend_of(settings)
 
 
 def _divisors(*numbers: int) -> str:

@@ -1,23 +1,48 @@
 """Attention in which the responses of a group share one copy of their prompt."""
 
-from collections.abc import Callable
+import dataclasses
 
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import naive
+from megatron_rl.ops.shared_prompt import gather, merge, naive
+from megatron_rl.ops.shared_prompt.backend import Backend, Conditions
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
+__all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prompt_attention"]
 
-BACKENDS: dict[str, Backend] = {"naive": naive.attention}
+# The fastest first: docs/attention.md has the times. `auto` takes the first that can run.
+BACKENDS: dict[str, Backend] = {
+    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
+    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
+    "naive": Backend(naive.attention, lambda layout, device: None, lambda conditions: None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The name of a backend that can run, and where `auto` chose it, what is to be said of that."""
+
+    name: str
+    notes: tuple[str, ...] = ()
 
 
 def backend(name: str) -> Backend:
     """The implementation of that name."""
     if name not in BACKENDS:
-        raise UsageError(f"--shared-prompt-backend {name} does not exist: choose one of {', '.join(BACKENDS)}")
+        raise UsageError(f"--shared-prompt-backend {name} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
+
+
+def choose(name: str, conditions: Conditions) -> Choice:
+    """The backend that was asked for, or with `auto` the first that can run; UsageError if it cannot."""
+    if name == "auto":
+        return _first_that_can_run(conditions)
+    refusal = backend(name).refusal(conditions)
+    if refusal is not None:
+        instead = _first_that_can_run(conditions).name
+        raise UsageError(f"--shared-prompt-backend {name} cannot run here ({refusal}): write {instead}, or auto")
+    return Choice(name)
 
 
 def shared_prompt_attention(
@@ -32,4 +57,15 @@ def shared_prompt_attention(
     """Attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"{q_THD.shape[0]} rows in a layout of {layout.num_tokens} tokens: they must be as many")
-    return backend(backend_name)(q_THD, k_TGD, v_TGD, layout, scale, window)
+    return backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
+
+
+def _first_that_can_run(conditions: Conditions) -> Choice:
+    refusals: list[str] = []
+    for name, candidate in BACKENDS.items():
+        refusal = candidate.refusal(conditions)
+        if refusal is None:
+            reason = "".join(f"; not {refused}" for refused in refusals)
+            return Choice(name, (f"--shared-prompt-backend auto takes {name}{reason}",))
+        refusals.append(f"{name}: {refusal}")
+    raise AssertionError("the naive backend runs everywhere")

@@ -8,11 +8,14 @@ the chain, as if each leaf's path stood alone.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 ROOT = -1
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Layout:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     """The index of each segment's parent, always a smaller one; ROOT for none."""
+    _kept: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.parents):
@@ -42,6 +46,13 @@ class Layout:
             lengths += [prompt_length, *response_lengths]
             parents += [ROOT] + [prompt] * len(response_lengths)
         return cls(tuple(lengths), tuple(parents))
+
+    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
+        """`make(layout, *arguments)`, made at the first call and kept: every layer of every pass asks for the same."""
+        key = (make, *arguments)
+        if key not in self._kept:
+            self._kept[key] = make(self, *arguments)
+        return cast(T, self._kept[key])
 
     @property
     def num_segments(self) -> int:

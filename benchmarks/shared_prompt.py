@@ -1,0 +1,173 @@
+"""Attention over a shared prompt on one core, and a whole training step with it, against prompts that are duplicated.
+
+Attention, forward and backward, with 8 heads of 64 in fp32: a group of K responses of R tokens behind one prompt of P,
+against the K whole sequences in torch's own attention, one by one and as a batch, whichever is faster. The step is that
+of a Qwen3 of 10 M parameters with one group of 512/64/8, from slot to update, against the faster of --no-shared-prompt
+and Megatron's own model with a plain batch. All of a row takes turns; each ratio is the median over rounds.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks import report, shared_prompt_step
+from megatron_rl.data.packing import pack_groups, separated
+from megatron_rl.ops.shared_prompt import Conditions, backend, choose
+from megatron_rl.ops.shared_prompt.layout import Layout
+from tests.ranks import run_ranks
+
+NUM_HEADS, HEAD_DIM = 8, 64
+GRID = [(p, r, k) for p in (64, 256, 1024) for r in (64, 512) for k in (1, 4, 16)]
+RAGGED = [(64, 512, 4), (256, 512, 16), (1024, 512, 4)]
+NAMED = [(512, 64, 8), (2048, 64, 8)]
+STEP = (512, 64, 8)
+# What a row may take, and the fewest and most of its rounds.
+SECONDS, FEWEST, MOST = 2.0, 3, 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A prompt's length and its responses' lengths."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @classmethod
+    def even(cls, prompt: int, response: int, num_responses: int) -> "Group":
+        return cls(prompt, (response,) * num_responses)
+
+    @classmethod
+    def ragged(cls, prompt: int, longest: int, num_responses: int) -> "Group":
+        """Any lengths up to the longest."""
+        draw = np.random.default_rng(prompt + num_responses)
+        return cls(prompt, tuple(draw.integers(1, longest + 1, num_responses).tolist()))
+
+    @property
+    def sequences(self) -> list[int]:
+        """The lengths of prompt and response together."""
+        return [self.prompt + response for response in self.responses]
+
+    def saving(self) -> float:
+        """The formula: tokens that are not computed, over those of the duplicated sequences."""
+        return 1 - (self.prompt + sum(self.responses)) / sum(self.sequences)
+
+    def measured_saving(self) -> float:
+        """The same of packs."""
+        groups = [([0] * self.prompt, [[0] * length for length in self.responses])]
+        return 1 - pack_groups(groups).num_tokens / pack_groups(separated(groups)).num_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step-rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    report.table("what a layout takes", {"64 groups of 16, with its calls": layout_times()}, "ms")
+    named = {"/".join(map(str, shape)): Group.even(*shape) for shape in NAMED}
+    grid = {"/".join(map(str, shape)): Group.even(*shape) for shape in GRID}
+    grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
+    speedups = {name: compare(group) for name, group in {**named, **grid}.items()}
+    report.table("attention: duplicated / shared, P/R/K", speedups, "")
+    step = run_ranks(shared_prompt_step.times, 1, *STEP, arguments.step_rounds, timeout=400)[0]
+    report.table("training step", step, "s")
+    step_speedups = ratios(step, "shared prompt")
+    report.table("ratio", {"duplicated / shared prompt": step_speedups}, "")
+    medians = {name: statistics.median(values) for name, values in speedups.items()}
+    groups = [*named.values(), *grid.values()]
+    report.finish(
+        {
+            "speedup_512_64_8": medians["512/64/8"],
+            "speedup_2048_64_8": medians["2048/64/8"],
+            "worst_of_grid": min(medians[name] for name in grid),
+            "step_speedup_512_64_8": statistics.median(step_speedups),
+            "token_saving_error": max(abs(group.measured_saving() - group.saving()) for group in groups),
+        }
+    )
+
+
+def layout_times() -> list[float]:
+    """Milliseconds that a large micro-batch's layout takes, with everything that attention looks up of it."""
+    groups = [Group.ragged(512 + number, 256, 16) for number in range(64)]
+    prepare = backend(choose("auto", Conditions("cpu", torch.float32)).name).prepare
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        layout = Layout.of_groups([(group.prompt, group.responses) for group in groups])
+        prepare(layout, torch.device("cpu"))
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def compare(group: Group) -> list[float]:
+    """How many times faster the shared prompt is, round by round."""
+    layout = Layout.of_groups([(group.prompt, group.responses)])
+    attention = backend(choose("auto", Conditions("cpu", torch.float32)).name).attention
+    ways = {
+        "shared": Way(layout.num_tokens, lambda q, k, v: attention(q, k, v, layout, HEAD_DIM**-0.5, None)),
+        "looped": Way(sum(group.sequences), lambda q, k, v: one_by_one(q, k, v, group.sequences)),
+        "batched": Way(
+            len(group.sequences) * max(group.sequences), lambda q, k, v: as_a_batch(q, k, v, len(group.sequences))
+        ),
+    }
+    return ratios(taking_turns({name: way.run for name, way in ways.items()}), "shared")
+
+
+class Way:
+    """One way of computing it, on tensors of its own."""
+
+    def __init__(self, num_tokens: int, attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]):
+        self._attention = attention
+        shape = (num_tokens, NUM_HEADS, HEAD_DIM)
+        self._inputs = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        self._grad_out_THD = torch.randn(shape)
+
+    def run(self) -> None:
+        for tensor in self._inputs:
+            tensor.grad = None
+        self._attention(*self._inputs).backward(self._grad_out_THD)
+
+
+def one_by_one(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Each sequence in a call."""
+    parts = zip(*(tensor.split(lengths) for tensor in (q_THD, k_THD, v_THD)), strict=True)
+    return torch.cat([as_a_batch(*part, 1) for part in parts])
+
+
+def as_a_batch(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """All in one call; shorter ones are padded at their end, which no other row sees."""
+    cut = (tensor.unflatten(0, (num_sequences, -1)).transpose(1, 2) for tensor in (q_THD, k_THD, v_THD))
+    return F.scaled_dot_product_attention(*cut, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+
+def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Seconds of each, as many rounds as the time allows."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    num_rounds = MOST
+    while len(times["shared"]) < num_rounds + 1:
+        for name, run in ways.items():
+            start = time.process_time()
+            run()
+            times[name].append(time.process_time() - start)
+        num_rounds = max(FEWEST, min(MOST, int(SECONDS / sum(values[-1] for values in times.values()))))
+    # The first round prepares what the others find ready.
+    return {name: values[1:] for name, values in times.items()}
+
+
+def ratios(times: Mapping[str, Sequence[float]], shared: str) -> list[float]:
+    """The faster of the others over the shared prompt, round by round."""
+    others = [values for name, values in times.items() if name != shared]
+    best = min(others, key=statistics.median)
+    return [a / b for a, b in zip(best, times[shared], strict=True)]
+
+
+if __name__ == "__main__":
+    # Under its importable name, where the ranks find the function they run.
+    from benchmarks.shared_prompt import main as importable_main
+
+    importable_main()

@@ -1,0 +1,177 @@
+"""A training step of a small Qwen3 on one group, from slot to update, in three ways that learn the same.
+
+Letters: B sequences, S tokens of the longest.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from benchmarks import checkpoints
+from megatron_rl.config import Settings
+from megatron_rl.rollout import wire
+from megatron_rl.types import Architecture
+
+if TYPE_CHECKING:
+    from megatron_rl.mcore.session import Session
+
+ARCHITECTURE = Architecture(
+    family="qwen3", num_layers=8, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8, num_query_groups=4,
+    kv_channels=64, vocab_size=8192, max_position_embeddings=4096, tied_embeddings=True, qk_layernorm=True,
+)  # fmt: skip
+FLAGS = (
+    "--platform cpu --train-iters 1000 --lr 1e-5 --lr-decay-style constant --grpo-prompts-per-step 1 "
+    "--grpo-group-size {k} --micro-batch-size {k} --seq-length {length} --rollout-max-tokens {r}"
+)
+
+
+def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, in turns, on one thread."""
+    from megatron_rl import arguments
+    from megatron_rl.mcore.build import session_of
+
+    torch.set_num_threads(1)
+    slot = draw_slot(prompt, response, num_responses)
+    words = FLAGS.format(k=num_responses, r=response, length=prompt + response)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        checkpoints.make(model, ARCHITECTURE)
+        parse = [*words.split(), "--hf-model", str(model)]
+        shared, separate = arguments.parse(parse), arguments.parse([*parse, "--no-shared-prompt"])
+        with session_of(shared) as session:
+            ways = {
+                "shared prompt": our_step(shared, session, slot),
+                "--no-shared-prompt": our_step(separate, session, slot),
+                "Megatron's model, a batch": megatrons_step(shared, session, slot),
+            }
+            measured: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(rounds + 1):
+                for name, step in ways.items():
+                    start = time.perf_counter()
+                    step()
+                    measured[name].append(time.perf_counter() - start)
+    # The first round prepares what the others find ready.
+    return {name: values[1:] for name, values in measured.items()}
+
+
+def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
+    """One group of random tokens and rewards."""
+    draw = np.random.default_rng(0)
+    responses = [
+        wire.Response(
+            tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
+            log_probs=wire.log_prob_bytes(np.full(response, -9.0)),
+            finish_reason="stop",
+            seed=number,
+            engine="0",
+            spans=[wire.Span(version="1", start=0, end=response)],
+            fingerprint="weights",
+            reward=float(number % 2),
+        )
+        for number in range(num_responses)
+    ]
+    part = wire.GroupPart(
+        prompt_index=0, row="row", first_response=0, responses=responses,
+        prompt_tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
+        rewards=[one.reward for one in responses],
+    )  # fmt: skip
+    return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
+
+
+def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
+    """As a run makes it."""
+    from megatron_rl.algorithm.objective import Objective
+    from megatron_rl.data.slots import Identity, IterationSlots
+    from megatron_rl.mcore.policy import policy_of
+    from megatron_rl.mcore.tri_model import roles_of
+    from megatron_rl.training.batches import batcher_of
+    from megatron_rl.training.learner import Learner
+    from megatron_rl.training.plan import sizes_of
+
+    sizes = sizes_of(settings, 1)
+    policy = policy_of(settings, session, settings.training.train_iters)
+    roles = roles_of(settings, session, policy, None, 1)
+    learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
+    batcher = batcher_of(settings, session.device)
+    identity = Identity(slot.run, slot.version, slot.fingerprint)
+
+    def step() -> None:
+        slots = IterationSlots(lambda index: slot, batcher, sizes.division, identity, session.device)
+        learner.learn(slots, reference_is_policy=False)
+        slots.close()
+
+    return step
+
+
+def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
+    """megatron-core's own GPTModel on whole sequences in a batch, with the same optimizer; it computes all logits."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_rl.mcore import runner
+    from megatron_rl.mcore.config import packed_config
+    from megatron_rl.mcore.model import wrap
+    from megatron_rl.mcore.optimizer import apply_update, ddp_config_of, optimizer_of, schedule_of
+
+    config = packed_config(ARCHITECTURE, settings.transformer, session.platform)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=ARCHITECTURE.vocab_size,
+        max_sequence_length=ARCHITECTURE.max_position_embeddings,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        rotary_base=int(ARCHITECTURE.rope.base),
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    wrapped = wrap([model], config, ddp_config_of(settings))
+    optimizer = optimizer_of(settings, wrapped)
+    schedule = schedule_of(settings, optimizer, settings.training.train_iters)
+    batch = Sequences.of(slot)
+
+    def compute(chunk: torch.nn.Module, micro_batch: Sequences) -> tuple[torch.Tensor, Callable]:
+        losses_BS = chunk(
+            micro_batch.tokens_BS, micro_batch.positions_BS, micro_batch.hidden_11SS, labels=micro_batch.labels_BS
+        )
+        return losses_BS, lambda losses_BS: (losses_BS * micro_batch.weights_BS).sum()
+
+    def step() -> None:
+        runner.train(wrapped, [batch], compute)
+        apply_update(optimizer, schedule, wrapped, 1.0 / batch.weights_BS.count_nonzero().item())
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Prompt and response together, one a row, all of one length."""
+
+    tokens_BS: torch.Tensor
+    positions_BS: torch.Tensor
+    hidden_11SS: torch.Tensor
+    labels_BS: torch.Tensor
+    weights_BS: torch.Tensor
+
+    @classmethod
+    def of(cls, slot: wire.Slot) -> "Sequences":
+        (part,) = slot.parts
+        prompt = wire.tokens_of(part.prompt_tokens)
+        rows = [np.concatenate([prompt, wire.tokens_of(response.tokens)]) for response in part.responses]
+        tokens_BS = torch.from_numpy(np.stack(rows).astype(np.int64))
+        length = tokens_BS.shape[1]
+        advantages_B1 = torch.tensor(part.rewards)[:, None] - float(np.mean(part.rewards))
+        predicts_a_response = (torch.arange(length) >= len(prompt) - 1) & (torch.arange(length) < length - 1)
+        return cls(
+            tokens_BS,
+            torch.arange(length).expand_as(tokens_BS),
+            torch.ones(length, length, dtype=torch.bool).triu(1)[None, None],
+            tokens_BS.roll(-1, dims=1),
+            advantages_B1 * predicts_a_response,
+        )

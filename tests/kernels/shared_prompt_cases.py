@@ -1,0 +1,84 @@
+"""What the tests of shared-prompt attention draw, and the dense definition in float64 that they compare with.
+
+Letters: T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+import dataclasses
+
+import torch
+from hypothesis import strategies as st
+
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backend import Attention
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+
+NAMES = ("out", "queries", "keys", "values")
+
+RAGGED = Layout.of_groups([(70, [33, 0, 64, 64, 5]), (0, [40, 17]), (31, [1]), (19, [])])
+# Turns of a conversation, each with several answers, and one turn that goes on behind another's answers.
+BRANCHED = Layout(
+    (40, 9, 21, 21, 14, 33, 0, 12, 50, 7, 30),
+    (ROOT, 0, 1, 1, 0, 4, 4, 6, ROOT, 2, 8),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any forest of up to nine segments, empty ones included."""
+    num_segments = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=num_segments, max_size=num_segments))
+    parents = [draw(st.integers(ROOT, segment - 1)) for segment in range(num_segments)]
+    return Layout(tuple(lengths), tuple(parents))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs, rounded to a precision, and the gradient of the output."""
+
+    layout: Layout
+    q_THD: torch.Tensor
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    grad_out_THD: torch.Tensor
+    scale: float
+    window: int | None = None
+
+    @classmethod
+    def draw(
+        cls,
+        layout: Layout,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype = torch.float64,
+        window: int | None = None,
+    ) -> "Case":
+        """Query heads and key-value heads; the same numbers at each call."""
+        generator = torch.Generator().manual_seed(layout.num_tokens)
+        tensors = [
+            torch.randn(layout.num_tokens, num, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+            for num in (heads[0], heads[1], heads[1], heads[0])
+        ]
+        return cls(layout, *tensors, scale=head_dim**-0.5, window=window)
+
+    def run(self, attention: Attention, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """The output and all gradients, computed in that precision."""
+        dtype = dtype or self.q_THD.dtype
+        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in (self.q_THD, self.k_TGD, self.v_TGD)]
+        out_THD = attention(*inputs, self.layout, self.scale, self.window)
+        assert out_THD.dtype == dtype
+        out_THD.backward(self.grad_out_THD.to(dtype))
+        gradients = [tensor.grad for tensor in inputs]
+        assert all(gradient is not None and gradient.dtype == dtype for gradient in gradients)
+        return [out_THD.detach(), *gradients]
+
+    def exact(self) -> list[torch.Tensor]:
+        """The same by the definition, in float64."""
+        return self.run(BACKENDS["naive"].attention, torch.float64)
+
+
+def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
+    """The largest of each tensor."""
+    return {
+        name: (one.double() - other).abs().max().item() if other.numel() else 0.0
+        for name, one, other in zip(NAMES, found, exact, strict=True)
+    }

@@ -1,0 +1,127 @@
+"""Every backend against the dense definition in float64, forward and all gradients."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.ops.shared_prompt import BACKENDS, backend, flash_cpu, merge
+from megatron_rl.ops.shared_prompt.flash_cpu import Call, CpuFlash
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.ops.shared_prompt.strands import strands
+from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors, layouts
+
+FAST = [name for name in BACKENDS if name != "naive"]
+WINDOWED = ["gather"]
+SHAPES = list(itertools.product((RAGGED, BRANCHED), ((4, 4), (4, 2), (4, 1)), (64, 96, 128, 256)))
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=80, deadline=None)
+@given(layout=layouts(), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
+def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: tuple[int, int]) -> None:
+    case = Case.draw(layout, heads, head_dim=8)
+    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), heads=st.sampled_from([(4, 2), (2, 2)]), window=st.integers(1, 9))
+def test_a_window_hides_what_is_further_away(name: str, layout: Layout, heads: tuple[int, int], window: int) -> None:
+    case = Case.draw(layout, heads, head_dim=8, window=window)
+    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fp32_is_as_near_as_torchs_exponential(name: str) -> None:
+    # Its flash operators take one that is exact to 20 units in the last place: 2.4e-6.
+    for layout, heads, head_dim in SHAPES:
+        case = Case.draw(layout, heads, head_dim, torch.float32)
+        exact = case.exact()
+        largest = dict(zip(NAMES, (tensor.abs().max().item() for tensor in exact), strict=True))
+        for tensor, error in errors(case.run(backend(name).attention), exact).items():
+            assert error <= 2.4e-6 * largest[tensor], (tensor, heads, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FAST)
+def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision(name: str, dtype: torch.dtype) -> None:
+    for layout, heads, head_dim in SHAPES:
+        case = Case.draw(layout, heads, head_dim, dtype)
+        exact = case.exact()
+        naive = errors(case.run(BACKENDS["naive"].attention), exact)
+        for tensor, error in errors(case.run(backend(name).attention), exact).items():
+            assert error <= 2 * naive[tensor], (tensor, heads, head_dim, error, naive[tensor])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_inputs_and_gradients_may_lie_in_memory_as_views_do(name: str) -> None:
+    case = Case.draw(RAGGED, (4, 4), head_dim=16)
+    # As the three are cut from one product, and as the gradient of a sum is one number.
+    mixed = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
+    backend(name).attention(*mixed.unbind(-1), case.layout, case.scale, None).sum().backward()
+    plain = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
+    BACKENDS["naive"].attention(*plain.unbind(-1), case.layout, case.scale, None).sum().backward()
+    torch.testing.assert_close(mixed.grad, plain.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_two_threads_give_the_same_bits_every_time(name: str) -> None:
+    case = Case.draw(Layout.of_groups([(200, [64, 64, 90, 70]), (130, [64, 50])]), (8, 4), 64, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = case.run(backend(name).attention)
+        for _ in range(5):
+            again = case.run(backend(name).attention)
+            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_gradients = flash_cpu._gradients
+
+    def of_its_own_results(
+        call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+    ) -> list[torch.Tensor]:
+        grad_out_THD, *merged = outputs
+        own = [tensor.clone() for tensor in merged]
+        for tensor, part in zip(own, flash_cpu._attend(call, inputs, scale), strict=True):
+            tensor[slice(*call.queries)] = part
+        return true_gradients(call, inputs, (grad_out_THD, *own), scale)
+
+    monkeypatch.setattr(flash_cpu, "_gradients", of_its_own_results)
+    case = Case.draw(RAGGED, (4, 2), head_dim=16)
+    found = errors(case.run(merge.attention), case.exact())
+    assert found["out"] <= 1e-12
+    assert min(found[name] for name in ("queries", "keys", "values")) >= 1e-1
+
+
+@given(layouts())
+def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> None:
+    found = strands(layout)
+    assert [row for strand in found for row in range(*strand.rows)] == list(range(layout.num_tokens))
+    visible = layout.visible()
+    for strand in found:
+        above = [row for rows in strand.above for row in range(*rows)]
+        for row in range(*strand.rows):
+            assert sorted([*above, *range(strand.rows.start, row + 1)]) == visible[row].nonzero()[0].tolist()
+        assert layout.positions[[*above, *range(*strand.rows)]].tolist() == list(range(strand.num_keys))
+
+
+def test_a_group_is_three_calls_and_a_chain_is_one() -> None:
+    group = CpuFlash.of(Layout.of_groups([(512, [64] * 8)]))
+    assert [(call.num_sequences, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
+    chain = CpuFlash.of(Layout((5, 0, 3, 4), (ROOT, 0, 1, 2)))
+    assert [(call.queries, call.num_sequences) for call in chain.calls] == [((0, 12), 1)]
+
+
+def test_what_is_made_of_a_layout_is_made_once() -> None:
+    layout = Layout.of_groups([(5, [3, 2])])
+    for name in FAST:
+        prepare = backend(name).prepare
+        assert prepare(layout, torch.device("cpu")) is prepare(layout, torch.device("cpu"))

@@ -1,0 +1,57 @@
+"""What torch's varlen operators are called with, tried with stand-ins for them: no machine of the tests has CUDA."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.ops.shared_prompt import BACKENDS, flash_varlen, gather, merge
+from megatron_rl.ops.shared_prompt.flash_varlen import VarlenFlash
+from megatron_rl.ops.shared_prompt.layout import Layout
+from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
+from tests.kernels.varlen_flash import VarlenFlashOperators
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> VarlenFlashOperators:
+    stand_in = VarlenFlashOperators()
+    monkeypatch.setattr(flash_varlen, "OPERATORS", stand_in)
+    monkeypatch.setattr(merge, "prepare", VarlenFlash.of)
+    return stand_in
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", [RAGGED, BRANCHED], ids=["ragged", "branched"])
+def test_merging_varlen_calls_is_as_near_as_the_definition(
+    operators: VarlenFlashOperators, layout: Layout, dtype: torch.dtype
+) -> None:
+    case = Case.draw(layout, (4, 2), 64, dtype)
+    exact = case.exact()
+    naive = errors(case.run(BACKENDS["naive"].attention), exact)
+    for tensor, error in errors(case.run(merge.attention), exact).items():
+        assert error <= 2 * naive[tensor], tensor
+
+
+def test_groups_are_two_calls_whatever_their_number(operators: VarlenFlashOperators) -> None:
+    layout = Layout.of_groups([(20, [5, 9, 4])] * 3)
+    Case.draw(layout, (2, 2), 8, torch.bfloat16).run(merge.attention)
+    assert operators.num_calls == 2
+
+
+def test_gathered_keys_are_one_causal_call_with_the_window_as_torch_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def varlen_attn(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        calls.append(dict(zip(("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k"), arguments, strict=True)) | keywords)
+        return arguments[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    case = Case.draw(Layout.of_groups([(20, [5, 9, 4])]), (4, 2), 8, torch.bfloat16)
+    gathered = gather.prepare(case.layout, torch.device("cpu"))
+    k_NGD = case.k_TGD.index_select(0, gathered.rows_N)
+    for window, expected in ((None, (-1, 0)), (7, (6, 0))):
+        gather._in_one_call(case.q_THD, k_NGD, k_NGD, gathered, 0.3, window)
+        assert calls[-1]["window_size"] == expected
+    assert calls[0]["cu_q"].tolist() == [0, 25, 34, 38]
+    assert calls[0]["cu_k"].tolist() == [0, 25, 25 + 29, 25 + 29 + 24]
+    assert (calls[0]["max_q"], calls[0]["max_k"], calls[0]["enable_gqa"], calls[0]["scale"]) == (25, 29, True, 0.3)

@@ -1,0 +1,56 @@
+"""Which backend of shared-prompt attention a run gets, and what is said when it cannot have the one it asked for."""
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from megatron_rl.config import AttentionConfig
+from megatron_rl.errors import UsageError
+from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose
+
+CPU = Conditions("cpu", torch.float32)
+CUDA = Conditions("cuda", torch.bfloat16)
+
+
+def test_the_flag_offers_auto_and_every_backend() -> None:
+    assert get_args(get_type_hints(AttentionConfig)["backend"]) == ("auto", *BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "name"),
+    [
+        (CPU, "merge"),
+        (dataclasses.replace(CPU, window=4), "gather"),
+        (dataclasses.replace(CPU, dtype=torch.bfloat16), "merge"),
+        (CUDA, "merge"),
+        (dataclasses.replace(CUDA, window=4), "gather"),
+        (dataclasses.replace(CUDA, dtype=torch.float32), "gather"),
+        (Conditions("npu", torch.bfloat16), "naive"),
+    ],
+)
+def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, name: str) -> None:
+    choice = choose("auto", conditions)
+    assert choice.name == name
+    (note,) = choice.notes
+    assert note.startswith(f"--shared-prompt-backend auto takes {name}")
+    for other in list(BACKENDS)[: list(BACKENDS).index(name)]:
+        assert f"not {other}: {BACKENDS[other].refusal(conditions)}" in note
+
+
+def test_a_backend_that_was_asked_for_is_taken() -> None:
+    for name in BACKENDS:
+        assert choose(name, CPU) == Choice(name)
+
+
+def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
+    with pytest.raises(UsageError, match=r"merge cannot run here \(it has no sliding window\): write gather, or auto"):
+        choose("merge", dataclasses.replace(CPU, window=4))
+    with pytest.raises(UsageError, match="on CUDA it needs --bf16 or --fp16"):
+        choose("merge", Conditions("cuda", torch.float32))
+
+
+def test_an_unknown_one_is_an_error_that_names_the_others() -> None:
+    with pytest.raises(UsageError, match="choose one of auto, merge, gather, naive"):
+        choose("fast", CPU)
