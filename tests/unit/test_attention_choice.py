@@ -27,7 +27,9 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
         (CUDA, "merge"),
         (dataclasses.replace(CUDA, window=4), "gather"),
         (dataclasses.replace(CUDA, dtype=torch.float32), "gather"),
-        (Conditions("npu", torch.bfloat16), "naive"),
+        (Conditions("npu", torch.bfloat16), "merge"),
+        (Conditions("npu", torch.bfloat16, window=4), "naive"),
+        (Conditions("npu", torch.float32), "naive"),
     ],
 )
 def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, name: str) -> None:
@@ -47,7 +49,7 @@ def test_a_backend_that_was_asked_for_is_taken() -> None:
 def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
     with pytest.raises(UsageError, match=r"merge cannot run here \(it has no sliding window\): write gather, or auto"):
         choose("merge", dataclasses.replace(CPU, window=4))
-    with pytest.raises(UsageError, match="on CUDA it needs --bf16 or --fp16"):
+    with pytest.raises(UsageError, match="on cuda it needs --bf16 or --fp16"):
         choose("merge", Conditions("cuda", torch.float32))
 
 

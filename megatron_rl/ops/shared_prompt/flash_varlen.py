@@ -1,4 +1,4 @@
-"""The calls that a layout comes to on CUDA, and torch's flash operators for sequences of varying length.
+"""The calls that a layout comes to on accelerators, and torch's flash operators for sequences of varying length.
 
 All strands are one causal call. The first ranges above them are another, the second ranges a third, and so on: in each
 of these a row is at most once.
@@ -7,6 +7,8 @@ Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +24,27 @@ class Sequences:
     """Where sequences begin in a buffer, and behind the last one its length."""
 
     offsets_S: torch.Tensor
+    ends: list[int]
+    """The same without the first, on the host."""
     longest: int
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Sequences":
         """Sequences of those lengths, one behind the other."""
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        return cls(torch.from_numpy(offsets).to(device), max(lengths, default=0))
+        return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
+
+    @property
+    def num_rows(self) -> int:
+        """The length of the buffer."""
+        return self.ends[-1] if self.ends else 0
+
+
+class Kernels(NamedTuple):
+    """What computes a call: `attend` and `gradients` as below."""
+
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    gradients: Callable[..., list[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +63,11 @@ class VarlenFlash:
 
     strands: Sequences
     levels: tuple[Level, ...]
+    kernels: Kernels
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> "VarlenFlash":
-        """With its index tensors on the device."""
+    def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
+        """With its index tensors on the device; torch's own operators if no others are given."""
         found = strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
@@ -68,13 +85,13 @@ class VarlenFlash:
                     Sequences.of([rows.length for rows in below], device),
                 )
             )
-        return cls(Sequences.of([strand.rows.length for strand in found], device), tuple(levels))
+        return cls(Sequences.of([strand.rows.length for strand in found], device), tuple(levels), kernels or TORCH)
 
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention, and the logarithm of each softmax's denominator [H, T]."""
-        out_THD, lse_HT = _attend(q_THD, k_TGD, v_TGD, self.strands, self.strands, True, scale)
+        out_THD, lse_HT = self.kernels.attend(q_THD, k_TGD, v_TGD, self.strands, self.strands, True, scale)
         if not self.levels:
             return out_THD, lse_HT
         wide_THD = out_THD.float()
@@ -82,7 +99,7 @@ class VarlenFlash:
             rows_N = level.query_rows_N
             q_NHD = q_THD.index_select(0, rows_N)
             k_MGD, v_MGD = (tensor.index_select(0, level.key_rows_M) for tensor in (k_TGD, v_TGD))
-            more_NHD, more_lse_HN = _attend(q_NHD, k_MGD, v_MGD, level.queries, level.keys, False, scale)
+            more_NHD, more_lse_HN = self.kernels.attend(q_NHD, k_MGD, v_MGD, level.queries, level.keys, False, scale)
             before_HN = lse_HT.index_select(1, rows_N)
             share_NH1 = torch.sigmoid(more_lse_HN - before_HN).T.unsqueeze(-1)
             merged_NHD = torch.lerp(wide_THD.index_select(0, rows_N), more_NHD.float(), share_NH1)
@@ -102,13 +119,13 @@ class VarlenFlash:
     ) -> list[torch.Tensor]:
         """Gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged ones."""
         inputs = (q_THD, k_TGD, v_TGD)
-        parts = _gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
+        parts = self.kernels.gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
         if not self.levels:
             return parts
         sums = [part.float() for part in parts]
         for level in self.levels:
             rows_N, keys_M = level.query_rows_N, level.key_rows_M
-            parts = _gradients(
+            parts = self.kernels.gradients(
                 grad_out_THD.index_select(0, rows_N),
                 q_THD.index_select(0, rows_N),
                 k_TGD.index_select(0, keys_M),
@@ -126,7 +143,7 @@ class VarlenFlash:
         return [total.to(q_THD.dtype) for total in sums]
 
 
-def _attend(
+def attend(
     q_NHD: torch.Tensor,
     k_MGD: torch.Tensor,
     v_MGD: torch.Tensor,
@@ -135,6 +152,7 @@ def _attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithm of each softmax's denominator [H, N]."""
     out_NHD, lse_HN, *_ = OPERATORS._flash_attention_forward(
         q_NHD,
         k_MGD,
@@ -151,7 +169,7 @@ def _attend(
     return out_NHD, lse_HN
 
 
-def _gradients(
+def gradients(
     grad_out_NHD: torch.Tensor,
     q_NHD: torch.Tensor,
     k_MGD: torch.Tensor,
@@ -163,9 +181,10 @@ def _gradients(
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values."""
     # The state of random numbers is that of the dropout, of which there is none.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
-    gradients = OPERATORS._flash_attention_backward(
+    found = OPERATORS._flash_attention_backward(
         grad_out_NHD,
         q_NHD,
         k_MGD,
@@ -182,7 +201,10 @@ def _gradients(
         torch.empty(0, device=q_NHD.device),
         scale=scale,
     )
-    return list(gradients)
+    return list(found)
+
+
+TORCH = Kernels(attend, gradients)
 
 
 def _indices(ranges: list[Rows], device: torch.device) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Shared-prompt attention by torch's public functions: each strand's keys are gathered, and it attends as if alone.
+"""Shared-prompt attention by public functions alone: each strand's keys are gathered, and it attends as if alone.
 
-A strand's rows are the last ones of its keys, so the diagonal of its causal mask ends at the bottom right. On CUDA, in
-half precision, all strands are one call for sequences of varying length; elsewhere each strand is a call with a mask.
+A strand's rows are the last ones of its keys, so the diagonal of its causal mask ends at the bottom right. On an
+accelerator, in half precision, all strands are one call for sequences of varying length; elsewhere each strand is a
+call with a mask.
 
 Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query heads, G key-value heads, D head dimension.
 """
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.ops.shared_prompt import flash_npu
 from megatron_rl.ops.shared_prompt.backend import Conditions
 from megatron_rl.ops.shared_prompt.flash_varlen import Sequences
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -45,9 +47,13 @@ class Gathered:
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Neither of the two ways was written for anything but the CPU and CUDA."""
-    if conditions.device not in ("cpu", "cuda"):
+    """Of the ways below, the NPU's takes no window, and half precision alone."""
+    if conditions.device not in ("cpu", "cuda", "npu"):
         return f"it is not known to work on {conditions.device}"
+    if conditions.device == "npu" and conditions.window is not None:
+        return "on npu it has no sliding window"
+    if conditions.device == "npu" and not conditions.is_half:
+        return "on npu it needs --bf16 or --fp16"
     return None
 
 
@@ -70,6 +76,8 @@ def attention(
         return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
     gathered = prepare(layout, q_THD.device)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
+    if q_THD.device.type == "npu":
+        return _in_one_call_of_npu(q_THD, k_NGD, v_NGD, gathered, scale)
     if q_THD.is_cuda and q_THD.dtype in (torch.float16, torch.bfloat16):
         return _in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
     # In fp32 at least: on the CPU, in half precision, torch rounds sums over queries after each block of them.
@@ -102,6 +110,14 @@ def _in_one_call(
         enable_gqa=q_THD.shape[1] != k_NGD.shape[1],
     )
     assert isinstance(out_THD, torch.Tensor)
+    return out_THD
+
+
+def _in_one_call_of_npu(
+    q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, gathered: Gathered, scale: float
+) -> torch.Tensor:
+    # torch_npu differentiates its operator itself.
+    out_THD, _ = flash_npu.attend(q_THD, k_NGD, v_NGD, gathered.queries, gathered.keys, True, scale)
     return out_THD
 
 

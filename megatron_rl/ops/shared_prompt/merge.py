@@ -1,4 +1,4 @@
-"""Shared-prompt attention by torch's own flash operators: some calls, whose results are merged.
+"""Shared-prompt attention by flash operators, torch's own or torch_npu's: some calls, whose results are merged.
 
 Each strand attends to itself causally, and wholly to each range above it. A row's results are averaged by their shares
 of the whole softmax's denominator. With the merged results and the merged denominator in the place of its own, a call's
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.shared_prompt import flash_npu
 from megatron_rl.ops.shared_prompt.backend import Conditions
 from megatron_rl.ops.shared_prompt.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.flash_varlen import VarlenFlash
@@ -18,13 +19,13 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """The operators take no window that begins above a strand, and on CUDA only half precision."""
+    """The operators take no window that begins above a strand; on accelerators they are for half precision."""
     if conditions.window is not None:
         return "it has no sliding window"
-    if conditions.device not in ("cpu", "cuda"):
-        return f"torch has no flash operators for {conditions.device}"
-    if conditions.device == "cuda" and not conditions.is_half:
-        return "on CUDA it needs --bf16 or --fp16"
+    if conditions.device not in ("cpu", "cuda", "npu"):
+        return f"there are no flash operators for {conditions.device}"
+    if conditions.device != "cpu" and not conditions.is_half:
+        return f"on {conditions.device} it needs --bf16 or --fp16"
     return None
 
 
@@ -32,7 +33,7 @@ def prepare(layout: Layout, device: torch.device) -> CpuFlash | VarlenFlash:
     """The calls that the layout comes to."""
     if device.type == "cpu":
         return layout.once(CpuFlash.of)
-    return layout.once(VarlenFlash.of, device)
+    return layout.once(VarlenFlash.of, device, flash_npu.KERNELS if device.type == "npu" else None)
 
 
 def attention(
