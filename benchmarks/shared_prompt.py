@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks import report, shared_prompt_step
 from megatron_rl.data.packing import pack_groups, separated
-from megatron_rl.ops.shared_prompt import Conditions, backend, choose
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend, choose
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.ranks import run_ranks
 
@@ -74,6 +74,9 @@ def main() -> None:
     grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
     speedups = {name: compare(group) for name, group in {**named, **grid}.items()}
     report.table("attention: duplicated / shared, P/R/K", speedups, "")
+    for window in (None, 128):
+        title = f"every backend, 512/64/8, {'no window' if window is None else f'a window of {window}'}"
+        report.table(title, backend_times(named["512/64/8"], window), "s")
     step = run_ranks(shared_prompt_step.times, 1, *STEP, arguments.step_rounds, timeout=400)[0]
     report.table("training step", step, "s")
     step_speedups = ratios(step, "shared prompt")
@@ -102,6 +105,21 @@ def layout_times() -> list[float]:
         prepare(layout, torch.device("cpu"))
         times.append((time.perf_counter() - start) * 1e3)
     return times
+
+
+def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
+    """Of all that can run: `auto` takes them in this order."""
+    layout = Layout.of_groups([(group.prompt, group.responses)])
+    conditions = Conditions("cpu", torch.float32, window)
+    ways = {
+        name: Way(
+            layout.num_tokens,
+            lambda q, k, v, attention=one.attention: attention(q, k, v, layout, HEAD_DIM**-0.5, window),
+        ).run
+        for name, one in BACKENDS.items()
+        if one.refusal(conditions) is None
+    }
+    return taking_turns(ways)
 
 
 def compare(group: Group) -> list[float]:
@@ -149,7 +167,7 @@ def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[flo
     """Seconds of each, as many rounds as the time allows."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     num_rounds = MOST
-    while len(times["shared"]) < num_rounds + 1:
+    while len(next(iter(times.values()))) < num_rounds + 1:
         for name, run in ways.items():
             start = time.process_time()
             run()

@@ -64,7 +64,9 @@ class CpuFlash:
     def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
         """The only call there is, as torch itself differentiates it: nothing is merged."""
         (call,) = self.calls
-        q_BHTD, k_BGTD, v_BGTD = call.cut(_widened(q_THD, k_TGD, v_TGD))
+        q_BHTD, k_BGTD, v_BGTD = (
+            tensor.unflatten(0, (call.num_sequences, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
+        )
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BGTD,
@@ -84,12 +86,8 @@ class CpuFlash:
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.calls:
             rows = slice(*call.queries)
-            part_THD, part_lse_TH = _attend(call, inputs, scale)
-            if call.is_causal:
-                out_THD[rows], lse_TH[rows] = part_THD, part_lse_TH
-            else:
-                out_THD[rows].lerp_(part_THD, torch.sigmoid(part_lse_TH - lse_TH[rows]).unsqueeze(-1))
-                torch.logaddexp(lse_TH[rows], part_lse_TH, out=lse_TH[rows])
+            # No names for parts: the next call finds their memory free, and still in the cache.
+            _merge(call, out_THD[rows], lse_TH[rows], *_attend(call, inputs, scale))
         return out_THD.to(q_THD.dtype), lse_TH
 
     def backward(
@@ -107,12 +105,7 @@ class CpuFlash:
         outputs = (*_widened(grad_out_THD, out_THD), lse_TH)
         sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
         for call in self.calls:
-            parts = _gradients(call, inputs, outputs, scale)
-            for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
-                if call.is_causal:
-                    total[slice(*rows)] = part
-                else:
-                    total[slice(*rows)] += part
+            _add(call, sums, _gradients(call, inputs, outputs, scale))
         return [total.to(q_THD.dtype) for total in sums]
 
 
@@ -133,6 +126,27 @@ def _gradients(
         grad_out_BHTD, *call.cut(inputs), out_BHTD, lse_BHT, 0.0, call.is_causal, scale=scale
     )
     return [_joined(gradient_BHTD) for gradient_BHTD in gradients]
+
+
+def _merge(
+    call: Call, out_THD: torch.Tensor, lse_TH: torch.Tensor, part_THD: torch.Tensor, part_lse_TH: torch.Tensor
+) -> None:
+    """Average, by each one's share of the denominator; the causal call is every row's first."""
+    if call.is_causal:
+        out_THD.copy_(part_THD)
+        lse_TH.copy_(part_lse_TH)
+    else:
+        out_THD.lerp_(part_THD, torch.sigmoid(part_lse_TH - lse_TH).unsqueeze(-1))
+        torch.logaddexp(lse_TH, part_lse_TH, out=lse_TH)
+
+
+def _add(call: Call, sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Add; the causal call is every row's first."""
+    for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
+        if call.is_causal:
+            total[slice(*rows)] = part
+        else:
+            total[slice(*rows)] += part
 
 
 def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
