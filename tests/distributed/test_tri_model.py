@@ -43,6 +43,7 @@ LAYOUTS = {
     "PP2, recomputed": f"{PP2} {RECOMPUTED}",
     "PP2, bf16": f"{PP2} --bf16",
     "PP2xVPP2": VPP2,
+    "PP2xVPP2, all messages overlapped": f"{VPP2} --overlap-p2p-communication-warmup-flush",
     "DP2, optimizer distributed and overlapped": OVERLAPPED,
 }
 TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
