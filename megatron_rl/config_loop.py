@@ -181,6 +181,14 @@ class AlgorithmConfig:
             megatron=False,
         ),
     ] = None
+    ref_interval: Annotated[
+        int | None,
+        Option(
+            "Iterations after which the reference takes the policy's weights, again and again; never if not given.",
+            names=("--grpo-ref-interval",),
+            megatron=False,
+        ),
+    ] = None
     advantage: Annotated[
         Literal["grpo", "mean", "rloo"],
         Option(

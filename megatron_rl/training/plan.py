@@ -51,6 +51,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
     _check_sampling(settings)
     _check_auxiliary_losses(settings)
     division = _divide(settings, num_replicas)
+    _check_reference(settings)
     _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
     sizes = Sizes(division, longest_prompt, longest_response)
@@ -98,6 +99,19 @@ def _check_auxiliary_losses(settings: Settings) -> None:
                 f"--{field.replace('_', '-')} {value} would be divided by the tokens of an update, and count for next "
                 "to nothing: write 0"
             )
+
+
+def _check_reference(settings: Settings) -> None:
+    """A reference that there is not cannot be moved."""
+    algorithm = settings.algorithm
+    interval = algorithm.ref_interval
+    if interval is not None and interval < 1:
+        raise UsageError(f"--grpo-ref-interval {interval} is below 1: write 1 or more, or drop it")
+    if interval is not None and not algorithm.kl_beta:
+        raise UsageError(
+            f"--grpo-ref-interval {interval} moves a reference, and without --grpo-kl-beta there is none: write its "
+            "weight, or drop --grpo-ref-interval"
+        )
 
 
 def _divide(settings: Settings, num_replicas: int) -> Division:

@@ -70,6 +70,8 @@ def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
         ({"evaluation__temperature": -1.0}, "--eval-temperature -1"),
         ({"evaluation__num_samples": 4}, "--eval-num-samples 4 at --eval-temperature 0"),
         ({"evaluation__interval": 0}, "--eval-interval 0"),
+        ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
+        ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
     ],
 )
 def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
