@@ -235,6 +235,14 @@ class LoopConfig:
             megatron=False,
         ),
     ] = "completion"
+    frozen_offload: Annotated[
+        bool,
+        Option(
+            "Keep frozen models in the host's memory; their layers come to the device one before they compute.",
+            names=("--frozen-offload",),
+            megatron=False,
+        ),
+    ] = False
     tri_model: Annotated[
         Literal["fused", "separate"],
         Option(

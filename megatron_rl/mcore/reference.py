@@ -50,4 +50,5 @@ def reference_of(settings: Settings, session: Session, folder: Path) -> Referenc
     chunks = model_of(settings, session.platform)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
-    return Reference(frozen(chunks), weights, settings.publish.dtype, settings.algorithm.ref_interval)
+    host = session.platform if settings.loop.frozen_offload else None
+    return Reference(frozen(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -61,6 +62,10 @@ def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]
     """The weights of the reference, beside the model's."""
     state = {_REFERENCE + name: weights for name, weights in model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
+            # A process that writes meanwhile has no copy of such memory, and the reference may move.
+            part.data = part.data.clone()
     return state
 
 
