@@ -181,6 +181,14 @@ class AlgorithmConfig:
             megatron=False,
         ),
     ] = None
+    ref_interval: Annotated[
+        int | None,
+        Option(
+            "Iterations after which the reference takes the policy's weights, again and again; never if not given.",
+            names=("--grpo-ref-interval",),
+            megatron=False,
+        ),
+    ] = None
     advantage: Annotated[
         Literal["grpo", "mean", "rloo"],
         Option(
@@ -227,6 +235,14 @@ class LoopConfig:
             megatron=False,
         ),
     ] = "completion"
+    frozen_offload: Annotated[
+        bool,
+        Option(
+            "Keep frozen models in the host's memory; their layers come to the device one before they compute.",
+            names=("--frozen-offload",),
+            megatron=False,
+        ),
+    ] = False
     tri_model: Annotated[
         Literal["fused", "separate"],
         Option(

@@ -4,6 +4,7 @@ Ranks read this before their platform is installed: nothing here imports megatro
 """
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -36,6 +37,13 @@ class Problem:
     reference: Path
     updates: list[list[Group]]
 
+    def divided(self, num_updates: int) -> "Problem":
+        """The same groups in so many updates."""
+        groups = list(itertools.chain.from_iterable(self.updates))
+        size = len(groups) // num_updates
+        updates = [groups[first : first + size] for first in range(0, len(groups), size)]
+        return dataclasses.replace(self, updates=updates)
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -52,6 +60,7 @@ class Trial:
     roles: str = "fused"
     attention: str = ""
     """Its flags."""
+    num_updates: int = NUM_UPDATES
 
     def __str__(self) -> str:
         rules = self.rules
@@ -61,6 +70,7 @@ class Trial:
         words += [self.fault] if self.fault is not None else []
         words += [self.roles] if self.roles != "fused" else []
         words += [self.attention] if self.attention else []
+        words += [f"{self.num_updates} updates"] if self.num_updates != NUM_UPDATES else []
         return ", ".join(words + ["shuffled"] * self.is_shuffled)
 
     @property
@@ -71,7 +81,8 @@ class Trial:
             f"{self.optimizer} --weight-decay 0 --lr-decay-style constant --clip-grad {rules.clip_norm} "
             f"--train-iters 1 --grpo-group-size {GROUP_SIZE} --micro-batch-size {self.micro_batch_size} "
             f"--grpo-prompts-per-step {GROUPS_PER_UPDATE * NUM_UPDATES} "
-            f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE} --seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
+            f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE * NUM_UPDATES // self.num_updates} "
+            f"--seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
             f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
             f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
             f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention}"

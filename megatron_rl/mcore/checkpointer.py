@@ -17,10 +17,13 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.mcore import checkpoint, training_state
 from megatron_rl.mcore import checkpoint_folders as folders
 from megatron_rl.mcore.checkpoint import Prepared
+from megatron_rl.mcore.reference import Reference
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.training_state import CONTENT, TrainState
 
 _EXTRA = "megatron_rl"
+# Of which version of the policy the reference's weights are, where they were saved.
+_REFERENCE_VERSION = "megatron_rl_reference"
 # Ways of being strict that let the model keep what the checkpoint lacks.
 _LENIENT = ("log_all", "return_all", "ignore_all")
 
@@ -38,11 +41,13 @@ class Loaded:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every method is called on every rank."""
 
-    def __init__(self, settings: Settings, session: Session, state: TrainState):
+    def __init__(self, settings: Settings, session: Session, state: TrainState, reference: Reference | None = None):
+        """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
         self._is_overriding = settings.schedule.override_opt_param_scheduler
         self._session = session
         self._state = state
+        self._reference = reference
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         if self._config.keep_last is not None and self._config.keep_last < 1:
@@ -118,12 +123,13 @@ class Checkpointer:
         wants_rng = not (config.finetune or config.no_load_rng)
         has_rng = wants_rng and all(session.gather(training_state.has_rng_of_layout(found)))
         is_lenient = config.dist_ckpt_strictness in _LENIENT
+        moved = None if config.finetune else common.get(_REFERENCE_VERSION)
+        reference = None if moved is None else self._reference
         if not is_lenient:
-            build = training_state.model_state
-            session.agree(lambda: checkpoint.check(build(self._state.chunks, content), found, source))
+            session.agree(lambda: checkpoint.check(self._weights(reference, content), found, source))
 
         wanted = checkpoint.together(
-            session, lambda: self._wanted(content, has_optimizer, has_rng), checkpoint.unreadable(source)
+            session, lambda: self._wanted(reference, content, has_optimizer, has_rng), checkpoint.unreadable(source)
         )
         parallel = config.ckpt_fully_parallel_load
         loaded = checkpoint.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
@@ -134,16 +140,29 @@ class Checkpointer:
             self._state.optimizer.reload_model_params()
         if has_rng:
             training_state.apply_rng(loaded, session.platform)
+        if reference is not None:
+            assert moved is not None
+            training_state.apply_reference(reference.models, loaded, strict=not is_lenient)
+            reference.resume(moved)
         notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
 
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Under Megatron's names, but for what is ours; no other rank is waited for."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
-        state |= training_state.model_state(self._state.chunks, CONTENT)
+        reference = self._reference
+        if reference is not None and reference.version is not None:
+            state[_REFERENCE_VERSION] = reference.version
+        else:
+            reference = None
+        state |= self._weights(reference, CONTENT)
         if not self._config.no_save_rng:
             state |= training_state.rng_state(self._session.platform)
         return state
+
+    def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
+        state = training_state.model_state(self._state.chunks, content)
+        return state if reference is None else state | training_state.reference_state(reference.models, content)
 
     def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._config.no_save_optim:
@@ -151,10 +170,12 @@ class Checkpointer:
         model = {name: state[name] for name, _ in training_state.named(self._state.chunks)}
         return state | training_state.optimizer_state(self._state, model, CONTENT, is_loading=False)
 
-    def _wanted(self, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool) -> dict[str, Any]:
-        model = training_state.model_state(self._state.chunks, content)
-        wanted = dict(model)
+    def _wanted(
+        self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
+    ) -> dict[str, Any]:
+        wanted = self._weights(reference, content)
         if has_optimizer:
+            model = {name: wanted[name] for name, _ in training_state.named(self._state.chunks)}
             wanted["optimizer"] = training_state.optimizer_state(self._state, model, content, is_loading=True)[
                 "optimizer"
             ]

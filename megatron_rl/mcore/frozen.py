@@ -7,16 +7,24 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from megatron_rl.mcore.model import PackedGPTModel, unwrap
+from megatron_rl.mcore.offload import offload
+from megatron_rl.platforms import Platform
 
 
-def frozen(chunks: Sequence[PackedGPTModel]) -> list[torch.nn.Module]:
-    """The chunks without gradients, hence without gradient buffers, and in evaluation mode."""
+def frozen(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
+    """The chunks without gradients, hence without gradient buffers, and in evaluation mode.
+
+    Given a platform, they lie in the memory of its host.
+    """
     for chunk in chunks:
         chunk.requires_grad_(False)
         chunk.eval()
     config = get_model_config(chunks[0])
     is_half = config.bf16 or config.fp16
-    return [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    wrapped = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    if host is not None:
+        offload(chunks, host)
+    return wrapped
 
 
 @torch.no_grad()

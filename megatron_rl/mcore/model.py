@@ -29,6 +29,8 @@ class PackedGPTModel(GPTModel):
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
         self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+        # Megatron's own angles are of rows, and it keeps those of 32 lengths: nobody asks for them here.
+        self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
         """Log-probs [N] at logits / temperature, or the hidden states that the next stage takes."""

@@ -1,23 +1,48 @@
-"""The model that the policy is kept near to: its weights stay as they were loaded."""
+"""The model that the policy is kept near to: with the weights that were loaded, or the policy's of some version."""
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of
-from megatron_rl.mcore.frozen import frozen
+from megatron_rl.mcore.frozen import copy_weights, frozen
+from megatron_rl.mcore.model import PackedGPTModel, unwrap
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
 
 
-@dataclasses.dataclass(frozen=True)
 class Reference:
     """This rank's part of it, without gradients, and the identity of its weights as they would be published."""
 
-    chunks: list[torch.nn.Module]
-    fingerprint: str
+    def __init__(
+        self, chunks: list[torch.nn.Module], weights: ModelWeights, dtype: str | None, interval: int | None = None
+    ):
+        """`chunks` are frozen and have their weights; every `interval` versions they are to take the policy's."""
+        self.chunks = chunks
+        self._weights = weights
+        self._dtype = dtype
+        self._interval = interval
+        self.start = self.fingerprint = weights.fingerprint(dtype)
+        """Of the weights that it began with, and of those that it has."""
+        self.version: int | None = None
+        """Of the policy that it last took the weights of."""
+
+    @property
+    def models(self) -> list[PackedGPTModel]:
+        """The model inside the wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    def move_if_due(self, policy: Sequence[torch.nn.Module], version: int, fingerprint: str) -> None:
+        """Take the policy's weights, which are gathered and have that fingerprint, if it is time to."""
+        if self._interval is not None and version > 0 and version % self._interval == 0:
+            copy_weights(policy, self.chunks)
+            self.version, self.fingerprint = version, fingerprint
+
+    def resume(self, version: int) -> None:
+        """Go on from weights that were loaded since, those of a version of the policy."""
+        self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
 def reference_of(settings: Settings, session: Session, folder: Path) -> Reference:
@@ -25,4 +50,5 @@ def reference_of(settings: Settings, session: Session, folder: Path) -> Referenc
     chunks = model_of(settings, session.platform)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
-    return Reference(frozen(chunks), weights.fingerprint(settings.publish.dtype))
+    host = session.platform if settings.loop.frozen_offload else None
+    return Reference(frozen(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)

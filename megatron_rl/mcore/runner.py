@@ -1,10 +1,11 @@
 """Micro-batches through Megatron's own schedules, whatever the pipeline's shape."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -49,7 +50,8 @@ def forward(
     def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
         return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: log_probs_N.new_zeros(())
 
-    return _run(chunks, micro_batches, compute, is_training=False, communicator=None)
+    with _last_message_awaited(get_model_config(chunks[0])):
+        return _run(chunks, micro_batches, compute, is_training=False, communicator=None)
 
 
 def forward_backward(
@@ -114,6 +116,19 @@ def _run(
         pg_collection=None if communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
     )
     return [result["log_probs"] for result in results]
+
+
+@contextlib.contextmanager
+def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
+    """An interleaved pass that overlaps its messages from the start waits for its last one while gradients go back.
+
+    Where none do it ends without, and the message may be lost: then the next stage waits for good.
+    """
+    is_overlapped, config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm_warmup_flush, False
+    try:
+        yield
+    finally:
+        config.overlap_p2p_comm_warmup_flush = is_overlapped
 
 
 def _pack_of(micro_batch: Pack | Batch) -> Pack:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,6 +22,7 @@ from megatron_rl.platforms import Platform
 from megatron_rl.platforms.megatron_fixes import allocate_adam_state
 
 RNG = "rng_state"
+_REFERENCE = "reference."
 # The one form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write:
 # each tensor whole, under its parameter's name. Saving gathers the state over data-parallel ranks.
 CONTENT = {
@@ -53,6 +56,17 @@ def named(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
 def model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights, as shards of the whole model's."""
     return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in named(chunks)}
+
+
+def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of the reference, beside the model's."""
+    state = {_REFERENCE + name: weights for name, weights in model_state(chunks, content).items()}
+    add_prefix_for_sharding(state, _REFERENCE)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
+            # A process that writes meanwhile has no copy of such memory, and the reference may move.
+            part.data = part.data.clone()
+    return state
 
 
 def optimizer_state(
@@ -114,6 +128,12 @@ def apply_model(state: TrainState, loaded: dict[str, Any], strict: bool) -> None
     """Take over the weights from what was loaded."""
     for name, chunk in named(state.chunks):
         chunk.load_state_dict(loaded[name], strict=strict)
+
+
+def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
+    """Take over the reference's weights from what was loaded."""
+    for name, chunk in named(chunks):
+        chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
 
 
 def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:

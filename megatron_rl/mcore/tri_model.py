@@ -128,5 +128,6 @@ def roles_of(
     temperature = settings.sampling.temperature
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, chunks, temperature)
-    old = frozen(model_of(settings, session.platform)) if num_updates > 1 else None
+    host = session.platform if settings.loop.frozen_offload else None
+    old = frozen(model_of(settings, session.platform), host) if num_updates > 1 else None
     return TriModel(policy.wrapped, chunks, old, temperature)

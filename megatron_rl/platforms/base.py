@@ -5,6 +5,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -106,6 +107,14 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def current_stream(self) -> Any:
         """The queue that operations go to."""
+
+    @abc.abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager:
+        """Operations inside go to that queue."""
+
+    @abc.abstractmethod
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        """The same in the host's memory, from where the device copies it while it computes."""
 
     @abc.abstractmethod
     def event(self) -> Any:

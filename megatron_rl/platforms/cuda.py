@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class CudaPlatform(Platform):
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        return torch.cuda.stream(stream)
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.cpu().pin_memory()
 
     def event(self) -> Any:
         return torch.cuda.Event()

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -70,6 +71,12 @@ class NpuPlatform(Platform):
 
     def current_stream(self) -> Any:
         return _npu().current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        return _npu().stream(stream)
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.cpu().pin_memory()
 
     def event(self) -> Any:
         return _npu().Event()

@@ -11,6 +11,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint_folders import iteration_folder
 from megatron_rl.mcore.checkpointer import Checkpointer
 from megatron_rl.mcore.policy import Policy
+from megatron_rl.mcore.reference import Reference
 from megatron_rl.mcore.session import Session
 
 
@@ -24,16 +25,16 @@ class Checkpoints:
         policy: Policy,
         run: str,
         prompts: PromptSource | None,
-        reference: str | None,
+        reference: Reference | None,
     ):
-        """`prompts` is rank 0's; `reference` is the fingerprint of the reference, where there is one."""
+        """`prompts` is rank 0's."""
         self._settings = settings
         self._session = session
         self._policy = policy
         self._run = run
         self._prompts = prompts
-        self._reference = reference
-        self._checkpointer = Checkpointer(settings, session, policy.state)
+        self._start = None if reference is None else reference.start
+        self._checkpointer = Checkpointer(settings, session, policy.state, reference)
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
@@ -78,7 +79,7 @@ class Checkpoints:
         return {
             "run": self._run,
             "prompts": self._prompts.state() if self._prompts is not None else {},
-            "reference": self._reference,
+            "reference": self._start,
             "audit_head": audit_head,
         }
 
@@ -88,10 +89,10 @@ class Checkpoints:
                 f"{source} is of the run {extra.get('run')!r}, and --rollout-folder names {self._run!r}: seeds of "
                 f"responses follow from the name; write a folder of that name, or --finetune to begin a new run"
             )
-        if extra.get("reference") not in (None, self._reference) and self._reference is not None:
+        if extra.get("reference") not in (None, self._start) and self._start is not None:
             raise InputError(
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
-                f"--hf-model) is {self._reference[:12]}: write the folder that was meant, or --finetune"
+                f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))

@@ -54,6 +54,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
     _check_sampling(settings)
     _check_auxiliary_losses(settings)
     division = _divide(settings, num_replicas)
+    _check_frozen(settings, division)
     _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
     sizes = Sizes(division, longest_prompt, longest_response, settings.attention.is_shared)
@@ -101,6 +102,25 @@ def _check_auxiliary_losses(settings: Settings) -> None:
                 f"--{field.replace('_', '-')} {value} would be divided by the tokens of an update, and count for next "
                 "to nothing: write 0"
             )
+
+
+def _check_frozen(settings: Settings, division: Division) -> None:
+    """Flags of models that there are only in some runs."""
+    algorithm, loop = settings.algorithm, settings.loop
+    interval = algorithm.ref_interval
+    if interval is not None and interval < 1:
+        raise UsageError(f"--grpo-ref-interval {interval} is below 1: write 1 or more, or drop it")
+    if interval is not None and not algorithm.kl_beta:
+        raise UsageError(
+            f"--grpo-ref-interval {interval} moves a reference, and without --grpo-kl-beta there is none: write its "
+            "weight, or drop --grpo-ref-interval"
+        )
+    has_old = division.plan.num_updates > 1 and loop.tri_model == "fused"
+    if loop.frozen_offload and not algorithm.kl_beta and not has_old:
+        raise UsageError(
+            "--frozen-offload has no model to keep in the host's memory: the reference needs --grpo-kl-beta, the old "
+            "policy several updates an iteration and --tri-model fused; write one of them, or drop it"
+        )
 
 
 def _divide(settings: Settings, num_replicas: int) -> Division:

@@ -100,7 +100,7 @@ class Run:
             self._policy,
             self._name,
             prompts,
-            self._reference.fingerprint if self._reference else None,
+            self._reference,
         )
         self._version = self._checkpoints.load(self._say)
         self._closing: Callable[[], None] = lambda: None
@@ -160,7 +160,7 @@ class Run:
             reporter=reporter,
             timeline=timeline,
             stop=self._stop,
-            reference=self._reference.fingerprint if self._reference else None,
+            reference=self._reference,
             largest_micro_batch=self._sizes.largest_micro_batch,
         )
         trainer.train(self._version, self._num_iterations)

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.publish import Publisher
+from megatron_rl.mcore.reference import Reference
 from megatron_rl.mcore.session import Session
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.checkpoints import Checkpoints
@@ -36,7 +37,7 @@ class Trainer:
         reporter: Reporter | None,
         timeline: Timeline,
         stop: StopRequest,
-        reference: str | None,
+        reference: Reference | None,
         largest_micro_batch: int,
     ):
         self._session = session
@@ -60,8 +61,9 @@ class Trainer:
                 self._reporter.begin(version)
             fingerprint = self._publish(version)
             evaluation = self._evaluate(version, fingerprint)
+            reference_is_policy = self._compare_reference(version, fingerprint)
             with self._during("train"), self._rollouts.iteration(version, fingerprint) as slots:
-                learned = self._learner.learn(slots, fingerprint == self._reference)
+                learned = self._learner.learn(slots, reference_is_policy)
             is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
             version += 1
             with self._during("save"):
@@ -84,6 +86,13 @@ class Trainer:
         with self._during("publish"):
             self._policy.synchronize()
             return self._publisher.publish(version)
+
+    def _compare_reference(self, version: int, fingerprint: str) -> bool:
+        """Whether the reference, moved if that is due, is the policy that was published."""
+        if self._reference is None:
+            return False
+        self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
+        return fingerprint == self._reference.fingerprint
 
     def _evaluate(self, version: int, fingerprint: str, is_last: bool = False) -> dict[str, Any] | None:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):

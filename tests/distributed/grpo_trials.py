@@ -1,4 +1,4 @@
-"""Two updates of GRPO over given groups, as a run makes them, on the ranks of a test; and faults planted in them."""
+"""Updates of GRPO over given groups, as a run makes them, on the ranks of a test; and faults planted in them."""
 
 import contextlib
 import dataclasses
@@ -132,7 +132,8 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
     witness = Witness(parts.objective, policy, model)
     identity = Identity("run", 3, policy.weights.fingerprint())
-    source = Source(problem, sizes.division, session.replica, identity, trial.is_shuffled)
+    divided = problem.divided(trial.num_updates)
+    source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
     learned = learner.Learner(policy, parts.roles, witness, session).learn(slots, reference_is_policy=False)

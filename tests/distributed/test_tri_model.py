@@ -43,9 +43,12 @@ LAYOUTS = {
     "PP2, recomputed": f"{PP2} {RECOMPUTED}",
     "PP2, bf16": f"{PP2} --bf16",
     "PP2xVPP2": VPP2,
+    "PP2xVPP2, all messages overlapped": f"{VPP2} --overlap-p2p-communication-warmup-flush",
     "DP2, optimizer distributed and overlapped": OVERLAPPED,
 }
 TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
+OFFLOADED = ["TP2", "PP2", "PP2, bf16", "PP2xVPP2", "DP2, optimizer distributed and overlapped"]
+ALONE_AND_TIED = "DP2, optimizer distributed and overlapped, tied"
 OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}"}
 MORE_OF_FOUR_RANKS = {
     "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
@@ -62,6 +65,10 @@ def both(layouts: dict[str, str], problem: Problem, **choices: Any) -> list[Role
         for name, flags in layouts.items()
         for roles in ("fused", "separate")
     ]
+
+
+def offloaded(case: RoleTrial) -> RoleTrial:
+    return dataclasses.replace(case, name=f"{case.name}, offloaded", flags=f"{case.flags} --frozen-offload")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,9 +233,13 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 @pytest.fixture(scope="module")
 def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
     start = dataclasses.replace(problem, reference=problem.policy)
+    in_host_memory = {name: LAYOUTS[name] for name in OFFLOADED}
+    tied_layouts = TIED | {ALONE_AND_TIED: OVERLAPPED}
     cases = [
         *both(LAYOUTS, problem),
-        *both(TIED, tied),
+        *both(tied_layouts, tied),
+        *(offloaded(case) for case in both(in_host_memory, problem)),
+        *(offloaded(case) for case in both(tied_layouts, tied) if case.roles == "fused"),
         *both({"the reference is the start": PP2}, start, is_reference=True),
         *both({"no reference": PP2}, problem, beta=0.0),
         *(RoleTrial(fault, problem, PP2, fault=fault) for fault in FAULTS),
@@ -274,9 +285,16 @@ def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
     assert fused.forward == [size * roles for size, roles in zip(fused.backward, (2, 3, 2, 3), strict=True)]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *TIED])
+@pytest.mark.parametrize("name", [*LAYOUTS, *TIED, ALONE_AND_TIED])
 def test_log_probs_and_gradients_are_those_of_separate_passes(name, computed) -> None:
     check(name, computed)
+
+
+@pytest.mark.parametrize("name", [*OFFLOADED, *TIED, ALONE_AND_TIED])
+def test_frozen_models_in_host_memory_compute_the_same(name, computed) -> None:
+    for roles in ("fused", "separate") if name in OFFLOADED else ("fused",):
+        found = differences(computed[f"{name}, offloaded", roles], computed[name, roles])
+        assert set(found.values()) == {0.0}, roles
 
 
 def test_they_are_on_four_ranks(problem) -> None:

@@ -1,12 +1,14 @@
 """A run that is killed and started again is the run that was never killed."""
 
 import random
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.observe.line_file import read_lines
 from megatron_rl.observe.metrics import read, without_times
@@ -120,6 +122,37 @@ def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_bee
     folder = killed(world, "backward", 2, {1: fault("backward", "rank", call=6)}, use_distributed_optimizer=True)
     resumed(world, folder, 2, use_distributed_optimizer=True)
     assert_same(folder, whole)
+
+
+@pytest.mark.timeout(600)
+def test_a_reference_that_moved_is_there_after_a_kill_in_this_layout_and_in_another(world):
+    changes = {
+        "grpo_kl_beta": 0.05, "grpo_ref_interval": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }  # fmt: skip
+    whole = uninterrupted(world, "moved-whole", 2, **changes)
+    divergences = [line["kl"] for line in read(whole / "run")[:ITERATIONS]]
+    assert divergences[0] == divergences[2] == 0.0, "the reference is the policy that the iteration starts from"
+    assert min(divergences[1], divergences[3]) > 0
+    saved = [tensors_of(whole / "save" / f"iter_{version:07d}") for version in (1, 2, 3)]
+    of_reference = [{name for name in names if name.startswith("reference.")} for names in saved]
+    assert of_reference[:2] == [set(), set()]
+    assert {name.removeprefix("reference.") for name in of_reference[2]} <= saved[1]
+    assert "reference.embedding.word_embeddings.weight" in of_reference[2]
+
+    folder = killed(world, "moved", 2, {0: fault("optimizer", "rank", call=ITERATIONS)}, **changes)
+    other = world.folder / "moved-other"
+    shutil.copytree(folder, other)
+    resumed(world, folder, 2, **changes)
+    assert_same(folder, whole)
+    resumed(world, other, 2, pipeline_model_parallel_size=2, **changes)
+    for key in ("loss", "kl", "gradient_norm"):
+        ours, theirs = (read(run / "run")[ITERATIONS - 1][key] for run in (other, whole))
+        assert abs(ours - theirs) < 1e-5 * abs(theirs), key
+
+
+def tensors_of(checkpoint: Path) -> set[str]:
+    return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 
 
 @pytest.mark.slow

@@ -40,6 +40,11 @@ def test_a_smaller_batch_makes_several_updates_of_an_iteration():
     assert (sizes.plan.num_updates, sizes.division.slots_per_update) == (4, 1)
 
 
+@pytest.mark.parametrize("changes", [{"algorithm__kl_beta": 0.1}, {"training__global_batch_size": 16}])
+def test_a_reference_or_an_old_policy_may_lie_in_the_hosts_memory(changes):
+    assert sizes_of(settings(loop__frozen_offload=True, **changes), 2).plan.num_prompts == 8
+
+
 def test_without_prompts_a_step_the_batch_size_says_how_many():
     changes = {"algorithm__prompts_per_step": None, "training__global_batch_size": 32}
     assert sizes_of(settings(**changes), 1).plan.num_prompts == 4
@@ -75,6 +80,13 @@ def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
         ({"evaluation__temperature": -1.0}, "--eval-temperature -1"),
         ({"evaluation__num_samples": 4}, "--eval-num-samples 4 at --eval-temperature 0"),
         ({"evaluation__interval": 0}, "--eval-interval 0"),
+        ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
+        ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
+        ({"loop__frozen_offload": True}, "--frozen-offload has no model"),
+        (
+            {"loop__frozen_offload": True, "loop__tri_model": "separate", "training__global_batch_size": 16},
+            "--frozen-offload has no model",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error_with_its_flag(changes, message):

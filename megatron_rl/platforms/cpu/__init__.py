@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,13 @@ class CpuPlatform(Platform):
 
     def current_stream(self) -> Any:
         return Stream()
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        return stream
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        """Here the host's memory is the device's."""
+        return values
 
     def event(self) -> Any:
         return Event()

@@ -1,0 +1,156 @@
+"""What a frozen model adds to a rank's memory, counted in bytes of tensors, in bfloat16 and with Adam."""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore.build import session_of
+from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.reference import reference_of
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.tri_model import TriModel, roles_of
+from megatron_rl.training.learner import Learner
+from megatron_rl.training.plan import sizes_of
+from tests import hf_models
+from tests.distributed.grpo_trials import Source, batcher_of
+from tests.distributed.training import settings_of
+from tests.grpo_problem import ADAM, TRUNCATED, Problem, Trial, draw_problem
+from tests.live_memory import LiveMemory
+from tests.ranks import run_ranks
+
+NUM_LAYERS, HIDDEN_SIZE = 24, 64
+# Rotary frequencies, which every model has of its own.
+SMALL = 1024
+LAYOUTS = {"DP2": ADAM, "PP2": "--pipeline-model-parallel-size 2 --lr 0.002"}
+# The policy alone, with a reference, with an old policy, with both: weight of the divergence, and updates.
+ROLES = {"none": (0.0, 1), "reference": (0.1, 1), "old": (0.0, 2), "both": (0.1, 2)}
+# Where it is measured, and what has one frozen model more than what.
+PAIRS = [("DP2", "reference", "none"), ("PP2", "both", "old")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """Bytes on one rank."""
+
+    held: int
+    """Before the first iteration."""
+    peak: int
+    """The most there were in the second one."""
+    in_pass: int
+    """The most that the pass of a frozen chunk came to, above what there was when it began."""
+    parameters: int
+    """Of one frozen model."""
+    hidden: int
+    """The hidden states of the longest micro-batch."""
+
+
+def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
+    torch.distributed.init_process_group("gloo")
+    used = {}
+    for layout, more, fewer in PAIRS:
+        for roles, is_offloaded in ((fewer, False), (more, False), (more, True)):
+            beta, num_updates = ROLES[roles]
+            rules = dataclasses.replace(TRUNCATED, beta=beta)
+            trial = Trial("", 4, rules, f"--bf16 {LAYOUTS[layout]}", num_updates=num_updates)
+            settings = settings_of(problem.policy, trial.words + " --frozen-offload" * is_offloaded)
+            with session_of(settings) as session:
+                used[layout, roles, is_offloaded] = learn_twice(session, settings, problem.divided(num_updates))
+            gc.collect()
+    return used
+
+
+def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
+    sizes = sizes_of(settings, session.num_replicas)
+    hidden, in_pass = [0], [0]
+    with LiveMemory() as memory, watched(memory, hidden, in_pass):
+        policy = policy_of(settings, session, sizes.plan.num_updates)
+        # Once computed it keeps what depends on shapes alone.
+        policy.weights.fingerprint()
+        reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
+        roles = roles_of(settings, session, policy, reference, sizes.plan.num_updates)
+        gc.collect()
+        held = memory.now
+        learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
+        # The first iteration makes what the optimizer keeps.
+        for version in range(2):
+            identity = Identity("run", version, "fingerprint")
+            source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
+            slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
+            gc.collect()
+            memory.peak = memory.now
+            learner.learn(slots, False)
+            slots.close()
+    parameters = sum(parameter.nbytes for chunk in policy.chunks for parameter in chunk.parameters())
+    return Used(held, memory.peak, in_pass[0], parameters, hidden[0])
+
+
+@contextmanager
+def watched(memory: LiveMemory, hidden: list[int], in_pass: list[int]) -> Iterator[None]:
+    forward = TriModel._forward
+
+    def watching(self: TriModel, chunk: torch.nn.Module, pack: Any, states: Any) -> torch.Tensor:
+        before, most = memory.now, memory.peak
+        memory.peak = memory.now
+        output = forward(self, chunk, pack, states)
+        in_pass[0] = max(in_pass[0], memory.peak - before)
+        memory.peak = max(memory.peak, most)
+        return output
+
+    run = TriModel._run_frozen
+
+    def noting(self: TriModel, chunk: torch.nn.Module, pack: Any, *others: Any) -> list[torch.Tensor]:
+        hidden[0] = max(hidden[0], pack.num_tokens * HIDDEN_SIZE * torch.bfloat16.itemsize)
+        return run(self, chunk, pack, *others)
+
+    with mock.patch.object(TriModel, "_forward", watching), mock.patch.object(TriModel, "_run_frozen", noting):
+        yield
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str, bool], Used]]:
+    problem = draw_problem(tmp_path_factory.mktemp("models"))
+    folder = hf_models.draw(
+        "qwen3", tmp_path_factory.mktemp("deep"), num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE
+    )
+    deep = dataclasses.replace(problem, policy=folder, reference=folder)
+    return run_ranks(measure, 2, deep, timeout=280)
+
+
+@pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)
+def test_a_frozen_model_adds_its_parameters_and_at_most_a_micro_batch_of_hidden_states(
+    layout, roles, without, used
+) -> None:
+    for rank, of_rank in enumerate(used):
+        fewer, more = of_rank[layout, without, False], of_rank[layout, roles, False]
+        held, peak = more.held - fewer.held - more.parameters, more.peak - fewer.peak - more.parameters
+        print(
+            f"{layout}, {roles}, rank {rank}: beside its {more.parameters} bytes {held} more held, {peak} at the peak; "
+            f"a micro-batch's hidden states are {more.hidden}"
+        )
+        assert 0 <= held <= SMALL
+        assert peak <= more.hidden + SMALL
+
+
+@pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)
+def test_offloaded_it_adds_less_than_a_quarter_of_its_parameters(layout, roles, without, used) -> None:
+    for rank, of_rank in enumerate(used):
+        fewer, more = of_rank[layout, without, False], of_rank[layout, roles, False]
+        offloaded = of_rank[layout, roles, True]
+        # On this platform the host's memory is counted with the device's.
+        peak = offloaded.peak - fewer.peak - more.parameters
+        copies = offloaded.in_pass - more.in_pass
+        print(
+            f"{layout}, {roles}, rank {rank}: {copies / more.parameters:.1%} of the parameters in a pass, "
+            f"{peak / more.parameters:.1%} at the iteration's peak"
+        )
+        assert offloaded.held == more.held
+        assert 0 < copies < 0.25 * more.parameters
+        assert peak < 0.25 * more.parameters
