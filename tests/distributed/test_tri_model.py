@@ -22,9 +22,10 @@ from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.reference import reference_of
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.tri_model import Cast, TriModel, roles_of
+from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.plan import sizes_of
-from tests.distributed.grpo_trials import Source, Witness, batcher_of
+from tests.distributed.grpo_trials import Source, Witness
 from tests.distributed.layouts import Model
 from tests.distributed.training import settings_of
 from tests.grpo_problem import OVERLAPPED, SGD, TRUNCATED, Problem, RoleTrial, Trial, draw_problem
@@ -123,7 +124,9 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
             policy.synchronize()
             identity = Identity("run", version, policy.weights.fingerprint())
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
-            slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
+            slots = IterationSlots(
+                source.slot, batcher_of(settings, session.device), sizes.division, identity, session.device
+            )
             learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
             slots.close()
     assert addresses(roles) == places, "frozen weights are copied into the memory that they have"

@@ -101,6 +101,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     assert min(found[name] for name in ("queries", "keys", "values")) >= 1e-1
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> None:
     found = strands(layout)
