@@ -47,7 +47,7 @@ def sequence_by_sequence(
     return out_THD
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 4]))
 def test_each_segment_attends_as_if_its_path_stood_alone(
     layout: Layout, heads: tuple[int, int], window: int | None

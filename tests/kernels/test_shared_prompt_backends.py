@@ -20,7 +20,7 @@ SHAPES = list(itertools.product((RAGGED, BRANCHED), ((4, 4), (4, 2), (4, 1)), (6
 
 
 @pytest.mark.parametrize("name", FAST)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layout=layouts(), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
 def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: tuple[int, int]) -> None:
     case = Case.draw(layout, heads, head_dim=8)
@@ -28,7 +28,7 @@ def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: 
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts(), heads=st.sampled_from([(4, 2), (2, 2)]), window=st.integers(1, 9))
 def test_a_window_hides_what_is_further_away(name: str, layout: Layout, heads: tuple[int, int], window: int) -> None:
     case = Case.draw(layout, heads, head_dim=8, window=window)
@@ -101,7 +101,6 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     assert min(found[name] for name in ("queries", "keys", "values")) >= 1e-1
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> None:
     found = strands(layout)

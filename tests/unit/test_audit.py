@@ -85,7 +85,7 @@ def find(events: Lines, kind: str, number: int = 0) -> dict:
 
 
 @given(plans(), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_honest_log_has_no_breach_and_its_summary_counts_what_was_done(tmp_path_factory, plan, data) -> None:
     path = tmp_path_factory.mktemp("run") / "audit.jsonl"
     with AuditLog(path, "run") as log:
@@ -283,7 +283,7 @@ def test_lines_lost_at_the_end_are_caught_by_the_head_alone_and_lines_added_late
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_changed_byte_is_a_breach(tmp_path_factory, data) -> None:
     path = tmp_path_factory.mktemp("run") / "audit.jsonl"
     write_log(path, versions=(3,))

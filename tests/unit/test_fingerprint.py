@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
@@ -13,7 +13,6 @@ from megatron_rl.weights.shards import Digests
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
 def test_the_digests_of_slices_add_up_to_the_whole(rows: int, columns: int, dtype: torch.dtype, data) -> None:
     whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns)).to(dtype)

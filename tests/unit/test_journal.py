@@ -63,7 +63,7 @@ def test_what_was_written_comes_back_in_its_order(path: Path) -> None:
         assert journal.recovered.claims == claims
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 400))
 def test_a_tail_that_is_torn_anywhere_is_cut_off_and_all_before_it_comes_back(tmp_path_factory, torn: int) -> None:
     path = tmp_path_factory.mktemp("run") / "journal"
@@ -79,7 +79,7 @@ def test_a_tail_that_is_torn_anywhere_is_cut_off_and_all_before_it_comes_back(tm
         assert journal.recovered.num_bytes_cut == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_changed_byte_anywhere_is_named_with_its_record_and_a_remedy(tmp_path_factory, data) -> None:
     path = tmp_path_factory.mktemp("run") / "journal"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -207,7 +207,6 @@ def test_files_that_are_only_evaluated_keep_their_order_and_have_filters_of_thei
 
 
 @given(num_rows=st.integers(1, 12), seed=st.integers(0, 2**64), takes=st.lists(st.integers(0, 9), max_size=12))
-@settings(deadline=None)
 def test_each_epoch_has_every_row_once_whatever_the_takes(num_rows, seed, takes):
     ours = source(num_rows, seed)
     rows = []
@@ -228,7 +227,6 @@ def test_each_epoch_has_every_row_once_whatever_the_takes(num_rows, seed, takes)
     after=st.lists(st.integers(0, 9), max_size=6),
     shuffle=st.booleans(),
 )
-@settings(deadline=None)
 def test_a_restored_source_equals_one_that_was_never_stopped(num_rows, seed, before, after, shuffle):
     never_stopped, stopped = (source(num_rows, seed, shuffle) for _ in range(2))
     never_stopped.take(sum(before))
