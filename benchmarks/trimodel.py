@@ -143,7 +143,7 @@ class _Bench:
         sizes = sizes_of(settings, session.num_replicas)
         self._session = session
         self._division = sizes.division
-        self._batcher = batcher_of(settings)
+        self._batcher = batcher_of(settings, session.device)
         self.policy = policy_of(settings, session, 1)
         self.reference = reference_of(settings, session, problem.reference).chunks
         self.old = frozen(model_of(settings, session.platform))

@@ -83,7 +83,9 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
         for version in range(2):
             identity = Identity("run", version, "fingerprint")
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
-            slots = IterationSlots(source.slot, batcher_of(settings), sizes.division, identity, session.device)
+            slots = IterationSlots(
+                source.slot, batcher_of(settings, session.device), sizes.division, identity, session.device
+            )
             gc.collect()
             memory.peak = memory.now
             learner.learn(slots, False)
