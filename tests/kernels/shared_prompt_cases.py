@@ -23,10 +23,10 @@ BRANCHED = Layout(
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn, longest: int = 6) -> Layout:
     """Any forest of up to nine segments, empty ones included."""
     num_segments = draw(st.integers(1, 9))
-    lengths = draw(st.lists(st.integers(0, 6), min_size=num_segments, max_size=num_segments))
+    lengths = draw(st.lists(st.integers(0, longest), min_size=num_segments, max_size=num_segments))
     parents = [draw(st.integers(ROOT, segment - 1)) for segment in range(num_segments)]
     return Layout(tuple(lengths), tuple(parents))
 

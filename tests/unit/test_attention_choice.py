@@ -42,8 +42,9 @@ def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, 
 
 
 def test_a_backend_that_was_asked_for_is_taken() -> None:
-    for name in BACKENDS:
+    for name in ("merge", "gather", "naive"):
         assert choose(name, CPU) == Choice(name)
+    assert choose("flex", CUDA) == Choice("flex")
 
 
 def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
@@ -51,8 +52,12 @@ def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
         choose("merge", dataclasses.replace(CPU, window=4))
     with pytest.raises(UsageError, match="on cuda it needs --bf16 or --fp16"):
         choose("merge", Conditions("cuda", torch.float32))
+    with pytest.raises(UsageError, match="flash-attn is not installed"):
+        choose("flash", CUDA)
+    with pytest.raises(UsageError, match="FlexAttention does not train on cpu"):
+        choose("flex", CPU)
 
 
 def test_an_unknown_one_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match="choose one of auto, merge, gather, naive"):
+    with pytest.raises(UsageError, match="choose one of auto, merge, gather, flash, flex, naive"):
         choose("fast", CPU)

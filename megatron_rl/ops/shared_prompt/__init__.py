@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import gather, merge, naive
+from megatron_rl.ops.shared_prompt import flash_attention, flex, gather, merge, naive
 from megatron_rl.ops.shared_prompt.backend import Backend, Conditions
 from megatron_rl.ops.shared_prompt.layout import Layout
 
@@ -15,6 +15,8 @@ __all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prom
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
+    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
+    "flex": Backend(flex.attention, flex.prepare, flex.refusal),
     "naive": Backend(naive.attention, lambda layout, device: None, lambda conditions: None),
 }
 

@@ -7,6 +7,7 @@ backward gives its part of the whole's gradients: they only have to be added.
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,18 @@ def attention(
 ) -> torch.Tensor:
     """As `naive.attention`, without a window."""
     assert window is None
+    return merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+
+
+def merged(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    prepare: Callable[[Layout, torch.device], CpuFlash | VarlenFlash],
+) -> torch.Tensor:
+    """Attention by the calls that `prepare` makes of the layout."""
     if layout.num_tokens == 0:
         # The operators do not take nothing; what is empty is connected to all three.
         return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
