@@ -40,6 +40,11 @@ class Reference:
             copy_weights(policy, self.chunks)
             self.version, self.fingerprint = version, fingerprint
 
+    def is_policy(self, version: int, fingerprint: str) -> bool:
+        """Whether it has the weights of that version of the policy, to the last bit."""
+        # Weights that are rounded to be published may differ where what is published does not.
+        return fingerprint == self.fingerprint and (self._dtype is None or version == self.version)
+
     def resume(self, version: int) -> None:
         """Go on from weights that were loaded since, those of a version of the policy."""
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)

@@ -38,6 +38,18 @@ def test_without_an_interval_it_stays_what_was_loaded(monkeypatch) -> None:
     assert (made.version, made.fingerprint) == (None, "loaded")
 
 
+@pytest.mark.parametrize(("dtype", "is_known"), [(None, True), ("bfloat16", False)])
+def test_weights_that_are_rounded_alike_may_differ(monkeypatch, dtype: str | None, is_known: bool) -> None:
+    monkeypatch.setattr(reference, "copy_weights", lambda source, target: None)
+    weights: Any = SimpleNamespace(fingerprint=lambda dtype: "loaded")
+    made = Reference([], weights, dtype, 3)
+    assert made.is_policy(0, "loaded") is is_known
+    assert not made.is_policy(1, "other")
+    made.move_if_due([], 3, "taken")
+    assert made.is_policy(3, "taken")
+    assert made.is_policy(4, "taken") is is_known
+
+
 def test_an_identity_that_is_resumed_is_that_of_the_loaded_weights(monkeypatch) -> None:
     weights: Any = SimpleNamespace(fingerprint=lambda dtype: "first")
     made = Reference([], weights, None)
