@@ -115,6 +115,11 @@ def _check_frozen(settings: Settings, division: Division) -> None:
             f"--grpo-ref-interval {interval} moves a reference, and without --grpo-kl-beta there is none: write its "
             "weight, or drop --grpo-ref-interval"
         )
+    if algorithm.ref_model is not None and not algorithm.kl_beta:
+        raise UsageError(
+            f"--grpo-ref-model {algorithm.ref_model} is of a reference, and without --grpo-kl-beta there is none: "
+            "write its weight, or drop --grpo-ref-model"
+        )
     has_old = division.plan.num_updates > 1 and loop.tri_model == "fused"
     if loop.frozen_offload and not algorithm.kl_beta and not has_old:
         raise UsageError(

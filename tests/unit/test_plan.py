@@ -82,6 +82,7 @@ def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
         ({"evaluation__interval": 0}, "--eval-interval 0"),
         ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
         ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
+        ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference is of.*--grpo-kl-beta"),
         ({"loop__frozen_offload": True}, "--frozen-offload has no model"),
         (
             {"loop__frozen_offload": True, "loop__tri_model": "separate", "training__global_batch_size": 16},
