@@ -92,7 +92,7 @@ class Trainer:
         if self._reference is None:
             return False
         self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
-        return fingerprint == self._reference.fingerprint
+        return self._reference.is_policy(version, fingerprint)
 
     def _evaluate(self, version: int, fingerprint: str, is_last: bool = False) -> dict[str, Any] | None:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):
@@ -122,6 +122,7 @@ class Trainer:
                     measures.merge(of_replica)
             metrics = {"version": version, "fingerprint": fingerprint}
             metrics |= metrics_of(measures, learned.updates, self._largest_micro_batch)
+            metrics |= {"reference": self._reference.fingerprint} if self._reference is not None else {}
             metrics |= {"evaluation": evaluation} if evaluation is not None else {}
             metrics |= {"audit_head": self._rollouts.audit_head}
             times = self._timeline.take()
