@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.strands import Rows, strands
 
+# What a call returns is merged while it is in the cache.
+MOST_ROWS = 2048
+
 
 class Call(NamedTuple):
     """Some rows attend to some rows: causally to themselves, or wholly to others."""
@@ -46,10 +49,15 @@ class CpuFlash:
         """Neighbours of equal length share a causal call, and neighbours that see the same rows a call to these."""
         found = strands(layout)
         calls = []
-        for _, group in itertools.groupby((strand.rows for strand in found), key=lambda rows: rows.end - rows.start):
+        for length, group in itertools.groupby(
+            (strand.rows for strand in found), key=lambda rows: rows.end - rows.start
+        ):
             equal = list(group)
-            rows = Rows(equal[0].start, equal[-1].end)
-            calls.append(Call(rows, rows, len(equal)))
+            at_a_time = max(1, MOST_ROWS // length)
+            for first in range(0, len(equal), at_a_time):
+                some = equal[first : first + at_a_time]
+                rows = Rows(some[0].start, some[-1].end)
+                calls.append(Call(rows, rows, len(some)))
         below: dict[Rows, list[list[int]]] = {}
         for (start, end), above in found:
             for keys in above:
@@ -58,7 +66,12 @@ class CpuFlash:
                     ranges[-1][1] = end
                 else:
                     ranges.append([start, end])
-        calls += [Call(Rows(*rows), keys) for keys, ranges in below.items() for rows in ranges]
+        calls += [
+            Call(Rows(first, min(first + MOST_ROWS, end)), keys)
+            for keys, ranges in below.items()
+            for start, end in ranges
+            for first in range(start, end, MOST_ROWS)
+        ]
         return cls(tuple(calls))
 
     def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
