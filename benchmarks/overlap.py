@@ -8,6 +8,7 @@ train are what a synchronous iteration spends on each.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks import report
@@ -24,8 +25,6 @@ from tests.ranks import ROOT
 from tests.sidecar.sidecar_process import sidecar
 
 GROUP_SIZE, MOST_TOKENS = 8, 128
-# So many times the groups in flight make an iteration: what overlaps with nothing is a small part of it.
-WAVES = 10
 VOCAB_SIZE = 512
 # So many tokens end a response that its length is spread around 43 tokens.
 STOP_TOKENS = range(2, 14)
@@ -47,13 +46,18 @@ class Load:
     """Responses that the engine samples at a time."""
     prompt_length: int
     training: tuple[str, ...] = ()
+    waves: int = 10
+    """So many times the groups in flight make an iteration: what overlaps with nothing is a small part of it."""
 
     @property
     def num_prompts(self) -> int:
-        return WAVES * self.in_flight // GROUP_SIZE
+        return self.waves * self.in_flight // GROUP_SIZE
 
 
-BALANCED = Load("balanced", 1.0, 96, 8, (*KL, *RECOMPUTE))
+BALANCED = Load("balanced", 1.0, 192, 40, KL, waves=16)
+# What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
+# what two runs of the same differ by.
+IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (1, 2)
 LOADS = {
     load.name: load
     for load in (BALANCED, Load("gen_half", 0.5, 96, 200, (*KL, *RECOMPUTE)), Load("gen_double", 2.0, 48, 8))
@@ -85,31 +89,38 @@ class Iteration:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--search", action="store_true", help="only: which settings are best for synchronous runs")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        gain = _sync_at_its_best(Path(folder)) if BALANCED.name in arguments.loads else 1.0
-        for name in arguments.loads:
-            with _World(Path(folder), LOADS[name]).serving() as world:
-                figures |= _compare(world, LOADS[name], arguments.rounds)
-    if BALANCED.name in arguments.loads:
-        figures["ratio_balanced"] *= gain
+        if arguments.search:
+            figures = _search(Path(folder), arguments.rounds)
+        else:
+            for name in arguments.loads:
+                with _World(Path(folder), LOADS[name]).serving() as world:
+                    figures |= _compare(world, LOADS[name], arguments.rounds)
     report.finish(figures)
 
 
-def _sync_at_its_best(folder: Path) -> float:
+def _search(folder: Path, rounds: int) -> dict[str, float]:
     """How many times as fast synchronous iterations of the balanced load are with the settings best for them."""
-    own = best = 0.0
-    for in_flight in (BALANCED.in_flight, 2 * BALANCED.in_flight):
-        load = dataclasses.replace(BALANCED, name=f"sync-{in_flight}", in_flight=in_flight)
-        with _World(folder, load, num_prompts=BALANCED.num_prompts).serving() as world:
-            for groups in (1, 2):
-                iterations = world.iterations(1, groups, only="sync")
-                seconds = min(i.per_token("whole") for i in iterations)
-                print(f"synchronous, {in_flight} responses in flight, {groups} groups: {1e3 * seconds:.3f} ms a token")
-                own, best = own or seconds, min(best or seconds, seconds)
-    return max(1.0, own / best)
+    times: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        worlds = {}
+        for in_flight in IN_FLIGHT_TRIED:
+            load = dataclasses.replace(BALANCED, name=f"sync-{in_flight}", in_flight=in_flight)
+            world = _World(folder, load, num_prompts=BALANCED.num_prompts // 2)
+            worlds[in_flight] = stack.enter_context(world.serving())
+        for _ in range(rounds):
+            for (in_flight, world), groups in itertools.product(worlds.items(), GROUPS_TRIED):
+                (iteration,) = world.iterations(1, groups, only="sync")
+                times.setdefault(f"{in_flight} in flight, {groups} groups a micro-batch", []).append(
+                    1e3 * iteration.per_token("whole")
+                )
+    report.table("synchronous: milliseconds a token of the responses", times, "ms")
+    medians = [statistics.median(values) for values in times.values()]
+    return {"sync_gain_of_best": medians[0] / min(medians)}
 
 
 def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
