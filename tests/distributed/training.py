@@ -16,7 +16,7 @@ from megatron_rl.mcore.optimizer import UpdateResult, apply_update, ddp_config_o
 from megatron_rl.mcore.runner import forward_backward
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
-from tests.distributed.layouts import Model, gather_reduced_shards
+from tests.distributed.layouts import Model, divisor, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 
 LAYOUTS = {
@@ -43,7 +43,7 @@ class Training(Model):
 
     def accumulate(self) -> None:
         """Gradients of the parity test's packs."""
-        forward_backward(self.wrapped, self.mine(shared_packs(self.session.sizes.tensor)), shared_loss)
+        forward_backward(self.wrapped, self.mine(shared_packs(divisor(self.session.sizes))), shared_loss)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
 
