@@ -29,6 +29,7 @@ LAYOUTS = {
     "DP2+distopt": "--use-distributed-optimizer",
     "DP2+overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
     "TP2+distopt": "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+    "CP2+distopt": "--context-parallel-size 2 --use-distributed-optimizer",
     "EP2": "--expert-model-parallel-size 2",
 }
 
