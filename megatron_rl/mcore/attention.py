@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.data.packing import Pack
-from megatron_rl.mcore import rope
+from megatron_rl.mcore import context, rope
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.types import Architecture
 
@@ -38,6 +39,7 @@ class SharedPromptAttention(MegatronModule):
         layer_number: int,
         architecture: Architecture,
         backend: str,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
         **_: Any,
     ):
@@ -47,6 +49,7 @@ class SharedPromptAttention(MegatronModule):
         self.scale = scale * rope.attention_factor(architecture.rope) ** 2
         self.window = architecture.sliding_window
         self.backend = backend
+        self.context_group = pg_collection.cp
 
     def forward(
         self,
@@ -59,9 +62,10 @@ class SharedPromptAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[tokens, 1, heads, head_dim] each; returns [tokens, 1, heads x head_dim]."""
+        """[rows, 1, heads, head_dim] each, of the rows of this rank; returns [rows, 1, heads x head_dim]."""
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
         layout = packed_seq_params.pack.layout
-        q_THD, k_TGD, v_TGD = (tensor.squeeze(1) for tensor in (query, key, value))
+        q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
+        q_THD, k_TGD, v_TGD = context.heads_of_all_rows(q_RHD, k_RGD, v_RGD, self.context_group)
         out_THD = shared_prompt_attention(q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend)
-        return out_THD.reshape(layout.num_tokens, 1, -1)
+        return context.rows_of_all_heads(out_THD, self.context_group).reshape(len(query), 1, -1)

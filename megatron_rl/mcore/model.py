@@ -1,6 +1,7 @@
 """Building the model: megatron-core's GPTModel, fed with packs and answering with log-probabilities.
 
-Letters: T tokens of the pack, N targets, E hidden size.
+Letters: T tokens of the pack, R rows of it that this rank computes, N targets, M of them that these rows predict, E
+hidden size.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.data.packing import Pack
-from megatron_rl.mcore import rope
+from megatron_rl.mcore import context, rope
 from megatron_rl.mcore.attention import PackParams
 from megatron_rl.mcore.spec import block_spec
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
@@ -34,9 +35,10 @@ class PackedGPTModel(GPTModel):
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
         """Log-probs [N] at logits / temperature, or the hidden states that the next stage takes."""
+        rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         return super().forward(
-            input_ids=pack.tokens_T[None],
-            position_ids=pack.positions_T[None],
+            input_ids=pack.tokens_T[None, rows],
+            position_ids=pack.positions_T[None, rows],
             attention_mask=None,
             packed_seq_params=PackParams.of(pack, temperature),
         )
@@ -45,7 +47,7 @@ class PackedGPTModel(GPTModel):
         """Megatron's rotary embedding counts rows; a pack's rows are not its positions."""
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if decoder_input is not None:
-            # The embedding's transposed [T, 1, E] has strides by which a weight that is not trained is multiplied row
+            # The embedding's transposed [R, 1, E] has strides by which a weight that is not trained is multiplied row
             # by row: slower than all rows at once, and rounded otherwise than the same weight when it is trained.
             decoder_input = decoder_input.squeeze(1).unsqueeze(1)
         self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
@@ -55,21 +57,36 @@ class PackedGPTModel(GPTModel):
         """The output layer at the rows that predict something, and their targets' log-probs."""
         if not self.post_process:
             return hidden_states
-        pack = packed_seq_params.pack
+        pack, temperature = packed_seq_params.pack, packed_seq_params.temperature
         assert pack is not None
-        group = self.pg_collection.tp
         if self.config.sequence_parallel:
             # Every rank goes on with its own part of the vocabulary, so gradients are summed on the way back.
-            hidden_T1E = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=group
+            hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
             )
         else:
-            hidden_T1E = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+            hidden_R1E = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden_states, group=self.pg_collection.tp
+            )
+        hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
+        if group.size() == 1:
+            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, temperature)
+        rows = context.own_rows(pack.num_tokens, group)
+        places_M = context.own_targets(pack.target_rows_N, rows)
+        rows_M, tokens_M = (
+            targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
+        )
+        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, temperature)
+        return context.of_all_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
+
+    def _log_probs(
+        self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
         # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
-        hidden_NE = hidden_T1E.squeeze(1).index_select(0, pack.target_rows_N)
-        weight_VE = self.output_weight()
+        hidden_ME = hidden_RE.index_select(0, rows_M)
+        weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
-        return output_log_probs(hidden_NE, weight_VE, pack.target_tokens_N, shard, packed_seq_params.temperature)
+        return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, temperature)
 
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer's weight, wherever tying has put it."""

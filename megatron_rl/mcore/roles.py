@@ -76,4 +76,4 @@ class SeparateRoles:
 
 def is_reporter() -> bool:
     """Whether this rank speaks for its replica: the one of its ranks that sees losses, or the first of several."""
-    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0

@@ -90,7 +90,8 @@ def _run(
     # Without it an overlapped reduction starts after as many micro-batches as the first call had, and what the later
     # ones add is lost.
     config.no_sync_func = _no_sync(chunks)
-    # The schedule divides by the micro-batches and the gradient buffers by the replicas: undo both.
+    # The schedule divides by the micro-batches and the gradient buffers by the replicas: undo both. Context-parallel
+    # ranks need no undoing: the schedule multiplies by them what the buffers divide by them.
     scale = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
     def step(iterator: Iterator[M], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:

@@ -11,6 +11,7 @@ from megatron_rl.config import Settings
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rollout.slots import Division, divide
 from megatron_rl.rollout.wire import LEAST_TEMPERATURE, Plan
+from megatron_rl.training.batches import pack_multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Sizes:
     """The most tokens of a response."""
     is_shared: bool
     """Whether the responses of a group share one copy of their prompt."""
+    multiple_of: int
+    """What the tokens of a micro-batch are padded to a multiple of."""
 
     @property
     def plan(self) -> Plan:
@@ -31,12 +34,13 @@ class Sizes:
 
     @property
     def largest_micro_batch(self) -> int:
-        """The most tokens that a micro-batch can have."""
+        """The most tokens that a micro-batch can have, padding counted in."""
         group_size, size = self.plan.group_size, self.plan.micro_batch_size
         prompts = self.division.groups_per_unit
         responses = group_size if size >= group_size else size
         copies = 1 if self.is_shared else responses
-        return prompts * (copies * self.longest_prompt + responses * self.longest_response)
+        num_tokens = prompts * (copies * self.longest_prompt + responses * self.longest_response)
+        return num_tokens + -num_tokens % self.multiple_of
 
 
 def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
@@ -57,7 +61,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
     _check_frozen(settings, division)
     _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
-    sizes = Sizes(division, longest_prompt, longest_response, settings.attention.is_shared)
+    sizes = Sizes(division, longest_prompt, longest_response, settings.attention.is_shared, pack_multiple(settings))
     most = loop.max_tokens_per_microbatch
     if most is not None and sizes.largest_micro_batch > most:
         raise UsageError(

@@ -42,8 +42,11 @@ LAYOUTS = {
     "DP2": "",
     "TP2xPP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "DP2xPP2": "--pipeline-model-parallel-size 2",
+    "CP2": "--context-parallel-size 2",
+    "DP2xCP2": "--context-parallel-size 2",
+    "CP2xPP2": "--context-parallel-size 2 --pipeline-model-parallel-size 2",
 }
-WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | {"TP2xPP2": 4, "DP2xPP2": 4}
+WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "DP2xCP2", "CP2xPP2"), 4)
 
 
 @dataclasses.dataclass(frozen=True)

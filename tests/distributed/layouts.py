@@ -44,14 +44,23 @@ CASES = {
         Case("PP2", 2, ParallelSizes(pipeline=2)),
         Case("PP2xVPP2", 2, ParallelSizes(pipeline=2, virtual_pipeline=2)),
         Case("DP2+distopt", 2, distributed_optimizer=True),
+        Case("CP2", 2, ParallelSizes(context=2)),
         Case("TP2xPP2", 4, ParallelSizes(tensor=2, pipeline=2)),
+        Case("CP2xPP2", 4, ParallelSizes(pipeline=2, context=2)),
+        Case("TP2+SPxCP2", 4, ParallelSizes(tensor=2, context=2), _SP),
         Case("EP2", 2, ParallelSizes(expert=2)),
+        Case("EP2xCP2", 2, ParallelSizes(context=2, expert=2)),
         Case("EP2xPP2", 4, ParallelSizes(pipeline=2, expert=2)),
         Case("TP2+SP,EP2,ETP1", 2, ParallelSizes(tensor=2, expert=2, expert_tensor=1), _SP),
     )
 }
-DENSE_LAYOUTS = ("TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2")
-EXPERT_LAYOUTS = ("TP1", "EP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
+DENSE_LAYOUTS = ("TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP2xPP2", "TP2+SPxCP2")
+EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
+
+
+def divisor(sizes: ParallelSizes) -> int:
+    """What the rows of a pack are a multiple of, with sequence parallelism or without."""
+    return sizes.tensor * sizes.context
 
 
 @dataclasses.dataclass
@@ -112,7 +121,7 @@ class Model:
     def _everywhere(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         everyone: list[Any] = [None] * self.session.world_size
         replica = parallel_state.get_data_parallel_rank()
-        is_reporter = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
+        is_reporter = bool(results) and parallel_state.get_tensor_and_context_parallel_rank() == 0
         mine = (replica, results) if is_reporter else None
         torch.distributed.all_gather_object(everyone, mine, group=self.session.control_group)
         by_replica = dict(item for item in everyone if item is not None)
@@ -143,6 +152,7 @@ def build(
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
         "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline,
+        "context_parallel_size": sizes.context,
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": sizes.expert_tensor,
         **dict(case.config),

@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.data.packing import Pack, pack_groups, pack_sequences
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, divisor, session_of
 
 TEMPERATURE = 0.7
 # Prompt lengths with their responses' lengths, a list of groups for each micro-batch: ragged, past the scaled rope's
@@ -90,11 +90,11 @@ def run_shared_and_separate(
         case = CASES[case_name]
         with session_of(case) as session:
             model = build(session, case, folder)
-            separate = of_responses(model.forward_backward(separate_packs(case.sizes.tensor), separate_loss))
+            separate = of_responses(model.forward_backward(separate_packs(divisor(case.sizes)), separate_loss))
             separate_gradients = model.gradients()
             for backend in backends:
                 model = build(session, case, folder, attention_backend=backend)
-                shared = model.forward_backward(shared_packs(case.sizes.tensor), shared_loss)
+                shared = model.forward_backward(shared_packs(divisor(case.sizes)), shared_loss)
                 results[case_name, backend] = (shared, separate, model.gradients(), separate_gradients)
     return results
 
@@ -108,7 +108,7 @@ def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[s
         with session_of(case) as session:
             for name, folder in folders.items():
                 model = build(session, case, folder)
-                packs = shared_packs(case.sizes.tensor)
+                packs = shared_packs(divisor(case.sizes))
                 log_probs = model.forward(packs, TEMPERATURE)
                 model.forward_backward(packs, shared_loss)
                 results[case_name, name] = (log_probs, model.gradients(), model.weights.fingerprint())

@@ -173,6 +173,16 @@ def test_a_folder_that_cannot_be_used_is_one_error_and_nothing_is_written(
             "--tensor-model-parallel-size 3 does not divide the 8 attention heads",
         ),
         (
+            ("--save-hf", "{tmp}/out", "--hf-model", "{model}", "--context-parallel-size", "3"),
+            ExitCode.USAGE,
+            "--context-parallel-size 3 does not divide the 8 attention heads of a tensor-parallel rank",
+        ),
+        (
+            ("--save-hf", "{tmp}/out", "--hf-model", "{model}", "--context-parallel-size", "2"),
+            ExitCode.USAGE,
+            "1 ranks are not a multiple of",
+        ),
+        (
             ("--save-hf", "{tmp}/out", "--hf-model", "{model}", "--tensor-model-parallel-size", "2"),
             ExitCode.USAGE,
             "1 ranks are not a multiple of",

@@ -28,6 +28,10 @@ TRIALS = [
     # Interleaved stages need a number of micro-batches that the stages divide.
     *(Trial("PP2xVPP2", size) for size in (4, 12, 2)),
     *(Trial("TP2xPP2", size) for size in (4, 8, 2)),
+    *(Trial("CP2", size) for size in (4, 24, 1)),
+    Trial("CP2", 4, optimizer=OVERLAPPED),
+    Trial("CP2xPP2", 4, roles="separate"),
+    Trial("DP2xCP2", 4),
     Trial("DP2", 4, is_shuffled=True),
     Trial("DP2", 4, PLAIN),
     Trial("DP2", 2, SEQUENCE),
@@ -50,6 +54,9 @@ MORE_TRIALS = [
         for layout, size, optimizer in itertools.product(("DP2", "DP2xPP2"), (2, 12), (ADAM, OVERLAPPED))
     ),
     *(Trial("TP2xPP2", size, CONSTANT) for size in (1, 24)),
+    *(Trial("DP2xCP2", size, optimizer=OVERLAPPED) for size in (2, 12)),
+    *(Trial("CP2xPP2", size, CONSTANT) for size in (1, 24)),
+    *(Trial("CP2", 4, attention=flags) for flags in ATTENTIONS),
 ]
 FAULTY = [Trial("DP2", 4, fault=fault) for fault in FAULTS]
 

@@ -87,7 +87,7 @@ def test_a_shared_pack_equals_separate_sequences(folders) -> None:
     # Merging knows no sliding window, which mistral has.
     for name, backends in (("qwen3", list(BACKENDS)), ("mistral", ["gather", "naive"])):
         for (case_name, backend), (shared, separate, gradients, separate_gradients) in run_ranks(
-            parity.run_shared_and_separate, 2, ["TP2", "TP2+SP", "PP2"], folders[name], backends
+            parity.run_shared_and_separate, 2, ["TP2", "TP2+SP", "PP2", "CP2"], folders[name], backends
         )[0].items():
             log_probs = max((a - b).abs().max().item() for a, b in zip(shared, separate, strict=True))
             worst = max(

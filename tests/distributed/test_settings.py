@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from tests import hf_models
-from tests.distributed.layouts import CASES, Case, ParallelSizes, build, session_of
+from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor, session_of
 from tests.distributed.parity import micro_batches, of_responses, shared_loss, shared_packs
 from tests.ranks import run_ranks
 
@@ -21,7 +21,7 @@ _FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("r
 _CORE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
 _UNEVEN = (("num_layers_in_first_pipeline_stage", 1),)
 _COUNTED = (("account_for_embedding_in_pipeline_split", True), ("account_for_loss_in_pipeline_split", True))
-TP2, PP2 = ParallelSizes(tensor=2), ParallelSizes(pipeline=2)
+TP2, PP2, CP2 = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(context=2)
 SETTINGS = {
     case.name: case
     for case in (
@@ -32,9 +32,11 @@ SETTINGS = {
         Case("uneven stages", 2, PP2, _UNEVEN),
         Case("embedding and loss counted as layers", 2, PP2, _COUNTED + _FULL),
         Case("fewer query groups than ranks", 4, ParallelSizes(tensor=4), _SP),
+        Case("rows over ranks, recomputed", 2, CP2, _FULL),
+        Case("rows over ranks, attention computed anew", 4, ParallelSizes(tensor=2, context=2), _SP + _CORE),
     )
 }
-HALF_LAYOUTS = ("TP2+SP", "PP2xVPP2", "DP2+distopt")
+HALF_LAYOUTS = ("TP2+SP", "PP2xVPP2", "DP2+distopt", "CP2")
 OVERLAPPED = ("DP2", "DP2+distopt", "PP2xVPP2")
 
 Result = tuple[list[torch.Tensor], dict[str, torch.Tensor], str]
@@ -48,7 +50,7 @@ def run_settings(names: list[str], folders: dict[str, Path], out: Path) -> dict[
         with session_of(case) as session:
             for model_name, folder in folders.items():
                 model = build(session, case, folder)
-                packs = shared_packs(case.sizes.tensor)
+                packs = shared_packs(divisor(case.sizes))
                 log_probs = model.forward_backward(packs, shared_loss)
                 model.weights.save_hf(out / name / model_name, source=folder)
                 results[name, model_name] = (log_probs, model.gradients(), model.weights.fingerprint())
@@ -63,7 +65,7 @@ def run_half(folders: dict[str, Path], out: Path, precise: Path) -> dict[str, An
         with session_of(CASES[name]) as session:
             for model_name, folder in folders.items():
                 model = build(session, CASES[name], folder, bf16=True)
-                log_probs = model.forward_backward(shared_packs(CASES[name].sizes.tensor), shared_loss)
+                log_probs = model.forward_backward(shared_packs(divisor(CASES[name].sizes)), shared_loss)
                 saved = model.weights.save_hf(out / name / model_name, source=folder)
                 streamed = {key: value for bucket in model.weights.stream(bucket_bytes=30_000) for key, value in bucket}
                 results[name, model_name] = (log_probs, model.gradients(), saved, streamed)

@@ -156,8 +156,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]]) -> None:
     writer, reader = name.split(" to ")
     is_same = writer == reader
-    # More replicas of the same division have the same random numbers, and sum gradients in another order.
-    has_rng = is_same or reader == "DP2+distopt"
+    # Those of context-parallel ranks, and of replicas, are the same; gradients are summed in another order.
+    has_rng = is_same or {writer, reader} <= {"DP1+distopt", "DP2+distopt", "CP2+distopt"}
     loaded, continued = resumed
     assert (loaded.version, loaded.extra) == (3, EXTRA), name
     assert bool(loaded.notes) != has_rng, name
@@ -183,12 +183,17 @@ def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_a
 ) -> None:
     words = LAYOUTS | {"DP1+distopt": "--use-distributed-optimizer"}
     written = run_ranks(write, 1, folder, tmp_path, {name: words[name] for name in ("TP1", "DP1+distopt")})[0]
-    pairs = [("TP2", "PP2"), ("PP2xVPP2", "PP2xVPP2"), ("DP2+overlap", "DP2+overlap"), ("DP2+overlap", "TP2+distopt")]
+    pairs = [
+        ("TP2", "PP2"), ("PP2xVPP2", "PP2xVPP2"), ("DP2+overlap", "DP2+overlap"), ("DP2+overlap", "TP2+distopt"),
+        ("CP2+distopt", "CP2+distopt"),
+    ]  # fmt: skip
     more, resumed = run_ranks(write_and_resume, 2, folder, tmp_path, words, pairs, timeout=240)[0]
     written |= more
-    from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt")]
+    from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt"), ("DP1+distopt", "CP2+distopt")]
     resumed |= run_ranks(resume, 2, folder, tmp_path, words, from_one)[0]
-    assert resumed.keys() == {*pairs, *from_one}
+    on_one = [("CP2+distopt", "DP1+distopt")]
+    resumed |= run_ranks(resume, 1, folder, tmp_path, words, on_one)[0]
+    assert resumed.keys() == {*pairs, *from_one, *on_one}
     for (writer, reader), result in resumed.items():
         compare(f"{writer} to {reader}", written[writer], result)
 

@@ -36,6 +36,7 @@ LEAST_EFFECT = 1e-2
 MICRO_BATCHES = 6
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+CP2 = "--context-parallel-size 2"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = {
     "TP2": TP2,
@@ -44,16 +45,18 @@ LAYOUTS = {
     "PP2, recomputed": f"{PP2} {RECOMPUTED}",
     "PP2, bf16": f"{PP2} --bf16",
     "PP2xVPP2": VPP2,
+    "CP2": CP2,
     "PP2xVPP2, all messages overlapped": f"{VPP2} --overlap-p2p-communication-warmup-flush",
     "DP2, optimizer distributed and overlapped": OVERLAPPED,
 }
 TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
 OFFLOADED = ["TP2", "PP2", "PP2, bf16", "PP2xVPP2", "DP2, optimizer distributed and overlapped"]
 ALONE_AND_TIED = "DP2, optimizer distributed and overlapped, tied"
-OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}"}
+OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}", "CP2xPP2": f"{CP2} {PP2}"}
 MORE_OF_FOUR_RANKS = {
     "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
     "PP4, recomputed": f"--pipeline-model-parallel-size 4 {RECOMPUTED}",
+    "CP2xPP2xVPP2, recomputed": f"{CP2} {VPP2} {RECOMPUTED}",
     "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
 }
 EXPERTS = {"EP2xPP2": f"{PP2} --expert-model-parallel-size 2"}

@@ -16,7 +16,7 @@ from megatron_rl.mcore.optimizer import UpdateResult, apply_update, ddp_config_o
 from megatron_rl.mcore.runner import forward_backward
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
-from tests.distributed.layouts import Model, gather_reduced_shards
+from tests.distributed.layouts import Model, divisor, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 
 LAYOUTS = {
@@ -29,6 +29,7 @@ LAYOUTS = {
     "DP2+distopt": "--use-distributed-optimizer",
     "DP2+overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
     "TP2+distopt": "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+    "CP2+distopt": "--context-parallel-size 2 --use-distributed-optimizer",
     "EP2": "--expert-model-parallel-size 2",
 }
 
@@ -43,7 +44,7 @@ class Training(Model):
 
     def accumulate(self) -> None:
         """Gradients of the parity test's packs."""
-        forward_backward(self.wrapped, self.mine(shared_packs(self.session.sizes.tensor)), shared_loss)
+        forward_backward(self.wrapped, self.mine(shared_packs(divisor(self.session.sizes))), shared_loss)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
 

@@ -90,6 +90,10 @@ def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
     compare_schedules(world, "dp2", 2, [0], use_distributed_optimizer=True)
 
 
+def test_they_do_where_ranks_share_the_rows_of_a_pack(world):
+    compare_schedules(world, "cp2", 2, [21], context_parallel_size=2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
@@ -98,6 +102,10 @@ def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
     compare_schedules(
         world, "tp2", 2, [18, 19, 20], tensor_model_parallel_size=2, sequence_parallel=True, global_batch_size=16
     )
+    compare_schedules(
+        world, "cp2-pp2", 4, [22], context_parallel_size=2, pipeline_model_parallel_size=2, grpo_kl_beta=0.05,
+        global_batch_size=16,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

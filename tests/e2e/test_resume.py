@@ -203,6 +203,7 @@ def test_a_run_goes_on_in_another_layout(world):
     for name, world_size, before, other_size, after in (
         ("tp2-pp2", 2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
         ("dp1-dp2", 1, {"use_distributed_optimizer": True}, 2, {"use_distributed_optimizer": True}),
+        ("cp2-tp2", 2, {"context_parallel_size": 2}, 2, {"tensor_model_parallel_size": 2}),
     ):
         whole = uninterrupted(world, f"{name}-whole", world_size, **before)
         folder = killed(world, name, world_size, {0: fault("optimizer", "rank", call=3)}, **before)

@@ -211,7 +211,9 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
     [
         ("--multi-latent-attention", "drop the flag"),
         ("--fp8-format hybrid", "write --bf16"),
-        ("--context-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--hybrid-context-parallel", "write --context-parallel-size alone"),
+        ("--hierarchical-context-parallel-sizes 2 2", "write --context-parallel-size alone"),
+        ("--cp-comm-type allgather", "write a2a"),
         ("--calculate-per-token-loss", "drop the flag"),
         ("--transformer-impl inference_optimized", "vLLM"),
         ("--position-embedding-type learned_absolute", "write --position-embedding-type rope"),
@@ -229,6 +231,12 @@ def test_what_is_refused_comes_with_a_remedy(words: str, remedy: str) -> None:
     text = error(*CPU, words)
     assert words in text
     assert remedy in text
+
+
+def test_context_parallel_ranks_exchange_heads_without_being_told() -> None:
+    for words in ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"):
+        assert parse(*DENSE, words).transformer["cp_comm_type"] == "a2a"
+    assert parse(*DENSE, "--cp-comm-type p2p").transformer["cp_comm_type"] == "p2p"
 
 
 def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

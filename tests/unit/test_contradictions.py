@@ -34,6 +34,11 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
             "gives wrong results without an error: drop the flag",
         ),
+        ("--context-parallel-size 3", "attention heads of a tensor-parallel rank: write one of 1, 2, 4, 8"),
+        ("--context-parallel-size 4 --tensor-model-parallel-size 4", "does not divide the 2 attention heads"),
+        ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type p2p: context-parallel ranks exchange"),
+        ("--context-parallel-size 2 --cp-comm-type a2a a2a", "--cp-comm-type a2a a2a: context-parallel ranks exchange"),
+        ("--context-parallel-size 0", "--context-parallel-size 0 is below 1"),
         ("--expert-model-parallel-size 2", "needs a model with experts"),
         ("--expert-tensor-parallel-size 2", "needs a model with experts"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
@@ -102,7 +107,13 @@ def test_more_active_experts_than_there_are_is_an_error() -> None:
     ("world_size", "words", "said"),
     [
         (6, "--tensor-model-parallel-size 4", "6 ranks are not a multiple"),
+        (6, "--context-parallel-size 4", "times --context-parallel-size 4: start a multiple of 4 ranks"),
         (8, "--micro-batch-size 2 --global-batch-size 24", "not a multiple of --micro-batch-size 2 times 8 replicas"),
+        (
+            8,
+            "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 12",
+            "not a multiple of --micro-batch-size 2 times 4 replicas",
+        ),
         (
             2,
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3",

@@ -60,6 +60,15 @@ def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
     assert sizes_of(settings(**changes), 1).largest_micro_batch == 16 * (96 + 32)
 
 
+def test_what_pads_a_micro_batch_counts() -> None:
+    made = settings()
+    assert sizes_of(made, 1).largest_micro_batch == 352
+    made.transformer = {"tensor_model_parallel_size": 4, "context_parallel_size": 3}
+    assert sizes_of(made, 1).largest_micro_batch == 354
+    made.transformer["sequence_parallel"] = True
+    assert sizes_of(made, 1).largest_micro_batch == 360
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

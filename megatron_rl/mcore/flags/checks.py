@@ -7,10 +7,12 @@ import torch
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import UsageError
+from megatron_rl.flags import text_of
 from megatron_rl.mcore.backend import backend_of
 
 _TP = "--tensor-model-parallel-size"
 _PP = "--pipeline-model-parallel-size"
+_CP = "--context-parallel-size"
 _EP = "--expert-model-parallel-size"
 _ETP = "--expert-tensor-parallel-size"
 
@@ -21,6 +23,7 @@ class Layout:
 
     tensor: int
     pipeline: int
+    context: int
     expert: int
     expert_tensor: int
     virtual_stages: int | None
@@ -28,8 +31,13 @@ class Layout:
     world: int | None
 
     @property
+    def model(self) -> int:
+        """The ranks of one replica."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
     def replicas(self) -> int | None:
-        return None if self.world is None else self.world // (self.tensor * self.pipeline)
+        return None if self.world is None else self.world // self.model
 
 
 def layout_of(settings: Settings, world_size: int | None) -> Layout:
@@ -38,6 +46,7 @@ def layout_of(settings: Settings, world_size: int | None) -> Layout:
     return Layout(
         tensor=tensor,
         pipeline=transformer.get("pipeline_model_parallel_size", 1),
+        context=transformer.get("context_parallel_size", 1),
         expert=transformer.get("expert_model_parallel_size", 1),
         expert_tensor=transformer.get("expert_tensor_parallel_size") or tensor,
         virtual_stages=transformer.get("virtual_pipeline_model_parallel_size"),
@@ -51,6 +60,7 @@ def check(settings: Settings, world_size: int | None) -> None:
     _positive(settings)
     _architecture(settings)
     _tensor_parallel(settings, layout)
+    _context_parallel(settings, layout)
     _pipeline_parallel(settings, layout)
     _virtual_stages(settings, layout)
     _expert_parallel(settings, layout)
@@ -74,6 +84,7 @@ def _positive(settings: Settings) -> None:
     values = {
         _TP: settings.transformer.get("tensor_model_parallel_size"),
         _PP: settings.transformer.get("pipeline_model_parallel_size"),
+        _CP: settings.transformer.get("context_parallel_size"),
         _EP: settings.transformer.get("expert_model_parallel_size"),
         _ETP: settings.transformer.get("expert_tensor_parallel_size"),
         "--num-virtual-stages-per-pipeline-rank": settings.transformer.get("virtual_pipeline_model_parallel_size"),
@@ -135,6 +146,23 @@ def _tensor_parallel(settings: Settings, layout: Layout) -> None:
             raise UsageError(
                 f"{_TP} {layout.tensor} does not divide the {size} {what}: write one of {_divisors(*sizes.values())}"
             )
+
+
+def _context_parallel(settings: Settings, layout: Layout) -> None:
+    if layout.context == 1:
+        return
+    heads = settings.architecture.num_attention_heads // layout.tensor
+    if heads % layout.context:
+        raise UsageError(
+            f"{_CP} {layout.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
+            f"one of {_divisors(heads)}"
+        )
+    kind = settings.transformer.get("cp_comm_type")
+    if kind != "a2a":
+        raise UsageError(
+            f"--cp-comm-type {text_of(kind)}: context-parallel ranks exchange attention's heads, in all layers alike: "
+            "write a2a, or drop the flag"
+        )
 
 
 def _pipeline_parallel(settings: Settings, layout: Layout) -> None:
@@ -220,10 +248,10 @@ def _expert_parallel(settings: Settings, layout: Layout) -> None:
 def _world(settings: Settings, layout: Layout) -> None:
     if layout.world is None:
         return
-    if layout.world % (layout.tensor * layout.pipeline):
+    if layout.world % layout.model:
         raise UsageError(
-            f"{layout.world} ranks are not a multiple of {_TP} {layout.tensor} times {_PP} {layout.pipeline}: start a "
-            f"multiple of {layout.tensor * layout.pipeline} ranks, or make one of the two smaller"
+            f"{layout.world} ranks are not a multiple of {_TP} {layout.tensor} times {_PP} {layout.pipeline} times "
+            f"{_CP} {layout.context}: start a multiple of {layout.model} ranks, or make one of them smaller"
         )
     expert_ranks = layout.expert * layout.expert_tensor * layout.pipeline
     if settings.architecture.experts and layout.world % expert_ranks:

@@ -8,6 +8,7 @@ the engines nor the export of weights know.
 USED = {
     "tensor_model_parallel_size": "Ranks that each layer is split over.",
     "pipeline_model_parallel_size": "Stages that the layers are split into.",
+    "context_parallel_size": "Ranks that a pack's rows are split over; attention's heads, while it computes.",
     "pipeline_model_parallel_comm_backend": "The backend between pipeline stages, if not that of everything else.",
     "sequence_parallel": "Split norms and residuals over the tensor-parallel ranks too, by tokens.",
     "expert_model_parallel_size": "Ranks that experts are spread over.",
@@ -133,7 +134,10 @@ _NO_MODEL = "no supported model has it, and engines and weight export would not 
 _NO_FP8 = "weights are published in the dtype that was trained; write --bf16"
 _NO_GRAPHS = "packed groups differ in length from one micro-batch to the next, and a graph needs one length; drop it"
 _NO_INFERENCE = "it belongs to Megatron's own inference, and the engines here are vLLM's; drop the flag"
-_NO_CONTEXT = "packed groups are not split over context-parallel ranks; write --tensor-model-parallel-size instead"
+_ONE_CONTEXT = (
+    "every pack is split over all context-parallel ranks, which exchange attention's heads all with all; write "
+    "--context-parallel-size alone"
+)
 _NO_OVERLAP = "its buffers are made for one sequence length, and packed groups differ in length; drop the flag"
 _NOT_TRAINED = "the policy would not be the one that the engines sample from; drop the flag"
 _NOT_KNOWN = "it has not been shown to keep log-probs and exported weights right; drop the flag"
@@ -142,10 +146,9 @@ _NOT_KNOWN = "it has not been shown to keep log-probs and exported weights right
 REFUSED = {
     "fp32_residual_connection": "the local layers compute in the parameters' dtype; drop the flag",
     "calculate_per_token_loss": "losses are sums with denominators of the whole update already; drop the flag",
-    "context_parallel_size": _NO_CONTEXT,
-    "hierarchical_context_parallel_sizes": _NO_CONTEXT,
-    "hybrid_context_parallel": _NO_CONTEXT,
-    "max_seqlen_per_dp_cp_rank": _NO_CONTEXT,
+    "hierarchical_context_parallel_sizes": _ONE_CONTEXT,
+    "hybrid_context_parallel": _ONE_CONTEXT,
+    "max_seqlen_per_dp_cp_rank": _ONE_CONTEXT,
     "fp8*": _NO_FP8,
     "fp4*": _NO_FP8,
     "first_last_layers_bf16": _NO_FP8,

@@ -86,6 +86,8 @@ def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architectu
     fields.derive("transformer.deallocate_pipeline_outputs", not keep, "on where the schedule allows it")
     if transformer.get("pipeline_model_parallel_size", 1) > 1:
         fields.derive("transformer.variable_seq_lengths", True, "packed groups differ in length")
+    if transformer.get("context_parallel_size", 1) > 1 and "transformer.cp_comm_type" not in given:
+        fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
 
 
 def _virtual_stages(

@@ -231,9 +231,9 @@ def _parallel() -> list[Flag]:
             "transformer.cp_comm_type",
             nargs="+",
             default="p2p",
-            allowed=("p2p",),
-            remedy="packed groups are not split over context-parallel ranks; drop the flag",
-            help="How context-parallel ranks communicate, if there were any.",
+            allowed=("p2p", "a2a"),
+            remedy="context-parallel ranks exchange attention's heads; write a2a",
+            help="How context-parallel ranks communicate; where there are several, a2a without the flag.",
         ),
         switch(
             "--recompute-activations",

@@ -1,0 +1,116 @@
+"""Context parallelism: the ranks of a group share the rows of a pack, and for attention its heads.
+
+Each rank has a run of rows, in the order of ranks, and computes everything but attention for these alone. Attention
+needs all rows: each rank gives the others their heads of its rows, attends with its own heads over the whole pack, and
+gives back. So the layout of a pack, and what attention makes of it, does not depend on how many ranks there are. What a
+rank gets is what others had, bit for bit, and each gradient goes back to where its value came from: the only sum is
+that of a key-value head's copies, in the order of ranks.
+
+Letters: T tokens of the pack, P ranks of the group, R rows of each (T / P), H heads, D head dimension, N targets, M
+targets that this rank's rows predict.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def own_rows(num_tokens: int, group: dist.ProcessGroup) -> slice:
+    """This rank's run of a pack's rows."""
+    length, rest = divmod(num_tokens, group.size())
+    if rest:
+        raise ValueError(
+            f"a pack of {num_tokens} tokens cannot be divided over {group.size()} context-parallel ranks: pad it to a "
+            "multiple of them"
+        )
+    return slice(group.rank() * length, (group.rank() + 1) * length)
+
+
+def heads_of_all_rows(
+    q_RHD: torch.Tensor, k_RHD: torch.Tensor, v_RHD: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """From all heads of this rank's rows to this rank's heads of all rows: queries, and the keys and values they see.
+
+    The group's size must divide the heads of the queries. Of keys and values there may be fewer than ranks: then ranks
+    get copies.
+    """
+    size = group.size()
+    if size == 1:
+        return q_RHD, k_RHD, v_RHD
+    num_groups = k_RHD.shape[1]
+    num_copies = math.lcm(num_groups, size) // num_groups
+    tensors = (q_RHD, _repeated(k_RHD, num_copies), _repeated(v_RHD, num_copies))
+    by_rank = [tensor_RHD.unflatten(1, (size, -1)) for tensor_RHD in tensors]
+    sent_PRHD = torch.cat(by_rank, dim=2).transpose(0, 1)
+    received_THD = _Exchange.apply(sent_PRHD, group).flatten(0, 1)
+    return received_THD.split([part.shape[2] for part in by_rank], dim=1)
+
+
+def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The way back: from this rank's heads of all rows to all heads of this rank's rows."""
+    if group.size() == 1:
+        return out_THD
+    received_PRHD = _Exchange.apply(out_THD.unflatten(0, (group.size(), -1)), group)
+    return received_PRHD.transpose(0, 1).flatten(1, 2)
+
+
+def own_targets(rows_N: torch.Tensor, own: slice) -> torch.Tensor:
+    """Which targets are predicted by rows of this rank; there may be none."""
+    return ((rows_N >= own.start) & (rows_N < own.stop)).nonzero().squeeze(1)
+
+
+def of_all_targets(
+    log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """From what each rank has for its targets to what all of them have for all, [N], the same on every rank.
+
+    On the way back a rank takes the gradients of its own targets. Every rank must compute the same loss.
+    """
+    whole_N: torch.Tensor = _AllTargets.apply(log_probs_M, places_M, num_targets, group)
+    return whole_N
+
+
+def _repeated(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:
+    """Each head so many times, one copy behind the other; the gradient is the copies' sum."""
+    if num_copies == 1:
+        return tensor_RHD
+    return tensor_RHD.unsqueeze(2).expand(-1, -1, num_copies, -1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """The p-th part goes to rank p, and what comes from there takes its place: its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts_PRHD, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PRHD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _exchanged(grad_PRHD, ctx.group), None
+
+
+def _exchanged(parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    sent_PRHD = parts_PRHD.contiguous()
+    received_PRHD = torch.empty_like(sent_PRHD)
+    dist.all_to_all_single(received_PRHD, sent_PRHD, group=group)
+    return received_PRHD
+
+
+class _AllTargets(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places_M)
+        whole_N = log_probs_M.new_zeros(num_targets).index_copy_(0, places_M, log_probs_M)
+        # One rank has a target and the others zero, so the sum is exact.
+        dist.all_reduce(whole_N, group=group)
+        return whole_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (places_M,) = ctx.saved_tensors
+        return grad_N.index_select(0, places_M), None, None, None

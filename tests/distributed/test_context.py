@@ -1,0 +1,107 @@
+"""Rows of a pack over context-parallel ranks: attention's heads change hands, and log-probs come together."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.data.packing import Pack, pack_groups
+from megatron_rl.mcore import context
+from megatron_rl.ops.shared_prompt import naive
+from megatron_rl.ops.shared_prompt.layout import Layout
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.distributed.parity import shared_loss
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-6
+LAYOUT = Layout.of_groups([(5, [4, 1, 6]), (3, [5])])
+HEAD_DIM = 8
+# Heads of the queries, and of keys and values: as many; fewer; fewer than ranks; a number that two does not divide.
+HEADS = ((4, 4), (8, 2), (4, 1), (6, 3))
+
+Named = dict[str, torch.Tensor]
+
+
+def tensors_of(num_heads: int, num_groups: int) -> Named:
+    """The same on every rank: queries, keys, values, and the gradient of what comes out."""
+    generator = torch.Generator().manual_seed(num_heads)
+    counts = {"query": num_heads, "key": num_groups, "value": num_groups, "gradient": num_heads}
+    return {
+        name: torch.randn(LAYOUT.num_tokens, count, HEAD_DIM, generator=generator) for name, count in counts.items()
+    }
+
+
+def attention(given: Named, group: dist.ProcessGroup | None) -> Named:
+    """What comes out, and gradients; of this rank's rows, or without a group of all."""
+    rows = slice(None) if group is None else context.own_rows(LAYOUT.num_tokens, group)
+    leaves = [given[name][rows].clone().requires_grad_() for name in ("query", "key", "value")]
+    q_THD, k_TGD, v_TGD = leaves if group is None else context.heads_of_all_rows(*leaves, group)
+    out_THD = naive.attention(q_THD, k_TGD, v_TGD, LAYOUT, scale=0.3)
+    out_RHD = out_THD if group is None else context.rows_of_all_heads(out_THD, group)
+    gradients = torch.autograd.grad(out_RHD, leaves, given["gradient"][rows])
+    return {"out": out_RHD.detach(), **dict(zip(("query", "key", "value"), gradients, strict=True))}
+
+
+def uneven_packs(multiple_of: int) -> list[Pack]:
+    """All targets in the first half of the rows, all in the second half, one, and none at all."""
+    short, long = hf_models.sequences([9, 40])
+    group, silent = (short[:4], [short[4:]]), (long, [[]])
+    return [pack_groups(groups, multiple_of) for groups in ([group, silent], [silent, group], [([1], [[2]])], [])]
+
+
+@dataclasses.dataclass
+class Computed:
+    """On one rank; of the model, each layout's log-probs and gradients of two runs."""
+
+    attention: dict[tuple[int, int], list[Named]]
+    model: dict[str, list[tuple[list[torch.Tensor], Named]]]
+
+
+def compute(folder: Path) -> Computed:
+    """Everything twice."""
+    dist.init_process_group("gloo")
+    results = Computed({}, {})
+    for heads in HEADS:
+        given = tensors_of(*heads)
+        results.attention[heads] = [attention(given, dist.group.WORLD) for _ in range(2)]
+    with pytest.raises(ValueError, match="a pack of 7 tokens cannot be divided over 2 context-parallel ranks: pad it"):
+        context.own_rows(7, dist.group.WORLD)
+    for name in ("CP2", "TP2+SP"):
+        with session_of(CASES[name]) as session:
+            model = build(session, CASES[name], folder, attention_backend="merge")
+            packs = uneven_packs(divisor(CASES[name].sizes))
+            results.model[name] = [(model.forward_backward(packs, shared_loss), model.gradients()) for _ in range(2)]
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Computed]:
+    return run_ranks(compute, 2, hf_models.draw("qwen3", tmp_path_factory.mktemp("model"), num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_over_ranks_is_that_of_one_with_its_gradients(heads, ranks) -> None:
+    for name, expected in attention(tensors_of(*heads), None).items():
+        found = torch.cat([computed.attention[heads][0][name] for computed in ranks])
+        assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max(), name
+
+
+def test_ranks_without_a_target_take_part(ranks) -> None:
+    (log_probs, gradients), (expected, reference) = (ranks[0].model[name][0] for name in ("CP2", "TP2+SP"))
+    assert [len(of_pack) for of_pack in log_probs] == [5, 5, 1, 0]
+    for ours, theirs in zip(log_probs, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+    for name, gradient in reference.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_results_are_bitwise_the_same_each_time(ranks) -> None:
+    for computed in ranks:
+        for once, again in computed.attention.values():
+            assert all(torch.equal(value, again[name]) for name, value in once.items())
+        (log_probs, gradients), (log_probs_again, gradients_again) = computed.model["CP2"]
+        assert all(torch.equal(*pair) for pair in zip(log_probs, log_probs_again, strict=True))
+        assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
