@@ -50,7 +50,8 @@ def forward(
     def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
         return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: log_probs_N.new_zeros(())
 
-    with _last_message_awaited(get_model_config(chunks[0])):
+    # The schedules leave that to their caller.
+    with torch.no_grad(), _last_message_awaited(get_model_config(chunks[0])):
         return _run(chunks, micro_batches, compute, is_training=False, communicator=None)
 
 
