@@ -17,6 +17,7 @@ from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.roles import RoleLoss, is_reporter
+from megatron_rl.mcore.runner import Share
 from megatron_rl.mcore.session import Session
 from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
 
@@ -31,7 +32,12 @@ class Roles(Protocol):
     """The models that losses are made of."""
 
     def forward_backward(
-        self, slots: IterationSlots, update: int, loss: RoleLoss, reference_is_policy: bool = False
+        self,
+        slots: IterationSlots,
+        update: int,
+        loss: RoleLoss,
+        share: Share[Batch],
+        reference_is_policy: bool = False,
     ) -> None: ...
 
 
@@ -58,7 +64,7 @@ class Learner:
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update: list[Statistics] = []
-            self._roles.forward_backward(slots, update, self._loss(of_update), reference_is_policy)
+            self._roles.forward_backward(slots, update, self._loss(of_update), self._share, reference_is_policy)
             self._session.agree(lambda of_update=of_update: _check_finite(of_update))  # type: ignore[misc]
             updates.append(self._step(slots, update))
             statistics += of_update
@@ -85,8 +91,11 @@ class Learner:
 
         return loss
 
+    def _share(self, batch: Batch) -> int:
+        return self._objective.share(batch.num_targets, batch.num_responses)
+
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
-        shares = [self._objective.share(batch.num_targets, batch.num_responses) for batch in slots.of_update(update)]
+        shares = [self._share(batch) for batch in slots.of_update(update)]
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = int(total)

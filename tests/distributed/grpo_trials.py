@@ -40,6 +40,11 @@ LAYOUTS = {
     "PP2": "--pipeline-model-parallel-size 2",
     "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "DP2": "",
+    "EP2": "--expert-model-parallel-size 2",
+    "TP2+SP,EP2,ETP1": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1"
+    ),
     "TP2xPP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "DP2xPP2": "--pipeline-model-parallel-size 2",
 }
