@@ -15,6 +15,7 @@ from megatron_rl.algorithm.statistics import Statistics, combined
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.mcore.auxiliary import take_losses
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.roles import RoleLoss, is_reporter
 from megatron_rl.mcore.runner import Share
@@ -43,10 +44,11 @@ class Roles(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What the updates of an iteration did; measures of this rank's replica, on the one rank that speaks for it."""
+    """What the updates of an iteration did."""
 
     updates: list[UpdateOutcome]
-    measures: Measures | None
+    measures: Measures
+    """Of this rank's replica, on the one rank that speaks for it; on every rank of its part of auxiliary losses."""
 
 
 class Learner:
@@ -68,11 +70,11 @@ class Learner:
             self._session.agree(lambda of_update=of_update: _check_finite(of_update))  # type: ignore[misc]
             updates.append(self._step(slots, update))
             statistics += of_update
-        if not is_reporter():
-            return Learned(updates, None)
-        measures = of_batches(slots.of_all())
-        sums, maxima = combined(statistics)
-        measures.merge(Measures(sums=sums, largest=maxima))
+        measures = Measures(sums=take_losses())
+        if is_reporter():
+            measures.merge(of_batches(slots.of_all()))
+            sums, maxima = combined(statistics)
+            measures.merge(Measures(sums=sums, largest=maxima))
         return Learned(updates, measures)
 
     def _loss(self, statistics: list[Statistics]) -> RoleLoss:

@@ -166,12 +166,23 @@ def test_frozen_roles_add_nothing(computed):
     fused, separate = computed[trial("PP2")], computed[SEPARATE]
     for one, other in zip(fused, separate, strict=True):
         assert worst(one.gradients, other.gradients)[0] == 0.0
+        assert one.metrics == other.metrics
+
+
+@pytest.mark.parametrize("trial", METERED, ids=str)
+def test_metrics_are_means_over_layers_and_micro_batches(trial, computed, expected):
+    metrics, losses = computed[trial][0].metrics, expected(trial).auxiliary
+    print(f"{trial}: balancing {losses.balancing:.4f}, z {losses.z:.4f}")
+    assert metrics["moe_load_balancing_loss"] == pytest.approx(losses.balancing, rel=TOLERANCE)
+    assert metrics["moe_z_loss"] == pytest.approx(losses.z, rel=TOLERANCE)
 
 
 def test_without_coefficients_nothing_changes(computed):
     without, zero = (computed[trial] for trial in WITHOUT)
     for one, other in zip(without, zero, strict=True):
         assert worst(one.gradients, other.gradients)[0] == 0.0
+        assert one.metrics == other.metrics
+        assert not any(name.startswith("moe_") for name in one.metrics)
 
 
 def test_the_scale_of_a_loss_is_that_of_its_auxiliary_losses(ran):
