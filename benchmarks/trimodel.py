@@ -176,17 +176,20 @@ class _Bench:
                 chunk.zero_grad_buffer()
 
     def run_fused(self, slots: IterationSlots) -> None:
-        self.fused.forward_backward(slots, UPDATE, self.loss)
+        self.fused.forward_backward(slots, UPDATE, self.loss, self.share)
 
     def run_separate(self, slots: IterationSlots) -> None:
         slots.wait_for_all()
         self.separate._remember(slots)
-        self.separate.forward_backward(slots, UPDATE, self.loss)
+        self.separate.forward_backward(slots, UPDATE, self.loss, self.share)
 
     def loss(self, log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
         sequences_N = batch.pack.target_sequences_N
         advantages_N = batch.advantages_S.index_select(0, sequences_N)
         return self._objective.loss(log_probs, batch.engine_log_probs_N, advantages_N, sequences_N, batch.lengths_S)[0]
+
+    def share(self, batch: Batch) -> int:
+        return self._objective.share(batch.num_targets, batch.num_responses)
 
     def seconds(self, action: Callable[[], Any]) -> float:
         """Until the slowest rank is done."""

@@ -61,6 +61,8 @@ class Trial:
     attention: str = ""
     """Its flags."""
     num_updates: int = NUM_UPDATES
+    more: str = ""
+    """Further flags."""
 
     def __str__(self) -> str:
         rules = self.rules
@@ -70,6 +72,7 @@ class Trial:
         words += [self.fault] if self.fault is not None else []
         words += [self.roles] if self.roles != "fused" else []
         words += [self.attention] if self.attention else []
+        words += [self.more] if self.more else []
         words += [f"{self.num_updates} updates"] if self.num_updates != NUM_UPDATES else []
         return ", ".join(words + ["shuffled"] * self.is_shuffled)
 
@@ -85,7 +88,7 @@ class Trial:
             f"--seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
             f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
             f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
-            f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention}"
+            f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention} {self.more}"
         )
         if rules.is_corrected:
             words += " --rl-inference-logprobs-is-correction"

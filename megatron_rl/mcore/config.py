@@ -38,6 +38,8 @@ def packed_config(architecture: Architecture, overrides: Mapping[str, Any], plat
         "perform_initialization": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
+        "moe_z_loss_coeff": overrides.get("moe_z_loss_coeff") or None,
         # Interleaved stages deadlock or compute nonsense unless they send and receive this way.
         "overlap_p2p_comm": bool(overrides.get("virtual_pipeline_model_parallel_size")),
         "batch_p2p_comm": not overrides.get("virtual_pipeline_model_parallel_size"),

@@ -37,7 +37,12 @@ class SeparateRoles:
         self._old: dict[int, torch.Tensor] = {}
 
     def forward_backward(
-        self, slots: IterationSlots, update: int, loss: RoleLoss, reference_is_policy: bool = False
+        self,
+        slots: IterationSlots,
+        update: int,
+        loss: RoleLoss,
+        share: runner.Share[Batch],
+        reference_is_policy: bool = False,
     ) -> None:
         """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
         micro_batches = slots.of_update(update)
@@ -60,7 +65,7 @@ class SeparateRoles:
                 reference_N = reference[batch.index] if is_computed else own_N
             return loss(RoleLogProbs(policy_N, self._old.get(batch.index, own_N), reference_N), batch)
 
-        runner.forward_backward(self._policy, micro_batches, role_loss, self._temperature)
+        runner.forward_backward(self._policy, micro_batches, role_loss, self._temperature, share)
         if update == 0:
             self._remember(slots)
 

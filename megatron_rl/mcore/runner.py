@@ -14,12 +14,16 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.packing import Pack
+from megatron_rl.mcore import auxiliary
 
 M = TypeVar("M", Pack, Batch)
 M_co = TypeVar("M_co", Pack, Batch, covariant=True)
 
 Loss = Callable[[torch.Tensor, M], torch.Tensor]
 """The sum of a micro-batch's losses, of its targets' log-probs."""
+
+Share = Callable[[M], float]
+"""A micro-batch's share of the update's denominator: how often its auxiliary losses count."""
 
 LossOfLogProbs = Callable[[torch.Tensor], torch.Tensor]
 """The same of one micro-batch."""
@@ -29,6 +33,11 @@ Compute = Callable[[torch.nn.Module, M], tuple[torch.Tensor, LossOfLogProbs]]
 
 # What the schedules and the finalization of gradients use, as they would look it up themselves.
 _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
+
+
+def _once(_: object) -> float:
+    """The share where there is no update to share."""
+    return 1.0
 
 
 class MicroBatches(Protocol[M_co]):
@@ -50,32 +59,48 @@ def forward(
     def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
         return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: log_probs_N.new_zeros(())
 
-    with _last_message_awaited(get_model_config(chunks[0])):
+    # The schedules leave that to their caller.
+    with torch.no_grad(), _last_message_awaited(get_model_config(chunks[0])):
         return _run(chunks, micro_batches, compute, is_training=False, communicator=None)
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], micro_batches: MicroBatches[M], loss: Loss[M], temperature: float = 1.0
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: MicroBatches[M],
+    loss: Loss[M],
+    temperature: float = 1.0,
+    share: Share[M] = _once,
 ) -> list[torch.Tensor]:
-    """As `forward`; and every `main_grad` receives the gradient of the sum of losses, over all replicas."""
+    """As `forward`; and every `main_grad` receives the gradient of the sum of losses, over all replicas.
+
+    The auxiliary losses of routers are among them, each as often as `share` says.
+    """
 
     def compute(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
         return chunk(_pack_of(micro_batch), temperature), lambda log_probs_N: loss(log_probs_N, micro_batch)
 
-    return train(chunks, micro_batches, compute)
+    return train(chunks, micro_batches, compute, share)
 
 
 def train(
     chunks: Sequence[torch.nn.Module],
     micro_batches: MicroBatches[M],
     compute: Compute[M],
+    share: Share[M] = _once,
     communicator: P2PCommunicator | None = None,
 ) -> list[torch.Tensor]:
     """As `forward_backward`, for what `compute` makes of a chunk and a micro-batch.
 
     `communicator` takes the place of what Megatron sends and receives between pipeline stages with.
     """
-    return _run(chunks, micro_batches, compute, is_training=True, communicator=communicator)
+    config = get_model_config(chunks[0])
+
+    def weighed(chunk: torch.nn.Module, micro_batch: M) -> tuple[torch.Tensor, LossOfLogProbs]:
+        output, loss = compute(chunk, micro_batch)
+        auxiliary.weigh(output, share(micro_batch), config)
+        return output, loss
+
+    return _run(chunks, micro_batches, weighed, is_training=True, communicator=communicator)
 
 
 def _run(

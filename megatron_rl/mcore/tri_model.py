@@ -55,7 +55,12 @@ class TriModel:
         self._temperature = temperature
 
     def forward_backward(
-        self, slots: IterationSlots, update: int, loss: RoleLoss, reference_is_policy: bool = False
+        self,
+        slots: IterationSlots,
+        update: int,
+        loss: RoleLoss,
+        share: runner.Share[Batch],
+        reference_is_policy: bool = False,
     ) -> None:
         """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
         micro_batches = slots.of_update(update)
@@ -79,7 +84,7 @@ class TriModel:
 
             return output, role_loss
 
-        runner.train(self._policy, micro_batches, compute, exchange)
+        runner.train(self._policy, micro_batches, compute, share, exchange)
         if update == 0 and len(slots.after(0)) and not reference_is_start:
             # Before the first step, and after a pass: that has gathered the parameters that are gathered late.
             copy_weights(self._policy, self._room())

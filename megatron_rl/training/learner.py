@@ -15,8 +15,10 @@ from megatron_rl.algorithm.statistics import Statistics, combined
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.mcore.auxiliary import take_losses
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.roles import RoleLoss, is_reporter
+from megatron_rl.mcore.runner import Share
 from megatron_rl.mcore.session import Session
 from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
 
@@ -31,16 +33,22 @@ class Roles(Protocol):
     """The models that losses are made of."""
 
     def forward_backward(
-        self, slots: IterationSlots, update: int, loss: RoleLoss, reference_is_policy: bool = False
+        self,
+        slots: IterationSlots,
+        update: int,
+        loss: RoleLoss,
+        share: Share[Batch],
+        reference_is_policy: bool = False,
     ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What the updates of an iteration did; measures of this rank's replica, on the one rank that speaks for it."""
+    """What the updates of an iteration did."""
 
     updates: list[UpdateOutcome]
-    measures: Measures | None
+    measures: Measures
+    """Of this rank's replica, on the one rank that speaks for it; on every rank of its part of auxiliary losses."""
 
 
 class Learner:
@@ -58,15 +66,15 @@ class Learner:
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update: list[Statistics] = []
-            self._roles.forward_backward(slots, update, self._loss(of_update), reference_is_policy)
+            self._roles.forward_backward(slots, update, self._loss(of_update), self._share, reference_is_policy)
             self._session.agree(lambda of_update=of_update: _check_finite(of_update))  # type: ignore[misc]
             updates.append(self._step(slots, update))
             statistics += of_update
-        if not is_reporter():
-            return Learned(updates, None)
-        measures = of_batches(slots.of_all())
-        sums, maxima = combined(statistics)
-        measures.merge(Measures(sums=sums, largest=maxima))
+        measures = Measures(sums=take_losses())
+        if is_reporter():
+            measures.merge(of_batches(slots.of_all()))
+            sums, maxima = combined(statistics)
+            measures.merge(Measures(sums=sums, largest=maxima))
         return Learned(updates, measures)
 
     def _loss(self, statistics: list[Statistics]) -> RoleLoss:
@@ -85,8 +93,11 @@ class Learner:
 
         return loss
 
+    def _share(self, batch: Batch) -> int:
+        return self._objective.share(batch.num_targets, batch.num_responses)
+
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
-        shares = [self._objective.share(batch.num_targets, batch.num_responses) for batch in slots.of_update(update)]
+        shares = [self._share(batch) for batch in slots.of_update(update)]
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = int(total)

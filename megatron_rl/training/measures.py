@@ -14,7 +14,7 @@ from megatron_rl.rollout.wire import GroupPart
 
 
 class Measures(msgspec.Struct):
-    """Sums, least and largest values by name; those of several replicas add up."""
+    """Sums, least and largest values by name; those of several ranks add up."""
 
     sums: dict[str, float] = {}
     least: dict[str, float] = {}
@@ -126,4 +126,7 @@ def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_mic
     }
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / targets
+    for name in ("moe_load_balancing_loss", "moe_z_loss"):
+        if name in sums:
+            metrics[name] = sums[name] / sums["micro_batches"]
     return metrics

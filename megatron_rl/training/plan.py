@@ -56,7 +56,6 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
     if settings.model.hf_model is None:
         raise UsageError("--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens")
     _check_sampling(settings)
-    _check_auxiliary_losses(settings)
     division = _divide(settings, num_replicas)
     _check_frozen(settings, division)
     _check_interleaving(settings, division)
@@ -95,17 +94,6 @@ def _check_sampling(settings: Settings) -> None:
             f"--eval-num-samples {evaluation.num_samples} at --eval-temperature 0 are all the same response: write 1, "
             "or a temperature"
         )
-
-
-def _check_auxiliary_losses(settings: Settings) -> None:
-    """Gradients are divided by the update's tokens at the end, and Megatron's auxiliary losses with them."""
-    for field in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        value = settings.transformer.get(field)
-        if any(value if isinstance(value, list) else [value or 0.0]):
-            raise UsageError(
-                f"--{field.replace('_', '-')} {value} would be divided by the tokens of an update, and count for next "
-                "to nothing: write 0"
-            )
 
 
 def _check_frozen(settings: Settings, division: Division) -> None:

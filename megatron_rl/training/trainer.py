@@ -117,9 +117,8 @@ class Trainer:
         handed_in = self._session.gather((learned.measures, self._stop.is_asked))
         if self._reporter is not None:
             measures = Measures()
-            for of_replica, _ in handed_in:
-                if of_replica is not None:
-                    measures.merge(of_replica)
+            for of_rank, _ in handed_in:
+                measures.merge(of_rank)
             metrics = {"version": version, "fingerprint": fingerprint}
             metrics |= metrics_of(measures, learned.updates, self._largest_micro_batch)
             metrics |= {"reference": self._reference.fingerprint} if self._reference is not None else {}

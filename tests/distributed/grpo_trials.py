@@ -27,7 +27,7 @@ from megatron_rl.rollout.provenance import version_tag
 from megatron_rl.rollout.slots import Division
 from megatron_rl.training import learner
 from megatron_rl.training.batches import batcher_of
-from megatron_rl.training.measures import UpdateOutcome
+from megatron_rl.training.measures import Measures, UpdateOutcome, metrics_of
 from megatron_rl.training.plan import sizes_of
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
@@ -40,6 +40,11 @@ LAYOUTS = {
     "PP2": "--pipeline-model-parallel-size 2",
     "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "DP2": "",
+    "EP2": "--expert-model-parallel-size 2",
+    "TP2+SP,EP2,ETP1": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1"
+    ),
     "TP2xPP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "DP2xPP2": "--pipeline-model-parallel-size 2",
     "CP2": "--context-parallel-size 2",
@@ -59,6 +64,8 @@ class Seen:
     """That these are the gradients at."""
     sums: dict[str, float]
     outcome: UpdateOutcome
+    metrics: dict[str, Any]
+    """Of the iteration that the update belongs to."""
 
 
 @dataclasses.dataclass
@@ -140,8 +147,12 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
     learned = learner.Learner(policy, parts.roles, witness, session).learn(slots, reference_is_policy=False)
+    measures = Measures()
+    for of_rank in session.gather(learned.measures):
+        measures.merge(of_rank)
+    metrics = metrics_of(measures, learned.updates, sizes.largest_micro_batch)
     return [
-        Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome)
+        Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome, metrics)
         for update, outcome in enumerate(learned.updates)
     ]
 

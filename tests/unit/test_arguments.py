@@ -224,6 +224,8 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
         ("--hidden-dropout 0.1", "drop the flag"),
         ("--optimizer muon", "write --optimizer adam"),
         ("--moe-router-load-balancing-type sinkhorn", "write aux_loss or none"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "write aux_loss or none"),
+        ("--moe-router-load-balancing-type global_aux_loss", "write aux_loss or none"),
         ("--cuda-graph-impl local", "drop it"),
     ],
 )

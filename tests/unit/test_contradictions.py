@@ -41,6 +41,8 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--context-parallel-size 0", "--context-parallel-size 0 is below 1"),
         ("--expert-model-parallel-size 2", "needs a model with experts"),
         ("--expert-tensor-parallel-size 2", "needs a model with experts"),
+        ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0.01 needs a model with experts"),
+        ("--moe-z-loss-coeff 0.01", "--moe-z-loss-coeff 0.01 needs a model with experts"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
         ("--fp32-residual-connection", "the local layers compute in the parameters' dtype"),
         ("--grad-reduce-in-bf16", "needs --bf16"),
@@ -92,6 +94,14 @@ def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: s
         ("--moe-token-dispatcher-type flex", "write alltoall on the platform cpu"),
         ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
         ("--moe-layer-freq ([0]+[1]*7)", "all layers have experts or none has"),
+        ("--moe-aux-loss-coeff -0.01", "--moe-aux-loss-coeff -0.01 weighs a loss that is to become smaller"),
+        ("--moe-z-loss-coeff inf", "--moe-z-loss-coeff inf weighs a loss that is to become smaller"),
+        ("--moe-aux-loss-coeff 0.1 0.2", "--moe-aux-loss-coeff 0.1 0.2: one loss balances experts"),
+        ("--moe-router-load-balancing-type aux_loss none", "aux_loss none: one loss balances experts"),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            "--moe-aux-loss-coeff 0.01 weighs a loss that --moe-router-load-balancing-type none leaves out",
+        ),
     ],
 )
 def test_a_contradiction_about_experts_is_an_error_that_says_what_to_write(words: str, said: str) -> None:

@@ -112,16 +112,6 @@ def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_bef
         sizes_of(made, 4)
 
 
-@pytest.mark.parametrize("field", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
-def test_an_auxiliary_loss_that_would_count_for_nothing_is_refused(field):
-    made = settings()
-    made.transformer = {field: 0.01}
-    with pytest.raises(UsageError, match=f"--{field.replace('_', '-')} 0.01"):
-        sizes_of(made, 2)
-    made.transformer = {field: 0.0}
-    assert sizes_of(made, 2).plan.num_updates == 1
-
-
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
     assert run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"
     assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 
 import torch
 
@@ -64,6 +65,7 @@ def check(settings: Settings, world_size: int | None) -> None:
     _pipeline_parallel(settings, layout)
     _virtual_stages(settings, layout)
     _expert_parallel(settings, layout)
+    _auxiliary_losses(settings)
     _world(settings, layout)
     _batches(settings, layout)
     _precision(settings)
@@ -242,6 +244,29 @@ def _expert_parallel(settings: Settings, layout: Layout) -> None:
         raise UsageError(
             "--moe-token-dispatcher-type allgather wants micro-batches of one length, and packed groups differ: "
             "write --moe-token-dispatcher-type alltoall"
+        )
+
+
+def _auxiliary_losses(settings: Settings) -> None:
+    kind = settings.transformer.get("moe_router_load_balancing_type", "aux_loss")
+    weights = {
+        "--moe-aux-loss-coeff": settings.transformer.get("moe_aux_loss_coeff"),
+        "--moe-z-loss-coeff": settings.transformer.get("moe_z_loss_coeff"),
+    }
+    for flag, value in (("--moe-router-load-balancing-type", kind), *weights.items()):
+        if isinstance(value, list):
+            raise UsageError(f"{flag} {' '.join(map(str, value))}: one loss balances experts; write one value")
+    for flag, weight in weights.items():
+        if not weight:
+            continue
+        if not 0 < weight < math.inf:
+            raise UsageError(f"{flag} {weight:g} weighs a loss that is to become smaller: write 0 or more")
+        if settings.architecture.experts is None:
+            raise UsageError(f"{flag} {weight:g} needs a model with experts, and this one has none: drop the flag")
+    if weights["--moe-aux-loss-coeff"] and kind == "none":
+        raise UsageError(
+            f"--moe-aux-loss-coeff {weights['--moe-aux-loss-coeff']:g} weighs a loss that "
+            "--moe-router-load-balancing-type none leaves out: drop one of the two"
         )
 
 

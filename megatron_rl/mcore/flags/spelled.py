@@ -179,8 +179,9 @@ def _experts() -> list[Flag]:
             "transformer.moe_router_load_balancing_type",
             nargs="+",
             choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
-            allowed=("aux_loss", "global_aux_loss", "none"),
-            remedy="it routes otherwise than the engines, or counts per sequence of a pack; write aux_loss or none",
+            allowed=("aux_loss", "none"),
+            remedy="it routes otherwise than the engines, or counts over one sequence or over earlier micro-batches, "
+            "and packs hold many and come in any order; write aux_loss or none",
             help="The auxiliary loss that balances experts.",
         ),
         value(

@@ -1,0 +1,135 @@
+"""The auxiliary losses of routers once more, from their formulas: transformers and torch, one sequence after the other.
+
+What the trainer computes is compared with this, so nothing of megatron_rl is used here.
+
+Letters: T tokens of a micro-batch, X experts.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.grpo_twin import Group, Tensors
+
+MicroBatch = list[tuple[list[int], list[list[int]]]]
+"""Prompts with the responses that are there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Auxiliary:
+    """What the auxiliary losses of an update come to; means are over layers and micro-batches."""
+
+    gradients: Tensors
+    balancing: float
+    z: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """The weights of the two losses."""
+
+    balancing: float
+    z: float
+
+    @property
+    def words(self) -> str:
+        """The flags that say so."""
+        return f"--moe-aux-loss-coeff {self.balancing} --moe-z-loss-coeff {self.z}"
+
+
+def micro_batches(groups: Sequence[Group], size: int) -> Iterator[MicroBatch]:
+    """So many responses each: whole groups, or an equal part of one."""
+    per_group = len(groups[0].responses)
+    if size >= per_group:
+        for first in range(0, len(groups), size // per_group):
+            yield [(group.prompt, group.responses) for group in groups[first : first + size // per_group]]
+        return
+    for group in groups:
+        for first in range(0, per_group, size):
+            yield [(group.prompt, group.responses[first : first + size])]
+
+
+def auxiliary(
+    folder: Path,
+    batches: Sequence[MicroBatch],
+    shares: Sequence[float],
+    coefficients: Coefficients,
+    is_shared: bool = True,
+    multiple_of: int = 1,
+) -> Auxiliary:
+    """The mean over micro-batches by their shares, of the sum over layers of both losses by their coefficients.
+
+    A prompt's tokens count once with all of its responses, or once with each of them; the tokens that fill a
+    micro-batch up to a multiple count as a sequence of their own.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    balancing = z = 0.0
+    for batch, share in zip(batches, shares, strict=True):
+        layers = _router_logits(model, batch, is_shared, multiple_of)
+        losses = [(_balancing(logits_TX, model.config.num_experts_per_tok), _z(logits_TX)) for logits_TX in layers]
+        total = sum(coefficients.balancing * of_balancing + coefficients.z * of_z for of_balancing, of_z in losses)
+        (total * (share / sum(shares))).backward()
+        balancing += sum(one.item() for one, _ in losses) / len(losses) / len(batches)
+        z += sum(one.item() for _, one in losses) / len(losses) / len(batches)
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return Auxiliary(as_saved(gradients), balancing, z)
+
+
+def as_saved(tensors: Tensors) -> Tensors:
+    """Those of a model under the names of its checkpoint, which has each expert for itself."""
+    saved: Tensors = {}
+    for name, tensor in tensors.items():
+        before, found, projection = name.partition("mlp.experts.")
+        if not found:
+            saved[name] = tensor
+            continue
+        for number, of_expert in enumerate(tensor):
+            parts = {"down_proj": of_expert}
+            if projection == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), of_expert.chunk(2), strict=True))
+            saved |= {f"{before}{found}{number}.{part}.weight": value for part, value in parts.items()}
+    return saved
+
+
+def _router_logits(model: torch.nn.Module, batch: MicroBatch, is_shared: bool, multiple_of: int) -> list[torch.Tensor]:
+    """Of each layer those [T, X] of all tokens that go through it."""
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    rows: list[list[torch.Tensor]] = [[] for _ in routers]
+
+    def run(tokens: list[int], first: int) -> None:
+        seen: dict[torch.nn.Module, torch.Tensor] = {}
+        hooks = [router.register_forward_hook(lambda r, _, out: seen.update({r: out[0]})) for router in routers]
+        model.model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        for of_layer, router in zip(rows, routers, strict=True):
+            of_layer.append(seen[router][first:])
+
+    num_tokens = 0
+    for prompt, responses in batch:
+        for number, response in enumerate(responses):
+            first = len(prompt) if is_shared and number else 0
+            run(prompt + response, first)
+            num_tokens += len(prompt) + len(response) - first
+    if num_tokens % multiple_of:
+        run([0] * (-num_tokens % multiple_of), 0)
+    return [torch.cat(of_layer) for of_layer in rows]
+
+
+def _balancing(logits_TX: torch.Tensor, num_active: int) -> torch.Tensor:
+    """The experts' number, times the sum over experts of their part of the choices and their mean probability."""
+    probabilities_TX = logits_TX.softmax(-1)
+    num_experts = logits_TX.shape[1]
+    chosen = probabilities_TX.topk(num_active).indices.flatten()
+    part_X = torch.bincount(chosen, minlength=num_experts) / len(chosen)
+    return num_experts * (part_X * probabilities_TX.mean(0)).sum()
+
+
+def _z(logits_TX: torch.Tensor) -> torch.Tensor:
+    return logits_TX.logsumexp(-1).square().mean()

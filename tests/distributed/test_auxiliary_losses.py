@@ -1,0 +1,190 @@
+"""The auxiliary losses of routers in updates of the trainer, against the same from their formulas."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from megatron.core.utils import get_model_config
+
+from tests.auxiliary_twin import Auxiliary, Coefficients, as_saved, auxiliary, micro_batches
+from tests.distributed.grpo_trials import Seen, run_trials
+from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.parity import shared_loss, shared_packs
+from tests.grpo_problem import GROUP_SIZE, PLAIN, SEQUENCE, Problem, Trial, draw_problem
+from tests.grpo_twin import Rules, Tensors, Twin
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+# What counting a micro-batch otherwise must change of some gradient.
+LEAST_EFFECT = 1e-2
+COEFFICIENTS = Coefficients(balancing=0.4, z=0.05)
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EXPERTS_RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
+SCALE = 8.0
+
+
+def trial(layout: str, size: int = GROUP_SIZE, rules: Rules = PLAIN, more: str = "", **changes) -> Trial:
+    return Trial(layout, size, rules, more=f"{COEFFICIENTS.words} {more}".strip(), **changes)
+
+
+PLAINEST = trial("DP2")
+SHUFFLED = trial("DP2", is_shuffled=True)
+SEPARATE = trial("PP2", roles="separate")
+METERED = [
+    trial("DP2", 8, num_updates=1),
+    trial("PP2", more=RECOMPUTED, num_updates=1),
+    trial("TP2+SP,EP2,ETP1", num_updates=1),
+]
+TRIALS = [
+    PLAINEST,
+    SHUFFLED,
+    trial("DP2", 2, SEQUENCE),
+    trial("DP2", attention="--no-shared-prompt"),
+    trial("PP2"),
+    trial("PP2", more=RECOMPUTED),
+    trial("PP2", more=EXPERTS_RECOMPUTED),
+    SEPARATE,
+    trial("PP2xVPP2"),
+    trial("EP2"),
+    *METERED,
+]
+WITHOUT = [Trial("DP2", GROUP_SIZE, PLAIN), Trial("DP2", GROUP_SIZE, PLAIN, more=Coefficients(0.0, 0.0).words)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two for a model this small wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("models"), "qwen3_moe")
+
+
+def run(problem: Problem, trials: list[Trial]) -> tuple[dict[Trial, list[Seen]], list[Tensors]]:
+    """On each rank: what updates were made of; and gradients of sums of losses, without and with a scale."""
+    results = run_trials(problem, trials)
+    with session_of(CASES["PP2"]) as session:
+        gradients = []
+        coefficients = {"moe_aux_loss_coeff": COEFFICIENTS.balancing, "moe_z_loss_coeff": COEFFICIENTS.z}
+        for scale in (None, lambda loss: loss * SCALE):
+            model = build(session, CASES["PP2"], problem.policy, **coefficients)
+            get_model_config(model.chunks[0]).grad_scale_func = scale
+            model.forward_backward(shared_packs(1), shared_loss)
+            gradients.append(model.gradients())
+    return results, gradients
+
+
+@pytest.fixture(scope="module")
+def ran(problem: Problem) -> tuple[dict[Trial, list[Seen]], list[Tensors]]:
+    trials = sorted([*TRIALS, *WITHOUT], key=lambda trial: trial.layout)
+    return run_ranks(run, 2, problem, trials, timeout=280)[0]
+
+
+@pytest.fixture(scope="module")
+def computed(ran) -> dict[Trial, list[Seen]]:
+    return ran[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Of the first update."""
+
+    main: Tensors
+    """Gradients without auxiliary losses."""
+    auxiliary: Auxiliary
+
+    @property
+    def gradients(self) -> Tensors:
+        return {name: value + self.auxiliary.gradients[name] for name, value in self.main.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(problem: Problem) -> Callable[[Trial], Expected]:
+    @functools.cache
+    def main(rules: Rules, num_updates: int) -> Tensors:
+        twin = Twin(problem.policy, problem.reference, problem.divided(num_updates).updates, rules)
+        return as_saved(twin.update(0).gradients)
+
+    @functools.cache
+    def of(rules: Rules, num_updates: int, size: int, is_shared: bool, multiple_of: int, is_even: bool) -> Expected:
+        batches = list(micro_batches(problem.divided(num_updates).updates[0], size))
+        lengths = [[len(response) for _, responses in batch for response in responses] for batch in batches]
+        is_even = is_even or rules.aggregation == "sequence"
+        shares = [len(of_batch) if is_even else sum(of_batch) for of_batch in lengths]
+        losses = auxiliary(problem.policy, batches, shares, COEFFICIENTS, is_shared, multiple_of)
+        return Expected(main(rules, num_updates), losses)
+
+    def of_trial(trial: Trial, is_even: bool = False) -> Expected:
+        is_shared, multiple_of = "--no-shared" not in trial.attention, 2 if "SP" in trial.layout else 1
+        return of(trial.rules, trial.num_updates, trial.micro_batch_size, is_shared, multiple_of, is_even)
+
+    return of_trial
+
+
+def worst(seen: Tensors, expected: Tensors) -> tuple[float, str]:
+    """The largest difference over its tensor's largest value, and that tensor's name."""
+    assert seen.keys() == expected.keys()
+    return max(
+        (((seen[name] - value).abs().max() / value.abs().max()).item(), name) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_an_update_has_the_mean_of_its_micro_batches_auxiliary_losses_by_their_shares(trial, computed, expected):
+    update = expected(trial)
+    difference, name = worst(computed[trial][0].gradients, update.gradients)
+    without, _ = worst(update.main, update.gradients)
+    print(f"{trial}: {difference:.1e} {name}; without auxiliary losses {without:.1e}")
+    assert difference <= TOLERANCE
+    assert without > LEAST_EFFECT
+
+
+def test_counting_micro_batches_alike_or_prompts_with_each_response_would_show(computed, expected):
+    seen = computed[PLAINEST][0].gradients
+    alike, _ = worst(seen, expected(PLAINEST, is_even=True).gradients)
+    repeated, _ = worst(seen, expected(dataclasses.replace(PLAINEST, attention="--no-shared-prompt")).gradients)
+    print(f"alike {alike:.1e}, prompts with each response {repeated:.1e}")
+    assert min(alike, repeated) > LEAST_EFFECT
+
+
+def test_computing_layers_anew_changes_nothing(computed):
+    for update in range(2):
+        plain = computed[trial("PP2")][update].gradients
+        for more in (RECOMPUTED, EXPERTS_RECOMPUTED):
+            assert worst(computed[trial("PP2", more=more)][update].gradients, plain)[0] == 0.0
+
+
+def test_frozen_roles_add_nothing(computed):
+    """With separate roles the old policy is the policy itself, in passes without gradients."""
+    fused, separate = computed[trial("PP2")], computed[SEPARATE]
+    for one, other in zip(fused, separate, strict=True):
+        assert worst(one.gradients, other.gradients)[0] == 0.0
+        assert one.metrics == other.metrics
+
+
+@pytest.mark.parametrize("trial", METERED, ids=str)
+def test_metrics_are_means_over_layers_and_micro_batches(trial, computed, expected):
+    metrics, losses = computed[trial][0].metrics, expected(trial).auxiliary
+    print(f"{trial}: balancing {losses.balancing:.4f}, z {losses.z:.4f}")
+    assert metrics["moe_load_balancing_loss"] == pytest.approx(losses.balancing, rel=TOLERANCE)
+    assert metrics["moe_z_loss"] == pytest.approx(losses.z, rel=TOLERANCE)
+
+
+def test_without_coefficients_nothing_changes(computed):
+    without, zero = (computed[trial] for trial in WITHOUT)
+    for one, other in zip(without, zero, strict=True):
+        assert worst(one.gradients, other.gradients)[0] == 0.0
+        assert one.metrics == other.metrics
+        assert not any(name.startswith("moe_") for name in one.metrics)
+
+
+def test_the_scale_of_a_loss_is_that_of_its_auxiliary_losses(ran):
+    plain, scaled = ran[1]
+    assert all(torch.equal(scaled[name], SCALE * value) for name, value in plain.items())

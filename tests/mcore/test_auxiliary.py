@@ -1,0 +1,32 @@
+"""What routers have recorded of their auxiliary losses, in the forms that megatron-core has had for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+
+from megatron_rl.mcore.auxiliary import take_losses
+
+VALUES = {"load_balancing_loss": [2.0, 4.0], "z_loss": [6.0, 10.0], "another": [1.0, 1.0]}
+
+
+def older(patch: pytest.MonkeyPatch) -> None:
+    entries = {name: {"values": torch.tensor(values)} for name, values in VALUES.items()}
+    patch.delattr(moe_utils, "get_moe_metrics_tracker", raising=False)
+    patch.setattr(moe_utils, "get_moe_layer_wise_logging_tracker", lambda: entries)
+
+
+def newer(patch: pytest.MonkeyPatch) -> None:
+    entries = {name: SimpleNamespace(values=torch.tensor(values)) for name, values in VALUES.items()}
+    patch.setattr(moe_utils, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=entries), raising=False)
+
+
+@pytest.mark.parametrize("form", [older, newer])
+def test_a_ranks_part_of_the_losses_is_taken_once(form, monkeypatch: pytest.MonkeyPatch) -> None:
+    form(monkeypatch)
+    monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_world_size", lambda: 2)
+    # A mean over layers; of two ranks' means of the second loss a half each.
+    assert take_losses() == {"moe_load_balancing_loss": 3.0, "moe_z_loss": 4.0}
+    assert take_losses() == {}
