@@ -52,7 +52,7 @@ class AttentionConfig:
     """How the responses of a group see their prompt."""
 
     backend: Annotated[
-        Literal["auto", "merge", "gather", "flash", "flex", "naive"],
+        Literal["auto", "merge", "gather", "triton", "flash", "flex", "naive"],
         Option(
             "What computes shared-prompt attention; auto takes the fastest that can run.",
             names=("--shared-prompt-backend",),

@@ -1,4 +1,4 @@
-"""What the tests of shared-prompt attention draw, and the dense definition in float64 that they compare with.
+"""What the tests of shared-prompt attention compute, and the dense definition in float64 that they compare with.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -6,7 +6,6 @@ Letters: T tokens, H query heads, G key-value heads, D head dimension.
 import dataclasses
 
 import torch
-from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backend import Attention
@@ -20,15 +19,6 @@ BRANCHED = Layout(
     (40, 9, 21, 21, 14, 33, 0, 12, 50, 7, 30),
     (ROOT, 0, 1, 1, 0, 4, 4, 6, ROOT, 2, 8),
 )
-
-
-@st.composite
-def layouts(draw: st.DrawFn, longest: int = 6) -> Layout:
-    """Any forest of up to nine segments, empty ones included."""
-    num_segments = draw(st.integers(1, 9))
-    lengths = draw(st.lists(st.integers(0, longest), min_size=num_segments, max_size=num_segments))
-    parents = [draw(st.integers(ROOT, segment - 1)) for segment in range(num_segments)]
-    return Layout(tuple(lengths), tuple(parents))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +49,15 @@ class Case:
             for num in (heads[0], heads[1], heads[1], heads[0])
         ]
         return cls(layout, *tensors, scale=head_dim**-0.5, window=window)
+
+    def on(self, device: str) -> "Case":
+        """The same numbers there."""
+        tensors = {
+            field.name: value.to(device)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
     def run(self, attention: Attention, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """The output and all gradients, computed in that precision."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
-from tests.kernels.shared_prompt_cases import layouts
+from tests.kernels.drawn_layouts import layouts
 
 
 def path_rows(layout: Layout, segment: int) -> list[int]:

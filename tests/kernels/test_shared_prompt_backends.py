@@ -12,10 +12,12 @@ from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend, flash_c
 from megatron_rl.ops.shared_prompt.flash_cpu import Call, CpuFlash
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.strands import strands
-from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors, layouts
+from tests.kernels.drawn_layouts import layouts
+from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
 
-CPU = Conditions("cpu", torch.float32)
-FAST = [name for name, one in BACKENDS.items() if name != "naive" and one.refusal(CPU) is None]
+FAST = [
+    name for name, one in BACKENDS.items() if name != "naive" and one.refusal(Conditions("cpu", torch.float64)) is None
+]
 WINDOWED = ["gather"]
 SHAPES = list(itertools.product((RAGGED, BRANCHED), ((4, 4), (4, 2), (4, 1)), (64, 96, 128, 256)))
 

@@ -9,7 +9,8 @@ from torch.nn.attention import flex_attention
 
 from megatron_rl.ops.shared_prompt import flex
 from megatron_rl.ops.shared_prompt.layout import Layout
-from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors, layouts
+from tests.kernels.drawn_layouts import layouts
+from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
 
 CPU = torch.device("cpu")
 WINDOWS = st.none() | st.integers(1, 200)

@@ -5,16 +5,17 @@ import dataclasses
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import flash_attention, flex, gather, merge, naive
+from megatron_rl.ops.shared_prompt import flash_attention, flex, gather, merge, naive, triton_fused
 from megatron_rl.ops.shared_prompt.backend import Backend, Conditions
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prompt_attention"]
 
-# The fastest first: docs/attention.md has the times. `auto` takes the first that can run.
+# `auto` takes the first that can run: the fastest first, as far as docs/attention.md has times.
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
+    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
     "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
     "flex": Backend(flex.attention, flex.prepare, flex.refusal),
     "naive": Backend(naive.attention, lambda layout, device: None, lambda conditions: None),

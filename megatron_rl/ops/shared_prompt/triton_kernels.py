@@ -1,0 +1,444 @@
+"""The kernels of the `triton` backend. Importing this imports Triton, and decides whether it compiles or interprets.
+
+A program of the first two kernels has a block of queries of one head and goes through the keys that they see; one of
+the third has a block of keys of one key-value head and goes through queries of all heads of its group. Rows are rows of
+the buffer: a key that is seen never lies behind the query that sees it, so `key <= query` is the only mask there is
+beside the ends of ranges. Logarithms and exponentials are of base 2. `triton_plan` says what the tables hold.
+
+Letters: T tokens, H query heads, G key-value heads, D head dimension (padded with zeros to WIDTH, a power of two),
+M queries of a block, N keys of a block.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "heads_per_group"])
+def forward_kernel(
+    q_THD: tl.tensor,
+    k_TGD: tl.tensor,
+    v_TGD: tl.tensor,
+    out_THD: tl.tensor,
+    log_totals_HT: tl.tensor,
+    query_tiles: tl.tensor,
+    ranges: tl.tensor,
+    scale: tl.tensor,
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    K_STRIDE_T: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    num_tokens: tl.tensor,
+    heads_per_group: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """Attention, which lies dense, and the logarithm of each softmax's denominator."""
+    head = tl.program_id(1)
+    group = head // heads_per_group
+    first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
+    rows_M = first + tl.arange(0, QUERIES)
+    q_MD = _block(q_THD + head * Q_STRIDE_H, Q_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
+    k_TD = k_TGD + group * K_STRIDE_G
+    v_TD = v_TGD + group * V_STRIDE_G
+    out_MD = tl.zeros([QUERIES, WIDTH], tl.float32)
+    totals_M = tl.zeros([QUERIES], tl.float32)
+    greatest_M = tl.full([QUERIES], float("-inf"), tl.float32)
+    for index in range(first_range, end_range):
+        start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
+        out_MD, totals_M, greatest_M = _attend(
+            out_MD, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
+            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, False,
+        )  # fmt: skip
+        out_MD, totals_M, greatest_M = _attend(
+            out_MD, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
+            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, True,
+        )  # fmt: skip
+    _store(out_THD + head * HEAD_DIM, tl.num_programs(1) * HEAD_DIM, out_MD / totals_M[:, None],
+           first, strand_end, QUERIES, WIDTH, HEAD_DIM)  # fmt: skip
+    tl.store(
+        log_totals_HT + head * num_tokens + rows_M,
+        greatest_M + tl.math.log2(totals_M),
+        mask=rows_M < strand_end,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "heads_per_group"])
+def query_gradients_kernel(
+    q_THD: tl.tensor,
+    k_TGD: tl.tensor,
+    v_TGD: tl.tensor,
+    grad_out_THD: tl.tensor,
+    log_totals_HT: tl.tensor,
+    deltas_HT: tl.tensor,
+    out_THD: tl.tensor,
+    grad_q_THD: tl.tensor,
+    query_tiles: tl.tensor,
+    ranges: tl.tensor,
+    scale: tl.tensor,
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    K_STRIDE_T: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    GRAD_STRIDE_T: tl.constexpr,
+    GRAD_STRIDE_H: tl.constexpr,
+    num_tokens: tl.tensor,
+    heads_per_group: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """The gradient of queries, which lies dense, and each row's product of output and gradient for the next kernel."""
+    head = tl.program_id(1)
+    group = head // heads_per_group
+    first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
+    rows_M = first + tl.arange(0, QUERIES)
+    dense_stride = tl.num_programs(1) * HEAD_DIM
+    out_MD = _block(out_THD + head * HEAD_DIM, dense_stride, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
+    grad_out_TD = grad_out_THD + head * GRAD_STRIDE_H
+    grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
+    deltas_M = tl.sum(out_MD.to(tl.float32) * grad_out_MD.to(tl.float32), 1)
+    tl.store(deltas_HT + head * num_tokens + rows_M, deltas_M, mask=rows_M < strand_end)
+    log_totals_M = tl.load(log_totals_HT + head * num_tokens + rows_M, mask=rows_M < strand_end, other=0.0)
+    q_MD = _block(q_THD + head * Q_STRIDE_H, Q_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
+    k_TD = k_TGD + group * K_STRIDE_G
+    v_TD = v_TGD + group * V_STRIDE_G
+    grad_q_MD = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for index in range(first_range, end_range):
+        start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
+        grad_q_MD = _query_gradients(
+            grad_q_MD, q_MD, grad_out_MD, log_totals_M, deltas_M, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
+            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, False,
+        )  # fmt: skip
+        grad_q_MD = _query_gradients(
+            grad_q_MD, q_MD, grad_out_MD, log_totals_M, deltas_M, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
+            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, True,
+        )  # fmt: skip
+    _store(grad_q_THD + head * HEAD_DIM, dense_stride, grad_q_MD * scale,
+           first, strand_end, QUERIES, WIDTH, HEAD_DIM)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "heads_per_group"])
+def key_gradients_kernel(
+    q_THD: tl.tensor,
+    k_TGD: tl.tensor,
+    v_TGD: tl.tensor,
+    grad_out_THD: tl.tensor,
+    log_totals_HT: tl.tensor,
+    deltas_HT: tl.tensor,
+    grad_k_TGD: tl.tensor,
+    grad_v_TGD: tl.tensor,
+    partial_k: tl.tensor,
+    partial_v: tl.tensor,
+    key_items: tl.tensor,
+    scale: tl.tensor,
+    Q_STRIDE_T: tl.constexpr,
+    Q_STRIDE_H: tl.constexpr,
+    K_STRIDE_T: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    GRAD_STRIDE_T: tl.constexpr,
+    GRAD_STRIDE_H: tl.constexpr,
+    num_tokens: tl.tensor,
+    heads_per_group: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """Gradients of keys and values, which lie dense, or an item's part of them: [slots, G, TILE, WIDTH] in fp32."""
+    group = tl.program_id(1)
+    num_groups = tl.num_programs(1)
+    item = key_items + tl.program_id(0) // (TILE // KEYS) * 5
+    offset = tl.program_id(0) % (TILE // KEYS) * KEYS
+    first_key = tl.load(item) + offset
+    end_key = tl.load(item) + tl.load(item + 1)
+    start = tl.maximum(tl.load(item + 2), first_key)
+    # Behind the last key of a short tile there is nothing to do.
+    end = tl.where(first_key < end_key, tl.load(item + 3), start)
+    slot = tl.load(item + 4)
+    # From there on queries lie behind all keys of the block.
+    edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
+    keys_N = first_key + tl.arange(0, KEYS)
+    k_ND = _block(k_TGD + group * K_STRIDE_G, K_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
+    v_ND = _block(v_TGD + group * V_STRIDE_G, V_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
+    grad_k_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    grad_v_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    for number in range(heads_per_group):
+        head = group * heads_per_group + number
+        q_TD = q_THD + head * Q_STRIDE_H
+        grad_out_TD = grad_out_THD + head * GRAD_STRIDE_H
+        log_totals_T = log_totals_HT + head * num_tokens
+        deltas_T = deltas_HT + head * num_tokens
+        grad_k_ND, grad_v_ND = _key_gradients(
+            grad_k_ND, grad_v_ND, k_ND, v_ND, keys_N, q_TD, grad_out_TD, log_totals_T, deltas_T, Q_STRIDE_T,
+            GRAD_STRIDE_T, start, edge, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, True,
+        )  # fmt: skip
+        grad_k_ND, grad_v_ND = _key_gradients(
+            grad_k_ND, grad_v_ND, k_ND, v_ND, keys_N, q_TD, grad_out_TD, log_totals_T, deltas_T, Q_STRIDE_T,
+            GRAD_STRIDE_T, edge, end, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, False,
+        )  # fmt: skip
+    grad_k_ND *= scale
+    if slot < 0:
+        out = group * HEAD_DIM
+        stride = num_groups * HEAD_DIM
+        _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+        _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+    else:
+        # Rows of keys that the item's queries do not see have met them all the same.
+        is_seen_N1 = (keys_N < end_key)[:, None]
+        first = ((slot * num_groups + group) * TILE + offset).to(tl.int64) * WIDTH
+        within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.store(partial_k + first + within_ND, tl.where(is_seen_N1, grad_k_ND, 0.0))
+        tl.store(partial_v + first + within_ND, tl.where(is_seen_N1, grad_v_ND, 0.0))
+
+
+@triton.jit
+def sum_kernel(
+    grad_k_TGD: tl.tensor,
+    grad_v_TGD: tl.tensor,
+    partial_k: tl.tensor,
+    partial_v: tl.tensor,
+    sums: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """Adds up what the items of a tile found, slot after slot."""
+    group = tl.program_id(1)
+    num_groups = tl.num_programs(1)
+    record = sums + tl.program_id(0) // (TILE // KEYS) * 4
+    offset = tl.program_id(0) % (TILE // KEYS) * KEYS
+    first_key = tl.load(record) + offset
+    end_key = tl.load(record) + tl.load(record + 1)
+    within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    grad_k_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    grad_v_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    for slot in range(tl.load(record + 2), tl.load(record + 3)):
+        first = tl.cast((slot * num_groups + group) * TILE + offset, tl.int64) * WIDTH
+        grad_k_ND += tl.load(partial_k + first + within_ND)
+        grad_v_ND += tl.load(partial_v + first + within_ND)
+    out = group * HEAD_DIM
+    stride = num_groups * HEAD_DIM
+    _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+    _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+
+
+@triton.jit
+def _query_block(
+    query_tiles: tl.tensor, TILE: tl.constexpr, QUERIES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The block's first row; its strand's start and end; indices of the first range of keys, and behind the last."""
+    tile = query_tiles + tl.program_id(0) // (TILE // QUERIES) * 5
+    first = tl.load(tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    strand_end = tl.load(tile + 2)
+    first_range = tl.load(tile + 3)
+    # The strand itself is one more range; behind the last row of a short tile there is nothing to do.
+    end_range = tl.where(first < strand_end, tl.load(tile + 4) + 1, first_range)
+    return first, tl.load(tile + 1), strand_end, first_range, end_range
+
+
+@triton.jit
+def _key_range(
+    ranges: tl.tensor,
+    index: tl.tensor,
+    end_range: tl.tensor,
+    strand_start: tl.tensor,
+    strand_end: tl.tensor,
+    first: tl.tensor,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Start and end of a range of keys, and between them the edge up to which all queries see whole blocks of them."""
+    is_above = index < end_range - 1
+    start = tl.load(ranges + 2 * index, mask=is_above, other=strand_start)
+    end = tl.load(ranges + 2 * index + 1, mask=is_above, other=tl.minimum(first + QUERIES, strand_end))
+    edge = start + (tl.minimum(end, first) - start) // KEYS * KEYS
+    return start, edge, end
+
+
+@triton.jit
+def _attend(
+    out_MD: tl.tensor,
+    totals_M: tl.tensor,
+    greatest_M: tl.tensor,
+    q_MD: tl.tensor,
+    rows_M: tl.tensor,
+    k_TD: tl.tensor,
+    v_TD: tl.tensor,
+    K_STRIDE_T: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    start: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The three running values with a range of keys more; the output is not yet divided by its totals."""
+    for first in tl.range(start, end, KEYS):
+        k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        scores_MN = _dot(q_MD, tl.trans(k_ND))
+        if IS_EDGE:
+            scores_MN = tl.where(_is_visible(rows_M, first, end, KEYS), scores_MN, float("-inf"))
+        now_greatest_M = tl.maximum(greatest_M, tl.max(scores_MN, 1) * scale)
+        weights_MN = tl.math.exp2(scores_MN * scale - now_greatest_M[:, None])
+        share_M = tl.math.exp2(greatest_M - now_greatest_M)
+        totals_M = totals_M * share_M + tl.sum(weights_MN, 1)
+        out_MD = _dot(_rounded(weights_MN, v_ND.dtype), v_ND, out_MD * share_M[:, None])
+        greatest_M = now_greatest_M
+    return out_MD, totals_M, greatest_M
+
+
+@triton.jit
+def _query_gradients(
+    grad_q_MD: tl.tensor,
+    q_MD: tl.tensor,
+    grad_out_MD: tl.tensor,
+    log_totals_M: tl.tensor,
+    deltas_M: tl.tensor,
+    rows_M: tl.tensor,
+    k_TD: tl.tensor,
+    v_TD: tl.tensor,
+    K_STRIDE_T: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    start: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+) -> tl.tensor:
+    """The gradient of queries with what a range of keys adds; without the scale."""
+    for first in tl.range(start, end, KEYS):
+        k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        weights_MN = tl.math.exp2(_dot(q_MD, tl.trans(k_ND)) * scale - log_totals_M[:, None])
+        if IS_EDGE:
+            weights_MN = tl.where(_is_visible(rows_M, first, end, KEYS), weights_MN, 0.0)
+        grad_scores_MN = weights_MN * (_dot(grad_out_MD, tl.trans(v_ND)) - deltas_M[:, None])
+        grad_q_MD = _dot(_rounded(grad_scores_MN, k_ND.dtype), k_ND, grad_q_MD)
+    return grad_q_MD
+
+
+@triton.jit
+def _key_gradients(
+    grad_k_ND: tl.tensor,
+    grad_v_ND: tl.tensor,
+    k_ND: tl.tensor,
+    v_ND: tl.tensor,
+    keys_N: tl.tensor,
+    q_TD: tl.tensor,
+    grad_out_TD: tl.tensor,
+    log_totals_T: tl.tensor,
+    deltas_T: tl.tensor,
+    Q_STRIDE_T: tl.constexpr,
+    GRAD_STRIDE_T: tl.constexpr,
+    start: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Gradients of keys, without the scale, and of values, with what a range of queries of one head adds."""
+    for first in tl.range(start, end, QUERIES):
+        rows_M = first + tl.arange(0, QUERIES)
+        # Rows of zeros, which is what there is behind the end, add nothing.
+        q_MD = _block(q_TD, Q_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
+        grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
+        log_totals_M = tl.load(log_totals_T + rows_M, mask=rows_M < end, other=0.0)
+        deltas_M = tl.load(deltas_T + rows_M, mask=rows_M < end, other=0.0)
+        weights_NM = tl.math.exp2(_dot(k_ND, tl.trans(q_MD)) * scale - log_totals_M[None, :])
+        if IS_EDGE:
+            weights_NM = tl.where(keys_N[:, None] <= rows_M[None, :], weights_NM, 0.0)
+        grad_v_ND = _dot(_rounded(weights_NM, grad_out_MD.dtype), grad_out_MD, grad_v_ND)
+        grad_scores_NM = weights_NM * (_dot(v_ND, tl.trans(grad_out_MD)) - deltas_M[None, :])
+        grad_k_ND = _dot(_rounded(grad_scores_NM, q_MD.dtype), q_MD, grad_k_ND)
+    return grad_k_ND, grad_v_ND
+
+
+@triton.jit
+def _is_visible(rows_M: tl.tensor, first: tl.tensor, end: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    keys_N = first + tl.arange(0, KEYS)
+    return (keys_N < end)[None, :] & (keys_N[None, :] <= rows_M[:, None])
+
+
+@triton.jit
+def _block(
+    rows_TD: tl.tensor,
+    stride_T: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+) -> tl.tensor:
+    """Rows of one head from the first on: zeros from HEAD_DIM on, and at an edge from the end on."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    pointers = rows_TD + tl.cast(first, tl.int64) * stride_T + (rows[:, None] * stride_T + columns[None, :])
+    if IS_EDGE:
+        block = tl.load(pointers, mask=(first + rows < end)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    elif WIDTH != HEAD_DIM:
+        block = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+    else:
+        block = tl.load(pointers)
+    return block
+
+
+@triton.jit
+def _store(
+    rows_TD: tl.tensor,
+    stride_T: tl.tensor,
+    block: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Where `_block` would read them."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    pointers = rows_TD + tl.cast(first, tl.int64) * stride_T + (rows[:, None] * stride_T + columns[None, :])
+    mask = (first + rows < end)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(pointers, _rounded(block, rows_TD.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
+    """The product of two blocks, fp32 as it is; the interpreter would multiply the bits of bf16."""
+    if IS_INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), added)
+    else:
+        product = tl.dot(a, b, added, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _rounded(block: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """To the nearest; the interpreter would cut off what bf16 has no bits for."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:
+        bits = block.to(tl.uint32, bitcast=True)
+        block = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return block.to(dtype)

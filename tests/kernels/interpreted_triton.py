@@ -1,0 +1,148 @@
+"""The kernels of the `triton` backend against the dense definition in float64, forward and all gradients.
+
+Run by test_shared_prompt_triton.py, with TRITON_INTERPRET=1. What kernels do not write is not a number here.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.ops.shared_prompt import BACKENDS, triton_fused
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.ops.shared_prompt.triton_fused import Blocks, Kernels
+from megatron_rl.ops.shared_prompt.triton_plan import Plan
+from tests.kernels.drawn_layouts import layouts
+from tests.kernels.shared_prompt_cases import NAMES, Case, errors
+
+# Rows behind the end of a short tile divide nothing by nothing, which nobody reads.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+attention = BACKENDS["triton"].attention
+# Small forms of the layouts of shared_prompt_cases, of more than a tile.
+RAGGED = Layout.of_groups([(70, [33, 0, 64, 5]), (0, [40]), (19, [])])
+BRANCHED = Layout((90, 9, 50, 21, 0, 12), (ROOT, 0, 1, 0, 3, 4))
+SHORT_RAGGED = Layout.of_groups([(20, [33, 0, 5]), (0, [14])])
+SHORT_BRANCHED = Layout((30, 9, 21, 0, 12), (ROOT, 0, 1, 0, 3))
+HEADS = ((2, 2), (2, 1), (4, 2), (3, 1))
+HEAD_DIMS = (64, 96, 128, 256)
+SHAPES = list(zip(itertools.cycle((RAGGED, BRANCHED)), HEADS, HEAD_DIMS))
+SHORT_SHAPES = list(zip(itertools.cycle((SHORT_RAGGED, SHORT_BRANCHED)), HEADS, HEAD_DIMS))
+# Blocks that divide a tile in several ways, and reach over each other's ends.
+SMALL = Kernels(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def small_tiles() -> Iterator[None]:
+    def small_plan(layout: Layout, device: torch.device) -> Plan:
+        return Plan.of(layout, device, tile=16, short_item=16)
+
+    with (
+        mock.patch.object(triton_fused, "prepare", small_plan),
+        mock.patch.object(triton_fused, "blocks_of", return_value=SMALL),
+    ):
+        yield
+
+
+def assert_near(case: Case) -> None:
+    """As near as fp32 is; where gradients cancel, their terms are what is rounded."""
+    exact = case.exact()
+    found = errors(case.run(attention), exact)
+    for name, tensor in zip(NAMES, exact, strict=True):
+        largest = max(tensor.abs().max().item(), 1.0) if tensor.numel() else 1.0
+        assert found[name] <= 2.4e-6 * largest, (name, found[name], largest)
+
+
+@settings(max_examples=12)
+@given(
+    layout=layouts(longest=12),
+    heads=st.sampled_from([(2, 2), (2, 1), (3, 1)]),
+    head_dim=st.sampled_from([8, 16, 24]),
+)
+def test_any_forest_is_attended_to_as_defined(layout: Layout, heads: tuple[int, int], head_dim: int) -> None:
+    with small_tiles():
+        assert_near(Case.draw(layout, heads, head_dim, torch.float32))
+
+
+def test_keys_of_which_many_programs_find_a_part_are_summed() -> None:
+    layout = Layout.of_groups([(40, [50, 0, 35])])
+    with small_tiles():
+        assert triton_fused.prepare(layout, torch.device("cpu")).num_slots > 20
+        assert_near(Case.draw(layout, (2, 1), 16, torch.float32))
+
+
+@pytest.mark.parametrize(("layout", "heads", "head_dim"), SHORT_SHAPES)
+def test_fp32_is_as_near_as_fp32_is(layout: Layout, heads: tuple[int, int], head_dim: int) -> None:
+    assert_near(Case.draw(layout, heads, head_dim, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "head_dim", "dtype"),
+    [
+        *((*shape, torch.bfloat16) for shape in SHAPES),
+        *((*shape, torch.float16) for shape in SHORT_SHAPES),
+    ],
+)
+def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision(
+    layout: Layout, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    case = Case.draw(layout, heads, head_dim, dtype)
+    exact = case.exact()
+    naive = errors(case.run(BACKENDS["naive"].attention), exact)
+    for tensor, error in errors(case.run(attention), exact).items():
+        assert error <= 2 * naive[tensor], (tensor, error, naive[tensor])
+
+
+def test_inputs_and_gradients_may_lie_in_memory_as_views_do() -> None:
+    case = Case.draw(Layout.of_groups([(20, [9, 0])]), (2, 2), 16, torch.float32)
+    qkv = torch.stack([case.q_THD, case.k_TGD, case.v_TGD])
+    results = []
+    with small_tiles():
+        for one in (BACKENDS["naive"].attention, attention):
+            for dim in (-1, 1):
+                # As the three are cut from one product, and as the gradient of a sum is one number.
+                mixed = qkv.movedim(0, dim).contiguous().requires_grad_()
+                one(*mixed.unbind(dim), case.layout, case.scale, None).sum().backward()
+                results.append(mixed.grad.movedim(dim, 0))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=5e-6)
+
+
+def test_a_buffer_without_tokens_has_gradients() -> None:
+    out, *gradients = Case.draw(Layout((0, 0), (-1, 0)), (4, 2), 16, torch.float32).run(attention)
+    assert [len(tensor) for tensor in (out, *gradients)] == [0] * 4
+
+
+def test_the_order_in_which_programs_run_does_not_show() -> None:
+    case = Case.draw(Layout.of_groups([(30, [20, 17])]), (2, 1), 16, torch.float32)
+    with small_tiles():
+        plan = triton_fused.prepare(case.layout, torch.device("cpu"))
+        shuffled = dataclasses.replace(
+            plan,
+            query_tiles=plan.query_tiles[torch.randperm(len(plan.query_tiles))],
+            key_items=plan.key_items[torch.randperm(len(plan.key_items))],
+            sums=plan.sums.flip(0),
+        )
+        first = case.run(attention)
+        with mock.patch.object(triton_fused, "prepare", return_value=shuffled):
+            again = case.run(attention)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_wider_heads_than_there_is_room_for_are_refused() -> None:
+    case = Case.draw(Layout((3,), (-1,)), (1, 1), 257, torch.float32)
+    with pytest.raises(ValueError, match="heads of 257: --shared-prompt-backend triton has room for 256"):
+        case.run(attention)

@@ -1,0 +1,183 @@
+"""The fused backend in Triton: which rows its programs compute, and its kernels in Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.ops.shared_prompt import Conditions, triton_fused
+from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.triton_plan import MOST_PARTS, TILE, Plan
+from tests.kernels.drawn_layouts import layouts
+from tests.processes import ROOT, run_python
+
+CPU = torch.device("cpu")
+# What a program on an H200 can have.
+MOST_SHARED_MEMORY = 227 * 1024
+tile_sizes = st.integers(1, 5)
+
+
+@settings(max_examples=200)
+@given(layouts(), tile_sizes)
+def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> None:
+    plan = Plan.of(layout, CPU, tile)
+    met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
+    for first, strand_start, strand_end, first_range, end_range in plan.query_tiles.tolist():
+        ranges = [*plan.ranges[first_range:end_range].tolist(), [strand_start, min(first + tile, strand_end)]]
+        for row in range(first, min(first + tile, strand_end)):
+            for start, end in ranges:
+                met[row, start : min(end, row + 1)] += 1
+    assert np.array_equal(met, layout.visible())
+
+
+@settings(max_examples=200)
+@given(layouts(), tile_sizes, st.integers(1, 9))
+def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int) -> None:
+    plan = Plan.of(layout, CPU, tile, short_item)
+    met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
+    for first, num_keys, start, end, _ in plan.key_items.tolist():
+        assert 0 < num_keys <= tile
+        assert start < end
+        for key in range(first, first + num_keys):
+            met[max(start, key) : end, key] += 1
+    assert np.array_equal(met, layout.visible())
+
+
+@settings(max_examples=200)
+@given(layouts(), tile_sizes, st.integers(1, 9))
+def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) -> None:
+    plan = Plan.of(layout, CPU, tile, short_item)
+    items = plan.key_items.tolist()
+    writes = [(first, num_keys) for first, num_keys, _, _, slot in items if slot == -1]
+    slots = {slot: (first, num_keys) for first, num_keys, _, _, slot in items if slot != -1}
+    assert sorted(slots) == list(range(plan.num_slots))
+    summed = []
+    for first, num_keys, start_slot, end_slot in plan.sums.tolist():
+        # Whose rows behind the keys that were seen are zeros.
+        assert end_slot - start_slot > 1
+        assert all(slots[slot][0] == first and slots[slot][1] <= num_keys for slot in range(start_slot, end_slot))
+        summed += range(start_slot, end_slot)
+        writes.append((first, num_keys))
+    assert summed == list(range(plan.num_slots))
+    assert [row for first, num in sorted(writes) for row in range(first, first + num)] == [*range(layout.num_tokens)]
+
+
+def test_the_longest_work_is_first() -> None:
+    plan = Plan.of(Layout.of_groups([(700, [300, 900]), (90, [20])]), CPU)
+    lengths = (plan.key_items[:, 3] - plan.key_items[:, 2]).tolist()
+    assert lengths == sorted(lengths, reverse=True)
+    above = [sum(end - start for start, end in plan.ranges[a:b].tolist()) for *_, a, b in plan.query_tiles.tolist()]
+    keys = [
+        first - start + num for (first, start, *_), num in zip(plan.query_tiles.tolist(), above, strict=True)
+    ]  # fmt: skip
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_responses_that_lie_side_by_side_are_one_range_of_queries() -> None:
+    plan = Plan.of(Layout.of_groups([(TILE, [TILE] * 4)]), CPU)
+    assert plan.key_items.tolist() == [
+        [0, TILE, 0, 5 * TILE, -1],
+        *([start * TILE, TILE, start * TILE, (start + 1) * TILE, -1] for start in (1, 2, 3, 4)),
+    ]
+    assert plan.num_slots == 0
+
+
+def test_partial_sums_take_bounded_memory() -> None:
+    plan = Plan.of(Layout.of_groups([(32768, [4096] * 16)]), CPU)
+    assert MOST_PARTS / 2 < plan.num_slots <= 2 * MOST_PARTS
+
+
+def test_tables_begin_where_compiled_kernels_expect_it() -> None:
+    for num_responses in range(6):
+        plan = Plan.of(Layout.of_groups([(300, [40] * num_responses)]), CPU)
+        for table in (plan.query_tiles, plan.ranges, plan.key_items, plan.sums):
+            assert table.dtype == torch.int32
+            assert table.is_contiguous()
+            assert table.data_ptr() % 16 == 0
+            assert table.untyped_storage().data_ptr() == plan.query_tiles.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        (Conditions("cuda", torch.bfloat16), None),
+        (Conditions("cuda", torch.float16), None),
+        (Conditions("cuda", torch.float32), None),
+        (Conditions("cuda", torch.float64), "fp32, fp16 and bf16"),
+        (Conditions("cuda", torch.bfloat16, window=4), "no sliding window"),
+        (Conditions("npu", torch.bfloat16), "not known to work on npu"),
+        (Conditions("cpu", torch.float32), "needs Triton's interpreter, TRITON_INTERPRET=1"),
+    ],
+)
+def test_it_says_why_it_cannot_run(conditions: Conditions, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = triton_fused.refusal(conditions)
+    assert found == reason or (reason is not None and found is not None and reason in found)
+
+
+def test_without_triton_it_alone_is_missing() -> None:
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose
+        conditions = Conditions("cuda", torch.bfloat16)
+        print(choose("auto", conditions).name)
+        print(BACKENDS["triton"].refusal(conditions))
+    """
+    assert run_python(code).splitlines()[-2:] == ["merge", "the package triton is not installed"]
+
+
+@pytest.mark.timeout(900)
+def test_its_kernels_compute_what_the_definition_says() -> None:
+    # In a process of its own: Triton decides whether to interpret when it is first imported.
+    _run("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--dtypes", "bf16", "--head-dims", "128"), id="the usual one"),
+        pytest.param((), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_its_kernels_compile_and_keep_what_they_compute_in_registers(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("there is no ptxas in the package triton")
+    output = _run(
+        "tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )  # fmt: skip
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(found) in (4, 4 * 12)
+    for kernel in found:
+        assert kernel["shared_memory"] <= MOST_SHARED_MEMORY, kernel
+        if kernel["dtype"] != "fp32":
+            assert kernel["stack"] <= 16, kernel
+            assert kernel["num_tensor_core_instructions"] > 0 or kernel["kernel"] == "sum_kernel"
+
+
+def _run(module: str, *arguments: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=880,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
