@@ -41,6 +41,7 @@ LAYOUTS = {
     "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "DP2": "",
     "EP2": "--expert-model-parallel-size 2",
+    "EP2xCP2": "--expert-model-parallel-size 2 --context-parallel-size 2",
     "TP2+SP,EP2,ETP1": (
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1"

@@ -48,6 +48,8 @@ TRIALS = [
     SEPARATE,
     trial("PP2xVPP2"),
     trial("EP2"),
+    trial("CP2"),
+    trial("EP2xCP2"),
     *METERED,
 ]
 WITHOUT = [Trial("DP2", GROUP_SIZE, PLAIN), Trial("DP2", GROUP_SIZE, PLAIN, more=Coefficients(0.0, 0.0).words)]
@@ -122,7 +124,8 @@ def expected(problem: Problem) -> Callable[[Trial], Expected]:
         return Expected(main(rules, num_updates), losses)
 
     def of_trial(trial: Trial, is_even: bool = False) -> Expected:
-        is_shared, multiple_of = "--no-shared" not in trial.attention, 2 if "SP" in trial.layout else 1
+        is_shared = "--no-shared" not in trial.attention
+        multiple_of = 2 if "SP" in trial.layout or "CP" in trial.layout else 1
         return of(trial.rules, trial.num_updates, trial.micro_batch_size, is_shared, multiple_of, is_even)
 
     return of_trial
