@@ -9,9 +9,9 @@ PYTHON ?=
 PYTHON312 ?=
 VENV := .venv
 MEGATRON_LM_VENV := .venv-megatron-lm
-BENCHMARKS = $(or $(NAME),$(filter-out report,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
+BENCHMARKS = $(or $(NAME),$(filter-out report gpu_check gpu_times,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
-.PHONY: help env test lint types format test-slow test-megatron-lm demo demo-core learning bench flags clean
+.PHONY: help env test lint types format test-slow test-megatron-lm demo demo-core learning bench gpu-check flags clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ learning: env ## what the demo shows, for three seeds and three layouts, with a 
 
 bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME
 	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m "benchmarks.$$name"; done
+
+gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
+	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
 
 flags: env ## write docs/flags.md anew from the installed megatron-core
 	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished

@@ -41,8 +41,9 @@ def test_groups_are_two_calls_whatever_their_number(operators: VarlenFlashOperat
 def test_gathered_keys_are_one_causal_call_with_the_window_as_torch_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
-    def varlen_attn(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        calls.append(dict(zip(("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k"), arguments, strict=True)) | keywords)
+    def varlen_attn(*arguments: Any, enable_gqa: bool = False, **keywords: Any) -> torch.Tensor:
+        names = ("q", "k", "v", "cu_q", "cu_k", "max_q", "max_k")
+        calls.append(dict(zip(names, arguments, strict=True)) | keywords | {"enable_gqa": enable_gqa})
         return arguments[0]
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -55,3 +56,10 @@ def test_gathered_keys_are_one_causal_call_with_the_window_as_torch_counts_it(mo
     assert calls[0]["cu_q"].tolist() == [0, 25, 34, 38]
     assert calls[0]["cu_k"].tolist() == [0, 25, 25 + 29, 25 + 29 + 24]
     assert (calls[0]["max_q"], calls[0]["max_k"], calls[0]["enable_gqa"], calls[0]["scale"]) == (25, 29, True, 0.3)
+
+
+def test_a_torch_that_does_not_ask_for_groups_of_heads_is_not_told() -> None:
+    q_THD, k_TGD = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    assert gather.grouping(lambda q, k, v: q, q_THD, k_TGD) == {}
+    assert gather.grouping(lambda q, k, v, enable_gqa=False: q, q_THD, k_TGD) == {"enable_gqa": True}
+    assert gather.grouping(lambda q, k, v, enable_gqa=False: q, q_THD, q_THD) == {"enable_gqa": False}

@@ -8,6 +8,8 @@ Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query head
 """
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -107,10 +109,17 @@ def _in_one_call(
         scale=scale,
         # It counts the tokens to the left of a token, and takes -1 for all.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_THD.shape[1] != k_NGD.shape[1],
+        **grouping(varlen_attn, q_THD, k_NGD),
     )
     assert isinstance(out_THD, torch.Tensor)
     return out_THD
+
+
+def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, bool]:
+    """How torch is told that keys have fewer heads: that of 2.11 does not ask, and takes them as they are."""
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        return {}
+    return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
 
 
 def _in_one_call_of_npu(

@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
     key_gradients: Blocks
 
 
-# By head dimension, up to each of these. Compiled for compute capability 9.0, a thread has at most 16 bytes outside of
+# By head dimension, up to each of these. Compiled for compute capability 9.0, a thread has at most 64 bytes outside of
 # its registers.
 HALF = {
     64: Kernels(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),

@@ -1,0 +1,236 @@
+"""Is every backend of shared-prompt attention right on this GPU, does it give the same bits again, how fast is it?
+
+Needs torch and numpy, and what a backend needs; not megatron, pytest or an installed package. Rightness first: forward
+and all gradients against the dense definition in float64, by the rule of the tests. Each backend is asked in a process
+of its own, so that one that breaks its GPU context or never ends leaves the others theirs. Then times, against the same
+sequences whole, as tables for docs/attention.md. Exit code 1 if a check failed, 3 if there is no GPU. On the CPU
+(`--device cpu`) all sizes are tiny, and times say nothing.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import math
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks import gpu_times, report
+from benchmarks.gpu_times import Row
+from megatron_rl.errors import ExitCode
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.shared_prompt.layout import Layout
+from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Query heads and key-value heads, and the head dimension; the most usual first.
+HEADS = (((4, 2), 128), ((4, 1), 64), ((4, 4), 96), ((4, 2), 256), ((4, 1), 128), ((4, 4), 64))
+HEADS_ON_CPU = (((4, 2), 64),)
+WINDOW = 40
+# Long enough that backends which divide long work do.
+LONG = Layout.of_groups([(4096, [1024, 900, 1, 1100])])
+LONG_ON_CPU = Layout.of_groups([(150, [90, 1, 70])])
+REPEATED = Layout.of_groups([(2100, [300] * 8), (64, [500, 3])])
+# What a run has to find again; merge and gather add gradients up in no fixed order there.
+SAME_BITS = ("triton",)
+FP32_BOUND = 2.4e-6
+# What a backend may take for all cases, of which the rest is left out, and what its process may take.
+CASE_SECONDS, PROCESS_SECONDS = 150.0, 240.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One case that a backend is asked."""
+
+    name: str
+    layout: Layout
+    heads: tuple[int, int]
+    head_dim: int
+    dtype_name: str
+    window: int | None = None
+
+    def conditions(self, device: str) -> Conditions:
+        return Conditions(device, DTYPES[self.dtype_name], self.window)
+
+    def case(self, device: str) -> Case:
+        return Case.draw(self.layout, self.heads, self.head_dim, DTYPES[self.dtype_name], self.window).on(device)
+
+    def __str__(self) -> str:
+        window = f", a window of {self.window}" if self.window else ""
+        return f"{self.dtype_name} {self.name}, {self.heads[0]}/{self.heads[1]} heads of {self.head_dim}{window}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", choices=BACKENDS, help="only ask this one, in this process, and measure nothing")
+    parsed = parser.parse_args(arguments)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU that torch can use: run this on a machine with one, or with --device cpu", file=sys.stderr)
+        return ExitCode.ENVIRONMENT
+    if parsed.backend:
+        return _finish(list(check(parsed.backend, parsed.device)))
+    names = _introduce(parsed.device)
+    failures, broken = _ask_all(names, parsed.device)
+    rows: list[Row] = []
+    try:
+        for row in gpu_times.measure([name for name in names if name not in broken], parsed.device):
+            rows.append(row)
+    except Exception as error:
+        failures.append(f"times after {len(rows)} shapes: {_in_a_line(error)}")
+    gpu_times.print_tables(rows)
+    code = _finish(failures)
+    report.finish({"failed_checks": len(failures), **gpu_times.figures(rows)})
+    return code
+
+
+def check(name: str, device: str) -> Iterator[str]:
+    """What is wrong with a backend."""
+    yield from check_rightness(name, device)
+    yield from check_repeatability(name, device)
+    yield from check_shapes(name, device)
+
+
+def check_rightness(name: str, device: str) -> Iterator[str]:
+    """Errors that are too large; prints the largest of each case as a part of what is allowed."""
+    end = time.perf_counter() + CASE_SECONDS
+    asked = [one for one in questions(device) if BACKENDS[name].refusal(one.conditions(device)) is None]
+    for number, question in enumerate(asked):
+        if time.perf_counter() > end:
+            print(f"{name}: {number} of {len(asked)} cases, then out of time", flush=True)
+            return
+        case = question.case(device)
+        exact = case.exact()
+        bounds = _bounds(case, exact)
+        try:
+            found = errors(case.run(BACKENDS[name].attention), exact)
+        except Exception as error:
+            yield f"{name}, {question}: {_in_a_line(error)}"
+            continue
+        ratios = {tensor: _ratio(error, bounds[tensor]) for tensor, error in found.items()}
+        print(f"{name}, {question}: {_numbers(ratios)}", flush=True)
+        # Written so that what is not a number fails.
+        yield from (f"{name}, {question}: {tensor} {ratio:.2f}" for tensor, ratio in ratios.items() if not ratio <= 1)
+
+
+def questions(device: str) -> Iterator[Question]:
+    """The most usual first."""
+    layouts = {"ragged": RAGGED, "branched": BRANCHED}
+    all_heads = HEADS if device == "cuda" else HEADS_ON_CPU
+    yield Question("long", LONG if device == "cuda" else LONG_ON_CPU, (4, 1), 128, "bf16")
+    for dtype_name, (heads, head_dim), (name, layout) in itertools.product(DTYPES, all_heads, layouts.items()):
+        yield Question(name, layout, heads, head_dim, dtype_name)
+    for name, layout in layouts.items():
+        yield Question(name, layout, (4, 2), 64, "bf16", WINDOW)
+
+
+def check_repeatability(name: str, device: str) -> Iterator[str]:
+    """Other bits of a backend that promises the same; prints what it gives."""
+    question = Question("repeated", REPEATED if device == "cuda" else RAGGED, (8, 2), 64, "bf16")
+    if BACKENDS[name].refusal(question.conditions(device)) is not None:
+        return
+    case = question.case(device)
+    try:
+        first, *others = (case.run(BACKENDS[name].attention) for _ in range(3))
+    except Exception as error:
+        yield f"{name}, {question}: {_in_a_line(error)}"
+        return
+    different = [
+        tensor
+        for tensor, *runs in zip(NAMES, first, *others, strict=True)
+        if not all(torch.equal(runs[0], run) for run in runs[1:])
+    ]
+    print(
+        f"{name}, three runs: {'other bits of ' + ', '.join(different) if different else 'the same bits'}", flush=True
+    )
+    if different and name in SAME_BITS:
+        yield f"{name}, three runs: other bits of {', '.join(different)}"
+
+
+def check_shapes(name: str, device: str) -> Iterator[str]:
+    """Shapes whose times will be asked for, and that it cannot compute."""
+    for shape in gpu_times.shapes(device):
+        for make in gpu_times.shared(shape, [name], device).values():
+            try:
+                is_finite = make().is_finite()
+            except Exception as error:
+                yield f"{name}, {shape.name}: {_in_a_line(error)}"
+                continue
+            if not is_finite:
+                yield f"{name}, {shape.name}: not all of it is a number"
+
+
+def _introduce(device: str) -> list[str]:
+    """The backends that can run, the definition aside."""
+    packages = []
+    for package in ("torch", "triton", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages.append(f"{package} {importlib.metadata.version(package)}")
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}: {', '.join(packages)}")
+    names = []
+    for name, one in BACKENDS.items():
+        refusals = {one.refusal(Conditions(device, dtype)) for dtype in DTYPES.values()}
+        if None in refusals and name != "naive":
+            names.append(name)
+        for refusal in filter(None, refusals):
+            print(f"{name}: {refusal}")
+    return names
+
+
+def _ask_all(names: list[str], device: str) -> tuple[list[str], set[str]]:
+    """What failed, and which backends broke off or did not end. All are asked at once."""
+    print("\nlargest error / what is allowed", flush=True)
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", device, "--backend"]
+    processes = {name: subprocess.Popen([*command, name]) for name in names}
+    end = time.monotonic() + PROCESS_SECONDS
+    failures, broken = [], set()
+    for name, process in processes.items():
+        try:
+            code = process.wait(timeout=max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code != ExitCode.OK:
+            failures.append(f"{name}: its process ended with {code}")
+        if code not in (ExitCode.OK, ExitCode.CRASH):
+            broken.add(name)
+    return failures, broken
+
+
+def _finish(failures: list[str]) -> int:
+    for failure in failures:
+        print(f"FAILED: {failure}", flush=True)
+    return ExitCode.CRASH if failures else ExitCode.OK
+
+
+def _bounds(case: Case, exact: list[torch.Tensor]) -> dict[str, float]:
+    """What each tensor may be wrong by: in half precision, twice as much as the definition in that precision is."""
+    if case.q_THD.dtype != torch.float32:
+        naive = errors(case.run(BACKENDS["naive"].attention), exact)
+        return {name: 2 * error for name, error in naive.items()}
+    return {name: FP32_BOUND * tensor.abs().max().item() for name, tensor in zip(NAMES, exact, strict=True)}
+
+
+def _ratio(error: float, bound: float) -> float:
+    if bound:
+        return error / bound
+    return math.inf if error else 0.0
+
+
+def _numbers(ratios: dict[str, float]) -> str:
+    return ", ".join(f"{tensor} {ratio:.2f}" for tensor, ratio in ratios.items())
+
+
+def _in_a_line(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

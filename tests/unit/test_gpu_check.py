@@ -1,0 +1,124 @@
+"""What `make gpu-check` does, on the CPU."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_times
+from benchmarks.gpu_times import Row, Shape, Times
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backend import Backend
+from tests.processes import ROOT, run_python
+
+CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
+
+
+def test_all_of_it_runs_without_more_than_torch_and_numpy() -> None:
+    code = """
+        import sys
+        for package in ("megatron", "pytest", "hypothesis", "triton", "vllm", "transformers"):
+            sys.modules[package] = None
+        from benchmarks import gpu_check
+        print(gpu_check.main(["--device", "cpu", "--backend", "gather"]))
+        print(gpu_check.main(["--device", "cpu"]))
+    """
+    *lines, last, code_line = run_python(code).splitlines()
+    assert code_line == "0"
+    assert "0" in lines
+    figures = json.loads(last)
+    assert figures["failed_checks"] == 0
+    assert figures["speedup_32_16_2"] > 0
+    assert any(line.startswith("merge, fp32 branched, 4/2 heads of 64: out 0.") for line in lines)
+    assert any(line.startswith("gather, bf16 ragged, 4/2 heads of 64, a window of 40: out 0.") for line in lines)
+    assert "gather, three runs: the same bits" in lines
+    assert "| P/R/K | floor | whole sequences | merge | gather |" in lines
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], None]:
+    """Puts something else in the place of what merge computes."""
+    merge = BACKENDS["merge"]
+
+    def put(attention: Callable[..., torch.Tensor]) -> None:
+        monkeypatch.setitem(BACKENDS, "merge", Backend(attention, merge.prepare, merge.refusal))
+
+    return put
+
+
+def test_a_wrong_backend_fails(broken: Callable) -> None:
+    true = BACKENDS["merge"].attention
+    broken(lambda *arguments: true(*arguments) * 1.1)
+    failures = list(gpu_check.check_rightness("merge", "cpu"))
+    assert any(failure.startswith("merge, bf16 ragged, 4/2 heads of 64: out ") for failure in failures)
+
+
+def test_a_result_that_is_not_a_number_fails(broken: Callable) -> None:
+    true = BACKENDS["merge"].attention
+    broken(lambda *arguments: true(*arguments) * float("nan"))
+    assert "merge, bf16 ragged, 4/2 heads of 64: out nan" in list(gpu_check.check_rightness("merge", "cpu"))
+    assert "merge, 32/16/2: not all of it is a number" in list(gpu_check.check_shapes("merge", "cpu"))
+
+
+def test_other_bits_fail_where_the_same_were_promised(broken: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, scales = BACKENDS["merge"].attention, itertools.count(1)
+    broken(lambda *arguments: true(*arguments) * next(scales))
+    assert list(gpu_check.check_repeatability("merge", "cpu")) == []
+    monkeypatch.setattr(gpu_check, "SAME_BITS", ("merge",))
+    (failure,) = gpu_check.check_repeatability("merge", "cpu")
+    assert failure.startswith("merge, three runs: other bits of out, ")
+
+
+def test_one_that_cannot_run_is_reported_and_stops_nothing(
+    broken: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    broken(failing)
+    failures = list(gpu_check.check("merge", "cpu"))
+    assert "merge, fp32 branched, 4/2 heads of 64: RuntimeError: no such kernel" in failures
+    row = next(gpu_times.measure(["merge", "gather"], "cpu"))
+    assert list(row.shared) == ["gather"]
+    assert "merge cannot run: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+def test_one_whose_process_breaks_or_does_not_end_fails_and_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = subprocess.Popen
+    commands = {
+        "merge": "import os; os.abort()",
+        "gather": "import time; time.sleep(60)",
+        "naive": "raise SystemExit(1)",
+    }
+    monkeypatch.setattr(gpu_check, "PROCESS_SECONDS", 3.0)
+    monkeypatch.setattr(subprocess, "Popen", lambda command: true([sys.executable, "-c", commands[command[-1]]]))
+    failures, excluded = gpu_check._ask_all(list(commands), "cpu")
+    assert failures == [
+        "merge: its process ended with -6",
+        "gather: its process ended with -9",
+        "naive: its process ended with 1",
+    ]
+    assert excluded == {"merge", "gather"}
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    result = subprocess.run(CHECK, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 3
+    assert "no GPU that torch can use" in result.stderr
+
+
+def test_the_floor_counts_each_pair_of_tokens_that_see_each_other() -> None:
+    shape = Shape("", 4096, (1024,) * 16)
+    pairs = 4096 * 4097 // 2 + 16 * (1024 * 1025 // 2) + 4096 * 16 * 1024
+    assert shape.flops(is_shared=True) == 4 * 128 * 32 * pairs
+    assert shape.flops(is_shared=False) == 4 * 128 * 32 * 16 * (5120 * 5121 // 2)
+    assert str(Row(shape, {}, {}).floor) == "1.74 + 4.35"
+
+
+def test_a_row_is_compared_with_the_fastest_of_whole_sequences() -> None:
+    row = Row(Shape("4/2/1", 4, (2,)), {"a": Times(4, 8), "b": Times(5, 6)}, {"merge": Times(2, 3.5)})
+    assert gpu_times.figures([row])["speedup_4_2_1"] == 2.0
