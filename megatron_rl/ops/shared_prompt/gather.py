@@ -10,6 +10,7 @@ Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query head
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ def _in_one_call(
     return out_THD
 
 
-def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, bool]:
+def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
     """How torch is told that keys have fewer heads: that of 2.11 does not ask, and takes them as they are."""
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return {}
