@@ -54,7 +54,7 @@ class Load:
         return self.waves * self.in_flight // GROUP_SIZE
 
 
-BALANCED = Load("balanced", 1.0, 192, 40, KL, waves=16)
+BALANCED = Load("balanced", 1.0, 192, 72, KL, waves=16)
 # What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
 # what two runs of the same differ by.
 IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (1, 2)
