@@ -34,3 +34,13 @@ class Backend:
     """Makes what `attention` looks up of a layout; it is kept with the layout, so whoever calls this first pays."""
     refusal: Callable[[Conditions], str | None]
     """Why it cannot run; None if it can."""
+
+
+def of_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+    """Attention where there are no tokens: as empty as its queries, and connected to all three."""
+    return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+
+
+def with_dense_rows(tensor_THD: torch.Tensor) -> torch.Tensor:
+    """The same with rows that lie together in memory, as kernels read them."""
+    return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()

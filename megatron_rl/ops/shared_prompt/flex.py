@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.backend import Conditions
+from megatron_rl.ops.shared_prompt.backend import Conditions, of_nothing
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def attention(
 ) -> torch.Tensor:
     """As `naive.attention`."""
     if layout.num_tokens == 0:
-        # There is no block; what is empty is connected to all three.
-        return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+        return of_nothing(q_THD, k_TGD, v_TGD)
     out_1HTD = _flex_attention()(
         *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_THD, k_TGD, v_TGD)),
         block_mask=layout.once(block_mask, q_THD.device, window),

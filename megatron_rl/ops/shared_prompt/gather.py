@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt import flash_npu
-from megatron_rl.ops.shared_prompt.backend import Conditions
+from megatron_rl.ops.shared_prompt.backend import Conditions, of_nothing
 from megatron_rl.ops.shared_prompt.flash_varlen import Sequences
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.strands import strands
@@ -75,8 +75,7 @@ def attention(
 ) -> torch.Tensor:
     """As `naive.attention`."""
     if layout.num_tokens == 0:
-        # There is no strand; what is empty is connected to all three.
-        return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+        return of_nothing(q_THD, k_TGD, v_TGD)
     gathered = prepare(layout, q_THD.device)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":

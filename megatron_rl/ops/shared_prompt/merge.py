@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.shared_prompt import flash_npu
-from megatron_rl.ops.shared_prompt.backend import Conditions
+from megatron_rl.ops.shared_prompt.backend import Conditions, of_nothing, with_dense_rows
 from megatron_rl.ops.shared_prompt.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -60,8 +60,7 @@ def merged(
 ) -> torch.Tensor:
     """Attention by the calls that `prepare` makes of the layout."""
     if layout.num_tokens == 0:
-        # The operators do not take nothing; what is empty is connected to all three.
-        return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+        return of_nothing(q_THD, k_TGD, v_TGD)
     flash = prepare(layout, q_THD.device)
     if isinstance(flash, CpuFlash) and len(flash.calls) == 1:
         return flash.alone(q_THD, k_TGD, v_TGD, scale)
@@ -79,7 +78,7 @@ class _Merged(torch.autograd.Function):
         flash: CpuFlash | VarlenFlash,
         scale: float,
     ) -> torch.Tensor:
-        q_THD, k_TGD, v_TGD = (_with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD))
+        q_THD, k_TGD, v_TGD = (with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD))
         out_THD, lse = flash.forward(q_THD, k_TGD, v_TGD, scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse)
         ctx.flash, ctx.scale = flash, scale
@@ -87,10 +86,5 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        gradients = ctx.flash.backward(_with_dense_rows(grad_out_THD), *ctx.saved_tensors, ctx.scale)
+        gradients = ctx.flash.backward(with_dense_rows(grad_out_THD), *ctx.saved_tensors, ctx.scale)
         return (*gradients, None, None)
-
-
-def _with_dense_rows(tensor_THD: torch.Tensor) -> torch.Tensor:
-    """The operators read rows of the last dimension as they lie in memory."""
-    return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backend import Conditions
+from megatron_rl.ops.shared_prompt.backend import Conditions, of_nothing, with_dense_rows
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.triton_plan import Plan
 
@@ -83,8 +83,7 @@ def attention(
     if q_THD.shape[-1] > WIDEST:
         raise ValueError(f"heads of {q_THD.shape[-1]}: --shared-prompt-backend triton has room for {WIDEST}")
     if layout.num_tokens == 0:
-        # There is no tile; what is empty is connected to all three.
-        return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+        return of_nothing(q_THD, k_TGD, v_TGD)
     out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
     return out_THD
 
@@ -105,7 +104,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, plan: Plan, scale: float
     ) -> torch.Tensor:
-        inputs = [_with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        inputs = [with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
         launcher = _Launcher(plan, scale, inputs)
         out_THD, log_totals_HT = launcher.attend()
         ctx.save_for_backward(*inputs, out_THD, log_totals_HT)
@@ -116,7 +115,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *inputs, out_THD, log_totals_HT = ctx.saved_tensors
         launcher = _Launcher(ctx.plan, ctx.scale, inputs)
-        return (*launcher.differentiate(_with_dense_rows(grad_out_THD), out_THD, log_totals_HT), None, None)
+        return (*launcher.differentiate(with_dense_rows(grad_out_THD), out_THD, log_totals_HT), None, None)
 
 
 class _Launcher:
@@ -205,8 +204,3 @@ class _Launcher:
 
 def _dense_like(tensor_THD: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor_THD, memory_format=torch.contiguous_format)
-
-
-def _with_dense_rows(tensor_THD: torch.Tensor) -> torch.Tensor:
-    """The kernels read rows of the last dimension as they lie in memory."""
-    return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()
