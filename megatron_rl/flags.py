@@ -64,6 +64,8 @@ class Flag:
         assert self.convert is not None
         try:
             item = self.convert(word)
+            if item != item:
+                raise ValueError("nan")
         except (ValueError, KeyError):
             raise UsageError(f"{name} {word}: not a valid value; write {name} {self.value_text()}") from None
         if self.choices and item not in self.choices:

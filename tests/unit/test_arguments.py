@@ -182,6 +182,7 @@ def test_two_flags_that_set_one_value_must_agree() -> None:
     ("words", "said"),
     [
         ("--lr fast", "--lr fast: not a valid value; write --lr NUMBER"),
+        ("--lr nan", "--lr nan: not a valid value; write --lr NUMBER"),
         ("--micro-batch-size 1.5", "write --micro-batch-size INTEGER"),
         ("--lr-decay-style cosin", "the nearest is cosine"),
         ("--lr", "--lr: expected one argument"),
