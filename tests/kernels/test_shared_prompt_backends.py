@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend, flash_cpu, merge
-from megatron_rl.ops.shared_prompt.flash_cpu import Call, CpuFlash
+from megatron_rl.ops.shared_prompt.flash_cpu import Call, CpuFlash, Sequences
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.strands import strands
 from tests.kernels.drawn_layouts import layouts
@@ -94,7 +94,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
         grad_out_THD, *merged = outputs
         own = [tensor.clone() for tensor in merged]
         for tensor, part in zip(own, flash_cpu._attend(call, inputs, scale), strict=True):
-            tensor[slice(*call.queries)] = part
+            call.queries.of(tensor).copy_(part)
         return true_gradients(call, inputs, (grad_out_THD, *own), scale)
 
     monkeypatch.setattr(flash_cpu, "_gradients", of_its_own_results)
@@ -102,6 +102,37 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     found = errors(case.run(merge.attention), case.exact())
     assert found["out"] <= 1e-12
     assert min(found[name] for name in ("queries", "keys", "values")) >= 1e-1
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_long_strands_too(name: str) -> None:
+    case = Case.draw(Layout.of_groups([(700, [193, 400, 400, 20]), (1, [385])]), (2, 1), head_dim=8)
+    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+
+
+@settings(max_examples=80)
+@given(layout=layouts(), tile=st.sampled_from([1, 2, 4]))
+def test_tiles_of_any_size_add_up(layout: Layout, tile: int) -> None:
+    case = Case.draw(layout, (4, 2), head_dim=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_cpu, "TILE", tile)
+        assert max(errors(case.run(merge.attention), case.exact()).values()) <= 1e-12
+
+
+@given(length=st.integers(1, 900), count=st.integers(1, 2))
+def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
+    rows = torch.arange(count * length)
+    sequences = Sequences(0, length, count, length)
+    seen = torch.zeros(count * length, count * length, dtype=torch.int8)
+    for tile in Call(sequences, sequences).tiles():
+        if not tile.is_causal:
+            assert all(seen[row, row] for row in tile.queries.of(rows).flatten()), "a causal one comes first"
+        for queries, keys in zip(tile.queries.of(rows), tile.keys.of(rows), strict=True):
+            seen[queries[0] : queries[-1] + 1, keys[0] : keys[-1] + 1] += (
+                (queries[:, None] >= keys).to(torch.int8) if tile.is_causal else 1
+            )
+    sequence = rows // length
+    assert torch.equal(seen, ((rows[:, None] >= rows) & (sequence[:, None] == sequence)).to(torch.int8))
 
 
 @given(layouts())
@@ -118,9 +149,9 @@ def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> 
 
 def test_a_group_is_three_calls_and_a_chain_is_one() -> None:
     group = CpuFlash.of(Layout.of_groups([(512, [64] * 8)]))
-    assert [(call.num_sequences, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
+    assert [(call.queries.count, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
     chain = CpuFlash.of(Layout((5, 0, 3, 4), (ROOT, 0, 1, 2)))
-    assert [(call.queries, call.num_sequences) for call in chain.calls] == [((0, 12), 1)]
+    assert [call.queries for call in chain.calls] == [(0, 12, 1, 12)]
 
 
 def test_what_is_made_of_a_layout_is_made_once() -> None:

@@ -62,7 +62,7 @@ def merged(
     if layout.num_tokens == 0:
         return of_nothing(q_THD, k_TGD, v_TGD)
     flash = prepare(layout, q_THD.device)
-    if isinstance(flash, CpuFlash) and len(flash.calls) == 1:
+    if isinstance(flash, CpuFlash) and flash.is_plain:
         return flash.alone(q_THD, k_TGD, v_TGD, scale)
     out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)
     return out_THD
