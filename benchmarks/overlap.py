@@ -28,6 +28,8 @@ GROUP_SIZE, MOST_TOKENS = 8, 128
 VOCAB_SIZE = 512
 # So many tokens end a response that its length is spread around 43 tokens.
 STOP_TOKENS = range(2, 14)
+# Prompts are of numbers that hold no other token's: the tokenizer finds 0 and 1, which end and pad, in any number.
+WORDS = [str(number) for number in range(20, VOCAB_SIZE) if not {"0", "1"} & set(str(number))]
 SEQ_LENGTH = 2048
 TRAINER_CORE, ENGINE_CORE = 1, 0
 
@@ -45,22 +47,25 @@ class Load:
     in_flight: int
     """Responses that the engine samples at a time."""
     prompt_length: int
+    """Tokens on average; any from half to one and a half times as many."""
     training: tuple[str, ...] = ()
     waves: int = 10
     """So many times the groups in flight make an iteration: what overlaps with nothing is a small part of it."""
+    groups: int = 1
+    """Of a micro-batch."""
 
     @property
     def num_prompts(self) -> int:
         return self.waves * self.in_flight // GROUP_SIZE
 
 
-BALANCED = Load("balanced", 1.0, 192, 72, KL, waves=16)
+BALANCED = Load("balanced", 1.0, 192, 192, KL, waves=12, groups=2)
 # What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
 # what two runs of the same differ by.
-IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (1, 2)
+IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (BALANCED.groups, 1)
 LOADS = {
     load.name: load
-    for load in (BALANCED, Load("gen_half", 0.5, 96, 200, (*KL, *RECOMPUTE)), Load("gen_double", 2.0, 48, 8))
+    for load in (BALANCED, Load("gen_half", 0.5, 96, 720, (*KL, *RECOMPUTE)), Load("gen_double", 2.0, 48, 56))
 }
 
 
@@ -110,11 +115,11 @@ def _search(folder: Path, rounds: int) -> dict[str, float]:
         worlds = {}
         for in_flight in IN_FLIGHT_TRIED:
             load = dataclasses.replace(BALANCED, name=f"sync-{in_flight}", in_flight=in_flight)
-            world = _World(folder, load, num_prompts=BALANCED.num_prompts // 2)
+            world = _World(folder, load, num_prompts=BALANCED.num_prompts // 3)
             worlds[in_flight] = stack.enter_context(world.serving())
         for _ in range(rounds):
             for (in_flight, world), groups in itertools.product(worlds.items(), GROUPS_TRIED):
-                (iteration,) = world.iterations(1, groups, only="sync")
+                (iteration,) = world.iterations(1, only="sync", groups=groups)
                 times.setdefault(f"{in_flight} in flight, {groups} groups a micro-batch", []).append(
                     1e3 * iteration.per_token("whole")
                 )
@@ -129,7 +134,9 @@ def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
     sync = [iteration for iteration in iterations if iteration.is_sync]
     periodic = [iteration for iteration in iterations if not iteration.is_sync]
     balance = [i.generate / i.train for i in sync]
-    print(f"\n{load.name}: {load.num_prompts} prompts of {load.prompt_length} tokens, {GROUP_SIZE} responses each, ")
+    print(
+        f"\n{load.name}: {load.num_prompts} prompts of {load.prompt_length} tokens or so, {GROUP_SIZE} responses each"
+    )
     print(f"generation / training wanted {load.wanted}, found {statistics.median(balance):.2f}")
     rows = {"whole": "whole", "generation": "generate", "training": "train"}
     report.table(
@@ -196,7 +203,7 @@ class _World:
         finally:
             os.sched_setaffinity(0, everywhere)
 
-    def iterations(self, rounds: int, groups: int = 1, only: str = "") -> list[Iteration]:
+    def iterations(self, rounds: int, only: str = "", groups: int | None = None) -> list[Iteration]:
         """So many of both schedules in turns, or of one; the first of each warms up, and does not count."""
         self._num_runs += 1
         count = (1 + rounds) * (1 if only else 2)
@@ -204,15 +211,15 @@ class _World:
         draw = random.Random(self._num_runs)
         with prompts.open("w") as file:
             for _ in range(self._num_prompts * count):
-                words = [str(draw.randrange(20, VOCAB_SIZE)) for _ in range(self._load.prompt_length)]
-                file.write(json.dumps({"prompt": " ".join(words)}) + "\n")
+                length = draw.randint(self._load.prompt_length // 2, self._load.prompt_length * 3 // 2)
+                file.write(json.dumps({"prompt": " ".join(draw.choices(WORDS, k=length))}) + "\n")
         out = self._folder / f"out-{self._num_runs}.json"
         words = [
             "--hf-model", str(self._model), "--prompts", str(prompts), "--seq-length", str(SEQ_LENGTH),
             "--rollout-endpoint", (self._run / "address").read_text().strip(), "--rollout-folder", str(self._run),
             "--rollout-max-tokens", str(MOST_TOKENS), "--rollout-stop-tokens", *map(str, STOP_TOKENS),
             "--train-iters", str(count), "--grpo-prompts-per-step", str(self._num_prompts),
-            "--grpo-group-size", str(GROUP_SIZE), "--micro-batch-size", str(groups * GROUP_SIZE),
+            "--grpo-group-size", str(GROUP_SIZE), "--micro-batch-size", str((groups or self._load.groups) * GROUP_SIZE),
             "--lr", "1e-6", "--lr-decay-style", "constant", "--progress", "none", "--seed", str(self._num_runs),
             "--log-samples", "0", "--rollout-mismatch-warning", "1", *self._load.training,
         ]  # fmt: skip
