@@ -149,7 +149,7 @@ def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> 
 
 def test_a_group_is_three_calls_and_a_chain_is_one() -> None:
     group = CpuFlash.of(Layout.of_groups([(512, [64] * 8)]))
-    assert [(call.queries.count, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
+    assert [(call.queries.number, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
     chain = CpuFlash.of(Layout((5, 0, 3, 4), (ROOT, 0, 1, 2)))
     assert [call.queries for call in chain.calls] == [(0, 12, 1, 12)]
 

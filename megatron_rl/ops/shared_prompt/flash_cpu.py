@@ -28,27 +28,27 @@ class Sequences(NamedTuple):
 
     start: int
     length: int
-    count: int = 1
+    number: int = 1
     stride: int = 0
 
     def of(self, tensor_TH: torch.Tensor) -> torch.Tensor:
         """From [T, H, ...] to [B, R, H, ...], a view."""
-        assert self.start + (self.count - 1) * self.stride + self.length <= tensor_TH.shape[0]
+        assert self.start + (self.number - 1) * self.stride + self.length <= tensor_TH.shape[0]
         row, *rest = tensor_TH.stride()
         return tensor_TH.as_strided(
-            (self.count, self.length, *tensor_TH.shape[1:]),
+            (self.number, self.length, *tensor_TH.shape[1:]),
             (self.stride * row, row, *rest),
             tensor_TH.storage_offset() + self.start * row,
         )
 
     def part(self, start: int, end: int) -> "Sequences":
         """These rows of each."""
-        return Sequences(self.start + start, end - start, self.count, self.stride)
+        return Sequences(self.start + start, end - start, self.number, self.stride)
 
     def cut(self, length: int) -> list["Sequences"]:
         """Each in two, after so many rows: twice as many if they are halves and lie one behind the other."""
-        if self.length == 2 * length and (self.count == 1 or self.stride == self.length):
-            return [Sequences(self.start, length, 2 * self.count, length)]
+        if self.length == 2 * length and (self.number == 1 or self.stride == self.length):
+            return [Sequences(self.start, length, 2 * self.number, length)]
         return [self.part(0, length), self.part(length, self.length)]
 
 
@@ -95,25 +95,25 @@ class CpuFlash:
     @classmethod
     def of(cls, layout: Layout) -> "CpuFlash":
         """Neighbours of equal length share a causal call, and neighbours that see the same rows a call to these."""
-        found = strands(layout)
-        calls = []
-        for length, group in itertools.groupby(
-            (strand.rows for strand in found), key=lambda rows: rows.end - rows.start
-        ):
-            equal = list(group)
-            at_a_time = max(1, MOST_ROWS // length)
-            for first in range(0, len(equal), at_a_time):
-                some = equal[first : first + at_a_time]
-                sequences = Sequences(some[0].start, length, len(some), length)
-                calls.append(Call(sequences, sequences))
+        batches: list[list[int]] = []
         below: dict[Rows, list[list[int]]] = {}
-        for (start, end), above in found:
+        first, length, count = 0, 0, 0
+        for (start, end), above in strands(layout):
+            if end - start == length and (count + 1) * length <= MOST_ROWS:
+                count += 1
+            else:
+                batches.append([first, length, count])
+                first, length, count = start, end - start, 1
             for keys in above:
                 ranges = below.setdefault(keys, [[start, start]])
                 if ranges[-1][1] == start:
                     ranges[-1][1] = end
                 else:
                     ranges.append([start, end])
+        batches.append([first, length, count])
+        # The first is the nothing that the search began with.
+        causal = (Sequences(first, length, count, length) for first, length, count in batches[1:])
+        calls = [Call(sequences, sequences) for sequences in causal]
         calls += [
             Call(Sequences(first, min(MOST_ROWS, end - first)), Sequences(keys.start, keys.end - keys.start))
             for keys, ranges in below.items()
@@ -135,7 +135,7 @@ class CpuFlash:
         """The only call there is, as torch itself differentiates it: nothing is merged."""
         (call,) = self.calls
         q_BHRD, k_BGRD, v_BGRD = (
-            tensor.unflatten(0, (call.queries.count, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
+            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
         )
         out_BHRD = F.scaled_dot_product_attention(
             q_BHRD,
