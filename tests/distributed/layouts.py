@@ -46,6 +46,8 @@ CASES = {
         Case("DP2+distopt", 2, distributed_optimizer=True),
         Case("CP2", 2, ParallelSizes(context=2)),
         Case("TP2xPP2", 4, ParallelSizes(tensor=2, pipeline=2)),
+        Case("CP4", 4, ParallelSizes(context=4)),
+        Case("TP2xCP2", 4, ParallelSizes(tensor=2, context=2)),
         Case("CP2xPP2", 4, ParallelSizes(pipeline=2, context=2)),
         Case("TP2+SPxCP2", 4, ParallelSizes(tensor=2, context=2), _SP),
         Case("EP2", 2, ParallelSizes(expert=2)),
@@ -54,7 +56,9 @@ CASES = {
         Case("TP2+SP,EP2,ETP1", 2, ParallelSizes(tensor=2, expert=2, expert_tensor=1), _SP),
     )
 }
-DENSE_LAYOUTS = ("TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP2xPP2", "TP2+SPxCP2")
+DENSE_LAYOUTS = (
+    "TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP4", "CP2xPP2", "TP2+SPxCP2",
+)  # fmt: skip
 EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
 
 

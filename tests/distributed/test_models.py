@@ -86,9 +86,15 @@ def test_the_fingerprint_is_the_same_from_every_layout(computed) -> None:
 def test_a_shared_pack_equals_separate_sequences(folders) -> None:
     # Merging knows no sliding window, which mistral has.
     here = [name for name, one in BACKENDS.items() if one.refusal(Conditions("cpu", torch.float32)) is None]
-    for name, backends in (("qwen3", here), ("mistral", ["gather", "naive"])):
+    of_two = ["TP2", "TP2+SP", "PP2", "CP2"]
+    of_four = ["TP2xCP2", "CP2xPP2", "CP4"]
+    for name, world_size, layouts, backends in (
+        ("qwen3", 2, of_two, here),
+        ("mistral", 2, of_two, ["gather", "naive"]),
+        ("qwen3", 4, of_four, ["merge"]),
+    ):
         for (case_name, backend), (shared, separate, gradients, separate_gradients) in run_ranks(
-            parity.run_shared_and_separate, 2, ["TP2", "TP2+SP", "PP2", "CP2"], folders[name], backends
+            parity.run_shared_and_separate, world_size, layouts, folders[name], backends
         )[0].items():
             log_probs = max((a - b).abs().max().item() for a, b in zip(shared, separate, strict=True))
             worst = max(
