@@ -119,6 +119,7 @@ class Twin:
                 "clipped_low": (advantage_BL < 0) & (ratio_BL < 1 - rules.lower),
                 "clipped_high": (advantage_BL > 0) & (ratio_BL > 1 + rules.upper),
                 "kl": kl_BL,
+                "entropy": -old_BL,
                 "mismatch": (old_BL - batch.engine_BL).abs(),
                 "mismatch_kl": weight_BL - torch.log(weight_BL) - 1,
             }

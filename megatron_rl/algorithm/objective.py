@@ -59,7 +59,7 @@ class Objective:
         weights_N = aggregation.WEIGHTS[config.aggregation](sequences_N, lengths_S)
         total = (loss_N * weights_N).sum()
         with torch.no_grad():
-            statistics = _statistics(clip, total, ratio_N, advantages_N, old_N - engine_N, divergence_N)
+            statistics = _statistics(clip, total, ratio_N, advantages_N, old_N, old_N - engine_N, divergence_N)
         return total, statistics
 
 
@@ -68,6 +68,7 @@ def _statistics(
     total: torch.Tensor,
     ratio_N: torch.Tensor,
     advantages_N: torch.Tensor,
+    old_N: torch.Tensor,
     mismatch_N: torch.Tensor,
     divergence_N: torch.Tensor | None,
 ) -> Statistics:
@@ -77,6 +78,8 @@ def _statistics(
         "ratio": ratio_N.sum(dtype=torch.float64),
         "clipped_low": clip.is_low(ratio_N, advantages_N).sum(),
         "clipped_high": clip.is_high(ratio_N, advantages_N).sum(),
+        # The old policy sampled the tokens: the mean of this is its entropy's, without a bias.
+        "entropy": -old_N.sum(dtype=torch.float64),
         "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
         # Of the engine's tokens: how far the trainer's policy is from the one that sampled.
         "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),

@@ -100,6 +100,7 @@ def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_mic
         "reward": reward,
         "groups": int(sums["groups"]),
         "loss": sums["loss"] / sum(update.denominator for update in updates),
+        "entropy": sums["entropy"] / targets,
         "ratio": sums["ratio"] / targets,
         "clip_fraction_low": sums["clipped_low"] / targets,
         "clip_fraction_high": sums["clipped_high"] / targets,

@@ -159,7 +159,7 @@ def check_update(name: str, seen: Seen, expected: Update) -> None:
     assert sums["targets"] == expected.num_tokens
     for kind in ("clipped_low", "clipped_high"):
         assert sums[kind] == round(expected.means[kind] * expected.num_tokens)
-    for kind in ("ratio", "kl", "mismatch", "mismatch_kl"):
+    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl"):
         assert sums[kind] / expected.num_tokens == pytest.approx(expected.means[kind], rel=1e-4), f"{name}: {kind}"
     assert sums["ratio"] / expected.num_tokens == pytest.approx(expected.means["ratio"], abs=TOLERANCE)
 
