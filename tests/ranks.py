@@ -6,10 +6,12 @@
         first, second = run_ranks(losses, 2, "tp2")
 
 Every rank has what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); the function starts
-torch.distributed itself. Starting a rank costs seconds: put several checks behind one start.
+torch.distributed itself. Ranks are on the CPU platform, which is installed before any module of theirs is imported.
 """
 
 import contextlib
+import functools
+import json
 import os
 import pickle
 import signal
@@ -22,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.ranks_worker import Failure, Job
+from tests.nursery import Failure, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.02
@@ -40,17 +42,15 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 120,
-    platform: str | None = "cpu",
     num_threads: int = 1,
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in the order of ranks.
 
-    `platform` is installed before the function's module is imported; None leaves that to the function. When a rank
-    fails the others are ended at once and the error shows that rank's traceback; when `timeout` seconds have passed
-    all of them are ended and the error shows where each of them was.
+    When a rank fails the others are ended at once and the error shows that rank's traceback; when `timeout` seconds
+    have passed all of them are ended and the error shows where each of them was.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = Job(function.__module__, function.__qualname__, args, platform)
+        job = Job(function.__module__, function.__qualname__, args, num_threads)
         (Path(folder) / "job").write_bytes(pickle.dumps(job))
         ranks = [_Rank(rank, world_size, Path(folder), num_threads) for rank in range(world_size)]
         try:
@@ -64,6 +64,21 @@ def run_ranks(
                 rank.kill()
 
 
+@functools.cache
+def _nursery() -> subprocess.Popen[bytes]:
+    """What ranks are forked off; it ends when this process does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.nursery", str(os.getpid())],
+        cwd=ROOT,
+        env={**os.environ, **_threads(1)},
+        stdin=subprocess.PIPE,
+    )
+
+
+def _threads(number: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(number), "MKL_NUM_THREADS": str(number)}
+
+
 class _Rank:
     """One process, which leads a process group of its own so that its children end with it."""
 
@@ -72,12 +87,13 @@ class _Rank:
         self._world_size = world_size
         self._folder = folder
         self._num_threads = num_threads
-        self._process: subprocess.Popen[bytes] | None = None
+        self._is_started = False
 
     def start(self, address: str) -> None:
         host, port = address.split(":")
         environment = {
             **os.environ,
+            **_threads(self._num_threads),
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
             "WORLD_SIZE": str(self._world_size),
@@ -85,28 +101,22 @@ class _Rank:
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(self._num_threads),
-            "MKL_NUM_THREADS": str(self._num_threads),
-            "PYTHONUNBUFFERED": "1",
         }
-        with self._file("output").open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks_worker", str(self._folder), str(os.getpid())],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        nursery = _nursery()
+        assert nursery.stdin is not None
+        nursery.stdin.write(json.dumps([str(self._folder), environment]).encode() + b"\n")
+        nursery.stdin.flush()
+        self._is_started = True
 
     def exit_code(self) -> int | None:
-        return self._process.poll() if self._process is not None else None
+        if _nursery().poll() is not None:
+            raise RanksError("the process that ranks are forked off is gone; its output is above")
+        return self._read("exit")
 
     def failure(self) -> Failure | None:
         """Why this rank failed, None while it runs and where it did not fail."""
-        with contextlib.suppress(FileNotFoundError):
-            return pickle.loads(self._file("failure").read_bytes())
+        if failure := self._read("failure"):
+            return failure
         code = self.exit_code()
         if code is None or code == 0:
             return None
@@ -114,10 +124,10 @@ class _Rank:
         return Failure(time.monotonic(), f"{reason}, without a Python exception")
 
     def result(self) -> Any:
-        return pickle.loads(self._file("result").read_bytes())
+        return self._read("result")
 
     def output(self) -> str:
-        text = self._file("output").read_text(errors="replace")
+        text = (self._folder / f"output-{self.rank}").read_text(errors="replace")
         return text if len(text) <= _OUTPUT_CHARACTERS else "...\n" + text[-_OUTPUT_CHARACTERS:]
 
     def ask_where(self) -> None:
@@ -125,18 +135,23 @@ class _Rank:
         self._signal_group(signal.SIGUSR1)
 
     def kill(self) -> None:
+        # It may be on its way only.
+        while self._is_started and self._read("exit") is None and _nursery().poll() is None:
+            self._signal_group(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+        # Children may outlive the rank itself.
         self._signal_group(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
 
     def _signal_group(self, number: int) -> None:
-        # Children may outlive the rank itself, so the group is signalled even when the rank has ended.
-        if self._process is not None:
+        if (process := self._read("process")) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                os.killpg(process, number)
 
-    def _file(self, kind: str) -> Path:
-        return self._folder / f"{kind}-{self.rank}"
+    def _read(self, kind: str) -> Any:
+        """What the rank or its keeper wrote; None as long as it has not."""
+        with contextlib.suppress(FileNotFoundError):
+            return pickle.loads((self._folder / f"{kind}-{self.rank}").read_bytes())
+        return None
 
 
 def _wait(ranks: list[_Rank], deadline: float, timeout: float) -> None:

@@ -125,7 +125,7 @@ def test_a_vocabulary_divided_over_ranks_gives_the_same_even_where_a_rank_holds_
     expected = naive(torch.float32, 0.7)
     # Of four columns each the last rank has one real one, of two columns each it has none.
     for size, block_columns in ((2, 3), (4, 3), (4, 1)):
-        ranks = run_ranks(on_ranks, size, 0.7, block_columns, platform=None)
+        ranks = run_ranks(on_ranks, size, 0.7, block_columns)
         grad_weight = torch.cat([result.grad_weight for result, _ in ranks])
         for result, num_reductions in ranks:
             dataclasses.replace(result, grad_weight=grad_weight).assert_near(expected, 1e-6)

@@ -67,7 +67,7 @@ def test_the_traceback_of_the_rank_that_failed_first_comes_first():
 def test_a_rank_that_hangs_is_ended_at_the_deadline_and_shown_where_it_was():
     start = time.monotonic()
     with pytest.raises(RanksError) as error:
-        run_ranks(hang_on_rank_zero, 2, timeout=6, platform=None)
+        run_ranks(hang_on_rank_zero, 2, timeout=6)
     assert time.monotonic() - start < 20
     assert "after 6 seconds rank 0 of 2 had not finished" in str(error.value)
     assert "where_it_hangs" in str(error.value)
@@ -75,7 +75,7 @@ def test_a_rank_that_hangs_is_ended_at_the_deadline_and_shown_where_it_was():
 
 def test_no_process_is_left_when_a_rank_dies_of_a_signal(tmp_path):
     with pytest.raises(RanksError, match="rank 1 of 2 failed:\nended by SIGSEGV"):
-        run_ranks(die_on_rank_one, 2, str(tmp_path), platform=None)
+        run_ranks(die_on_rank_one, 2, str(tmp_path))
     for rank in ("0", "1"):
         for process in (tmp_path / rank).read_text().split():
             assert _ends(int(process)), f"process {process} of rank {rank} is left"

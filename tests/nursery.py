@@ -1,0 +1,133 @@
+"""Forks the ranks of tests/ranks.py off a process that has imported megatron: the import takes seconds, a fork none.
+
+    tests ---a line for each rank---> nursery ---forks---> keeper ---forks---> rank
+
+Each dies with the one to its left. A keeper writes down which process its rank is, and how that ended.
+"""
+
+import ctypes
+import dataclasses
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_rl import platforms
+
+_PR_SET_PDEATHSIG = 1
+# What takes long to import, and that most ranks use.
+_PRELOADED = (
+    "megatron.core.dist_checkpointing", "megatron.core.distributed", "megatron.core.models.gpt",
+    "megatron.core.optimizer", "megatron.core.pipeline_parallel",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A function by name, with its arguments."""
+
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    num_threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """When a rank failed, on the clock that all processes of the host share, and why."""
+
+    time: float
+    text: str
+
+
+def main(parent: int) -> None:
+    """Fork a rank for each line: a folder, with the rank's job in it, and the rank's environment."""
+    _end_with(parent)
+    platforms.select("cpu").install()
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave the other threads behind"
+    # Nobody asks how a keeper ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    sys.stdout.flush()
+    for line in sys.stdin:
+        folder, environment = json.loads(line)
+        nursery = os.getpid()
+        if os.fork() == 0:
+            _keep(Path(folder), environment, nursery)
+
+
+def _keep(folder: Path, environment: dict[str, str], nursery: int) -> NoReturn:
+    _end_with(nursery)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _be_rank(folder, environment, keeper)
+    _write(folder / f"process-{environment['RANK']}", pid)
+    _, status = os.waitpid(pid, 0)
+    _write(folder / f"exit-{environment['RANK']}", os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _be_rank(folder: Path, environment: dict[str, str], keeper: int) -> NoReturn:
+    """Leads a process group of its own, so that its children end with it."""
+    os.setsid()
+    _end_with(keeper)
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = environment["RANK"]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    code = 0
+    try:
+        _write(folder / f"result-{rank}", _run(pickle.loads((folder / "job").read_bytes())))
+    except BaseException:
+        # Before the process ends: the other ranks notice that this one is gone only after its reason stands.
+        _write(folder / f"failure-{rank}", Failure(time.monotonic(), traceback.format_exc()))
+        code = 1
+    sys.stdout.flush()
+    # Threads of a communicator whose peers are gone would keep the interpreter from ending.
+    os._exit(code)
+
+
+def _run(job: Job) -> Any:
+    import torch
+
+    torch.set_num_threads(job.num_threads)
+    function = functools.reduce(getattr, job.qualname.split("."), importlib.import_module(job.module))
+    return function(*job.args)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when the one that started it is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _write(path: Path, value: Any) -> None:
+    """All of the file or none of it: another process may look at any time."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(pickle.dumps(value))
+    unfinished.rename(path)
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that what it pickles is found there.
+    from tests.nursery import main as importable_main
+
+    importable_main(int(sys.argv[1]))
