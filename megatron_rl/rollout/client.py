@@ -12,7 +12,7 @@ from megatron_rl.rollout import wire
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
-# After the deadline of an evaluation, for its reason to arrive.
+# After the deadline of an evaluation or an iteration, for its reason to arrive.
 _GRACE_SECONDS = 10.0
 
 
@@ -79,8 +79,9 @@ class RolloutClient:
         self._call("POST", "/v1/iterations", content=wire.encode(submission))
 
     def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
-        """Wait for a slot."""
-        answer = self._poll(f"/v1/iterations/{version}/slots/{replica}/{index}", deadline_seconds)
+        """Wait for a slot of an iteration that has this deadline."""
+        path = f"/v1/iterations/{version}/slots/{replica}/{index}"
+        answer = self._poll(path, deadline_seconds + _GRACE_SECONDS)
         if answer is not None:
             return wire.decode(answer, wire.Slot)
         raise RolloutError(

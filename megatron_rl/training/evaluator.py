@@ -9,7 +9,7 @@ from megatron_rl.rollout.wire import Evaluated, Evaluation, Prompt, Sampling
 
 
 class Evaluator:
-    """Rank 0's. The other ranks wait for its slots meanwhile."""
+    """Rank 0's. The other ranks wait for it to submit the iteration meanwhile."""
 
     def __init__(
         self,

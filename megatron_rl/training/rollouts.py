@@ -77,8 +77,8 @@ class Rollouts:
     def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
         """The slots of this rank's replica. All of them must have been trained on when the context is left."""
         identity = Identity(self._run, version, fingerprint)
-        if self._session.rank == 0:
-            self._client.submit(self._submission(identity))
+        # Every rank learns of a failure; and none asks for a slot, which has a deadline, while rank 0 still evaluates.
+        self._session.agree(lambda: self._submit(identity))
         slots = IterationSlots(
             lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
             self._batcher,
@@ -95,14 +95,18 @@ class Rollouts:
         if self._session.rank == 0:
             self.audit_head = self._client.complete(version)
 
-    def _submission(self, identity: Identity) -> Submission:
+    def _submit(self, identity: Identity) -> None:
+        if self._session.rank != 0:
+            return
         assert self._prompts is not None
-        return Submission(
-            run=identity.run,
-            version=identity.version,
-            fingerprint=identity.fingerprint,
-            plan=self._division.plan,
-            sampling=self._sampling,
-            prompts=self._prompts.take(self._division.plan.num_prompts),
-            deadline_seconds=self._deadline_seconds,
+        self._client.submit(
+            Submission(
+                run=identity.run,
+                version=identity.version,
+                fingerprint=identity.fingerprint,
+                plan=self._division.plan,
+                sampling=self._sampling,
+                prompts=self._prompts.take(self._division.plan.num_prompts),
+                deadline_seconds=self._deadline_seconds,
+            )
         )

@@ -1,0 +1,54 @@
+"""A rank's side of an iteration: when it asks for slots."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.data.batch import Batcher
+from megatron_rl.rollout import wire
+from megatron_rl.rollout.client import RolloutError
+from megatron_rl.rollout.slots import divide
+from megatron_rl.training.rollouts import Periodic, Rollouts
+
+PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
+
+
+def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollouts:
+    session: Any = types.SimpleNamespace(rank=rank, replica=rank, device=torch.device("cpu"), agree=agree)
+    prompts: Any = types.SimpleNamespace(take=lambda count: [])
+    sampling, batcher = wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"])
+    return Rollouts(
+        client, session, "run", divide(PLAN), sampling, batcher, Periodic(), 5.0, prompts if rank == 0 else None,
+        waiting=None,
+    )  # fmt: skip
+
+
+def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_submitted() -> None:
+    def agree(action: Callable) -> Any:
+        events.append("agreed")
+        return action()
+
+    for rank, expected in ((0, ["agreed", "submitted", "asked"]), (1, ["agreed", "asked"])):
+        events: list[str] = []
+
+        def slot(*_: Any, events: list[str] = events) -> None:
+            events.append("asked")
+
+        client = types.SimpleNamespace(
+            submit=lambda _: events.append("submitted"), slot=slot, complete=lambda _: "head"
+        )
+        with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
+            slots._fetch(0)
+        assert events == expected
+
+
+def test_a_submission_that_is_refused_ends_the_ranks_that_wait_for_it() -> None:
+    def agree(_: Callable) -> None:
+        raise RolloutError("refused (on rank 0)")
+
+    with pytest.raises(RolloutError, match="refused"), rollouts(1, agree, None).iteration(3, "weights-3"):
+        pass
