@@ -12,8 +12,8 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 6. No group is claimed twice; when every slot was answered, every group was claimed.
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
-8. A group is recorded before it counts as finished, a claim before it can be answered: one whose recording raises has
-   not happened, and the iteration has failed.
+8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
+   over: what raises when it is recorded has not happened, and the iteration has failed.
 9. A group is waiting, running, finished or claimed, one of them; it is finished once, and only when it is what was
    submitted.
 10. An iteration that failed answers nothing but its failure.
@@ -25,15 +25,13 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import check_group
 from megatron_rl.rollout.slots import Claim, Place, divide
 from megatron_rl.rollout.wire import Group, GroupPart, Prompt, Slot, Submission
-
-T = TypeVar("T")
 
 
 class WrongVersion(MegatronRLError):
@@ -86,9 +84,10 @@ class Iteration:
         submission: Submission,
         record_group: Callable[[Group], None] = lambda group: None,
         record_claim: Callable[[Claim], None] = lambda claim: None,
+        record_end: Callable[[], None] = lambda: None,
         dispatch: Sequence[int] | None = None,
     ) -> None:
-        """`record_group` and `record_claim` are called before a group or a claim takes effect.
+        """`record_group`, `record_claim` and `record_end` are called before a group, a claim or the end takes effect.
 
         `dispatch` is the order in which prompts are wanted, within each update; by index if not given.
         """
@@ -99,6 +98,7 @@ class Iteration:
         self._is_complete = False
         self._record_group = record_group
         self._record_claim = record_claim
+        self._record_end = record_end
         num_prompts = submission.plan.num_prompts
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
@@ -181,7 +181,9 @@ class Iteration:
         self._check_failure()
         if not self.is_claimed:
             raise NotAllClaimed(f"iteration {self.version} cannot be complete: {self.missing()}")
-        self._is_complete = True
+        if not self._is_complete:
+            self._record(self._record_end)
+            self._is_complete = True
 
     def claim(self, replica: int, index: int, version: int | None = None) -> bytes | None:
         """The encoded `wire.Slot` of this place; None, and a place in the queue, while it cannot be answered."""
@@ -278,9 +280,9 @@ class Iteration:
         self._pool_of_prompt(prompt).finished[prompt] = None
         self._move(prompt, Progress.FINISHED)
 
-    def _record(self, record: Callable[[T], None], what: T) -> None:
+    def _record(self, record: Callable[..., None], *what: object) -> None:
         try:
-            record(what)
+            record(*what)
         except Exception as error:
             # One of several records may be written. To go on could claim these groups for another slot, beside it.
             self.failed(f"the journal cannot be written: {error}")

@@ -76,7 +76,8 @@ class Lease:
     """Whom the service works for. A run that comes back takes the lease over; its former holder is told so."""
 
     run: str = ""
-    number: int = 0
+    number: int = dataclasses.field(default_factory=lambda: time.time_ns() // 1000)
+    """Counted from the clock's microseconds: no later sidecar gives what an earlier one gave."""
     renewed: float = 0.0
 
 
@@ -124,17 +125,26 @@ class RolloutService:
                 f"this sidecar works for the run {lease.run!r}: start another sidecar, end that run, or wait "
                 f"{self._lease_seconds:.0f} s after its last request"
             )
-        self.lease = Lease(run, lease.number + 1, now)
+        self.lease = mine = Lease(run, lease.number + 1, now)
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
             await self._stop()
         if self.evaluation is not None:
             await self.evaluation.stop(f"the run {run!r} was started again, and another trainer holds the lease now")
-        return self.lease.number
+        if self.lease is not mine:
+            raise Conflict("another trainer has taken this sidecar in the same moment")
+        # Even where it is over, and of a version that this trainer will ask for: it has yet to submit its own.
+        self.iteration = None
+        return mine.number
 
     def renew_lease(self, number: int) -> None:
         """Every request of the trainer does this; it is refused to all but the newest holder."""
         if number != self.lease.number:
+            if not self.lease.run:
+                raise Conflict(
+                    f"lease {number} is over: this sidecar was started after it was taken; start the trainer again, it "
+                    "goes on from its checkpoint"
+                )
             raise Conflict(
                 f"lease {number} is over, {self.lease.number} is held: another trainer has taken this sidecar"
             )
@@ -161,9 +171,12 @@ class RolloutService:
         if self.iteration is not None and self.iteration.is_same(submission):
             return
         self._check_held(submission, "submitted")
-        self._must_not_run(f"submitting iteration {submission.version}")
+        version = submission.version
+        self._must_not_run(f"submitting iteration {version}")
         await self._stop()
-        iteration = Iteration(submission, record_group=self._recorder.finished, record_claim=self._recorder.claimed)
+        iteration = Iteration(
+            submission, self._recorder.finished, self._recorder.claimed, lambda: self._recorder.completed(version)
+        )
         groups, claims = self._recorder.begin(submission)
         iteration.restore(groups, claims)
         self._recorder.restored()
@@ -203,10 +216,10 @@ class RolloutService:
         A rank may ask before another has submitted the iteration.
         """
         deadline = time.monotonic() + patience
+        iteration = await self._submitted(version, patience)
+        if iteration is None:
+            return None
         while True:
-            iteration = await self._submitted(version, deadline - time.monotonic())
-            if iteration is None:
-                return None
             answer = self._claim(iteration, replica, index)
             remaining = deadline - time.monotonic()
             if answer is not None or remaining <= 0:
@@ -230,14 +243,18 @@ class RolloutService:
         """The trainer says that it has trained on all of it. Hash and number of the audit log's last line come back:
         kept by the trainer, the hash proves later that nothing up to that line was changed."""
         iteration = self._iteration_of(version)
-        if not iteration.is_over:
+        try:
             iteration.complete()
-            self._recorder.completed(version)
+        except AppendFailed as error:
+            self._fail(iteration, str(error))
+            raise
         return self._recorder.head()
 
     async def abort(self, version: int, reason: str) -> None:
         """End an iteration that is not wanted any more."""
-        self._fail(self._iteration_of(version), reason)
+        iteration = self._iteration_of(version)
+        if not iteration.is_over:
+            self._fail(iteration, reason)
         await self._stop()
 
     async def close(self) -> None:
@@ -287,13 +304,15 @@ class RolloutService:
 
     async def _submitted(self, version: int, patience: float) -> Iteration | None:
         """The iteration, waited for if it is not submitted yet; None when it was not within `patience` seconds."""
-        deadline = time.monotonic() + patience
+        deadline, lease = time.monotonic() + patience, self.lease
         while self.iteration is None or self.iteration.version < version:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._next.wait(), remaining)
+            if self.lease is not lease:
+                raise Conflict(f"lease {lease.number} is over: another trainer has taken this sidecar")
         return self._iteration_of(version)
 
     def _iteration_of(self, version: int) -> Iteration:

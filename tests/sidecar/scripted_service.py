@@ -72,6 +72,7 @@ class Memory:
     full: bool = False
     keeps: bool = True
     refuses_claims: bool = False
+    refuses_end: bool = False
 
     def published(self, weights, reports) -> None:
         self.events.append(("published", weights.version))
@@ -92,9 +93,12 @@ class Memory:
     def claimed(self, claim) -> None:
         if self.refuses_claims:
             raise AppendFailed("no room for claims")
-        self.claims.append(claim)
+        if self.keeps:
+            self.claims.append(claim)
 
     def completed(self, version) -> None:
+        if self.refuses_end:
+            raise AppendFailed("no room for the end")
         self.events.append(("completed", version))
 
     def failed(self, version, reason) -> None:

@@ -195,7 +195,7 @@ def test_a_client_waits_for_a_sidecar_that_is_only_late(tmp_path: Path) -> None:
     late = threading.Timer(0.7, server.start)
     late.start()
     with server.client() as client:
-        assert client.take_lease("run") == 1
+        assert client.take_lease("run")
         client.shutdown()
     late.join()
     server.join()

@@ -4,10 +4,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout import wire
+from megatron_rl.rollout.append_file import AppendFailed
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
@@ -148,11 +150,14 @@ def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refu
         while len(memory.groups) < 6:
             await asyncio.sleep(0.01)
         zombie = service.lease.number
+        # One of them for the group that hangs.
+        asked = asyncio.gather(*(service.slot(0, *place, 10) for place in ((0, 1), (1, 0), (1, 1))))
+        await asyncio.sleep(0.01)
         await service.take_lease("run")
         with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
             service.renew_lease(zombie)
         with pytest.raises(IterationFailed, match="was started again"):
-            await service.slot(0, 0, 1, 10)
+            await asked
 
     async def again(service: RolloutService) -> None:
         claimed = memory.claims[0].prompts
@@ -166,6 +171,90 @@ def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refu
 
     serve(until_it_hangs, first, memory=memory)
     serve(again, second, memory=memory)
+
+
+@pytest.mark.parametrize("moment", ["within it", "after it", "in the next one"])
+def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: str) -> None:
+    """Whatever the sidecar still has of the trainer before; with prompts of their own here."""
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        if moment != "within it":
+            await all_slots(service)
+            service.complete(0)
+        if moment == "in the next one":
+            await service.publish(weights(1))
+            await service.submit(submission(1))
+        await service.take_lease("run")
+        await service.publish(weights())
+        early = asyncio.create_task(service.slot(0, 1, 0, 10))
+        await asyncio.sleep(0.02)
+        own = submission()
+        prompts = [msgspec.structs.replace(prompt, tokens=wire.token_bytes([9])) for prompt in own.prompts]
+        await service.submit(msgspec.structs.replace(own, prompts=prompts))
+        data = await early
+        assert data is not None
+        assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.token_bytes([9])}
+
+    serve(check, memory=Memory(keeps=False))
+
+
+def test_a_rank_that_asked_for_what_was_never_submitted_learns_that_its_lease_is_over() -> None:
+    async def check(service: RolloutService) -> None:
+        early = asyncio.create_task(service.slot(0, 0, 0, 10))
+        await asyncio.sleep(0)
+        await service.take_lease("run")
+        await service.submit(submission())
+        with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
+            await early
+
+    serve(check)
+
+
+def test_no_number_of_a_lease_is_given_twice() -> None:
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        before = service.lease.number
+        taken = await asyncio.gather(service.take_lease("run"), service.take_lease("run"), return_exceptions=True)
+        assert [type(one) for one in taken] == [Conflict, int]
+        started_again = RolloutService(Engines(engine()), RewardLength(), Memory())
+        with pytest.raises(Conflict, match="this sidecar was started after it was taken; start the trainer again"):
+            started_again.renew_lease(before)
+        assert await started_again.take_lease("run") > taken[1]
+        with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
+            started_again.renew_lease(before)
+
+    serve(check, engine(delay=lambda r: 0.1))
+
+
+def test_an_iteration_is_complete_once_that_is_recorded_and_what_failed_never_is() -> None:
+    async def unrecorded(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        for _ in range(2):
+            with pytest.raises((AppendFailed, IterationFailed), match="no room for the end"):
+                service.complete(0)
+
+    memory = serve(unrecorded, memory=Memory(refuses_end=True))
+    assert ("completed", 0) not in memory.events
+
+    async def aborted(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        await service.abort(0, "not wanted")
+        with pytest.raises(IterationFailed, match="not wanted"):
+            service.complete(0)
+
+    assert serve(aborted).events[-1] == ("failed", 0)
+
+    async def late(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        service.complete(0)
+        await service.abort(0, "not wanted")
+        service.complete(0)
+
+    assert serve(late).events[-1] == ("completed", 0)
 
 
 def test_another_run_is_refused_while_the_lease_is_held() -> None:
