@@ -59,7 +59,10 @@ MORE_OF_FOUR_RANKS = {
     "CP2xPP2xVPP2, recomputed": f"{CP2} {VPP2} {RECOMPUTED}",
     "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
 }
-EXPERTS = {"EP2xPP2": f"{PP2} --expert-model-parallel-size 2"}
+EXPERTS = {
+    "EP2xPP2": f"{PP2} --expert-model-parallel-size 2",
+    "CP2xEP2xPP2": f"{CP2} {PP2} --expert-model-parallel-size 2",
+}
 
 
 def both(layouts: dict[str, str], problem: Problem, **choices: Any) -> list[RoleTrial]:
