@@ -27,23 +27,20 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollou
     )  # fmt: skip
 
 
-def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_submitted() -> None:
+@pytest.mark.parametrize(("rank", "expected"), [(0, ["agreed", "submitted", "asked"]), (1, ["agreed", "asked"])])
+def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_submitted(rank, expected) -> None:
+    events: list[str] = []
+
     def agree(action: Callable) -> Any:
         events.append("agreed")
         return action()
 
-    for rank, expected in ((0, ["agreed", "submitted", "asked"]), (1, ["agreed", "asked"])):
-        events: list[str] = []
-
-        def slot(*_: Any, events: list[str] = events) -> None:
-            events.append("asked")
-
-        client = types.SimpleNamespace(
-            submit=lambda _: events.append("submitted"), slot=slot, complete=lambda _: "head"
-        )
-        with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
-            slots._fetch(0)
-        assert events == expected
+    client = types.SimpleNamespace(
+        submit=lambda _: events.append("submitted"), slot=lambda *_: events.append("asked"), complete=lambda _: "head"
+    )
+    with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
+        slots._fetch(0)
+    assert events == expected
 
 
 def test_a_submission_that_is_refused_ends_the_ranks_that_wait_for_it() -> None:
