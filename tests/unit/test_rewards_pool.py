@@ -166,6 +166,33 @@ def test_an_edit_in_mid_run_changes_nothing_even_for_workers_that_start_later(tm
     assert with_pool([f"{file}:fn"], use, num_workers=1).rewards == [1.0, 1.0]
 
 
+def test_pools_that_may_score_otherwise_have_another_identity_and_all_others_the_same(tmp_path, monkeypatch):
+    code = "def fn(completions, **kwargs): return [{}] * len(completions)\ndef other(completions, **kwargs): return []"
+    file, copy = (write(tmp_path, code.format(1.0), name) for name in ("mine.py", "copy.py"))
+    monkeypatch.chdir(tmp_path)
+
+    def identity(*specs, **settings):
+        async def use(pool):
+            return pool.identity
+
+        return with_pool(specs, use, num_workers=1, **settings)
+
+    mine = f"{file}:fn"
+    ours = identity(mine, "regex:x")
+    assert identity("mine.py:fn=1", "regex:x", confine="off") == ours
+    changed = [
+        identity(mine),
+        identity(mine, "regex:y"),
+        identity(f"{file}:other", "regex:x"),
+        identity(f"{copy}:fn", "regex:x"),
+        identity(f"{mine}=2", "regex:x"),
+        identity(f"{mine}@6", "regex:x"),
+        identity(mine, "regex:x", on_error=-1.0),
+    ]
+    write(tmp_path, code.format(2.0))
+    assert len({ours, *changed, identity(mine, "regex:x")}) == len(changed) + 2
+
+
 @pytest.mark.parametrize(
     ("code", "function", "message"),
     [
