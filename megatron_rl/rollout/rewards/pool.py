@@ -94,7 +94,13 @@ class RewardPool:
         return json.dumps({"specs": specs, "digests": digests, "on_error": self._settings.on_error})
 
     async def _start_worker(self) -> RewardWorker:
-        worker = await RewardWorker.start(self._environment, self._settings.namespace, self._log)
+        try:
+            worker = await RewardWorker.start(self._environment, self._settings.namespace, self._log)
+        except OSError as error:
+            raise PlatformError(
+                f"a process for reward functions cannot be started: {error.strerror or error}; make room for it "
+                f"(ulimit -n, ulimit -u, memory), or lower --reward-workers"
+            ) from None
         if self._closed:
             await worker.end()
             raise MegatronRLError("the run is ending")
@@ -220,7 +226,7 @@ class _Scoring:
 
     def _check_open(self) -> None:
         if self._pool._closed:
-            raise RewardError(self._current.name, self._request.index, "the run is ending")
+            raise RewardError(self._current.name, self._request.index, "the run is ending", is_at_fault=False)
 
     @property
     def _stops(self) -> bool:
@@ -252,7 +258,7 @@ class _Scoring:
         try:
             return await self._pool._start_worker()
         except MegatronRLError as error:
-            raise RewardError(self._current.name, self._request.index, str(error)) from None
+            raise RewardError(self._current.name, self._request.index, str(error), is_at_fault=False) from None
 
     def discard(self) -> None:
         """The worker is in a state that nobody knows."""
