@@ -71,8 +71,6 @@ class GroupMaker:
             return f"{missing()} after {asked.deadline_seconds:g} s, its deadline"
         except MegatronRLError as error:
             return str(error)
-        except OSError as error:
-            return f"the journal cannot be written: {error}; make room for it"
         except Exception as error:
             _log.exception("version %d", asked.version)
             return f"a fault of the sidecar: {error!r}; its log has the traceback"
@@ -106,7 +104,11 @@ class GroupMaker:
         finally:
             # Scoring overlaps with the next group's sampling.
             in_flight.release()
-        finished(await self._scorer.score(group))
+        group = await self._scorer.score(group)
+        try:
+            finished(group)
+        except OSError as error:
+            raise MegatronRLError(f"the journal cannot be written: {error}; make room for it") from None
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
