@@ -9,11 +9,12 @@ import pytest
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout import wire
+from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.making import Scorer
 from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
+from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, evaluation, submission, weights
 
 
 def serve(
@@ -146,6 +147,25 @@ def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
         )
 
     serve(check, scorer=Faulty())
+
+
+def test_a_group_whose_making_was_cancelled_is_missed() -> None:
+    class Cancelled(RewardLength):
+        async def score(self, group: wire.Group) -> wire.Group:
+            if group.prompt.index == 3:
+                raise asyncio.CancelledError
+            return await super().score(group)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        reason = await service.failure(0, 10)
+        assert reason is not None
+        assert "the making of 1 was cancelled, and 1 of 8 groups are not finished (prompts 3)" in reason
+        await service.evaluate(evaluation())
+        with pytest.raises(EvaluationFailed, match="the making of 1 was cancelled, and 1 of 6 groups are not finished"):
+            await service.evaluated(0, 10)
+
+    serve(check, scorer=Cancelled())
 
 
 def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:
