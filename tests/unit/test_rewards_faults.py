@@ -116,6 +116,15 @@ def test_printing_without_end_neither_blocks_nor_reaches_the_channel(tmp_path):
     assert "what follows is dropped" in log.read_text()
 
 
+def test_printing_that_finds_no_room_is_dropped_and_said(tmp_path, caplog):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="print('x' * 2**22); os._exit(3)"))
+    results = score([f"{file}:fn"], request(0, bad=True), request(1), log=Path("/dev/full"))
+    assert "exit code 3" in str(results[0])
+    assert results[1].rewards == [1.0, 2.0]
+    assert caplog.text.count("/dev/full cannot be written: No space left on device") == 1
+
+
 def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
