@@ -20,6 +20,9 @@ ANSWER = "answer"
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 
+# All that handles a column after this, rewards included, does so by recursion.
+_DEEPEST = 100
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
@@ -154,7 +157,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
     return columns
 
 
-def _not_json(value: object) -> str | None:
+def _not_json(value: object, depth: int = 0) -> str | None:
     """What in a value is nothing that JSON can say, or that cannot travel; None where all is well."""
     if value is None or isinstance(value, str | bool):
         return None
@@ -162,16 +165,18 @@ def _not_json(value: object) -> str | None:
         return None if -(2**63) <= value < 2**64 else f"{value}, which has more than 64 bits,"
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{value}, which is no number to JSON,"
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        return f"lists and objects that are nested more than {_DEEPEST} deep"
     if isinstance(value, dict):
         wrong = next((name for name in value if not isinstance(name, str)), None)
-        return _first(value.values()) if wrong is None else f"the name {wrong!r}, which is no text,"
+        return _first(value.values(), depth) if wrong is None else f"the name {wrong!r}, which is no text,"
     if isinstance(value, list):
-        return _first(value)
+        return _first(value, depth)
     return f"{_kind(value)}, which JSON has not,"
 
 
-def _first(values: Any) -> str | None:
-    return next((reason for reason in map(_not_json, values) if reason), None)
+def _first(values: Any, depth: int) -> str | None:
+    return next((reason for value in values if (reason := _not_json(value, depth + 1))), None)
 
 
 def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:

@@ -18,6 +18,7 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.rollout import wire
+from tests import reward_pools as rewards
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
 VOCAB_SIZE = len(WORDS) + 100
@@ -116,6 +117,14 @@ def test_columns_are_found_under_the_keys_that_the_flags_name(model, tmp_path):
     prompt = load(model, path, prompt_key="question", answer_key="solution").take(1)[0]
     assert prompt.text == "n1"
     assert prompt.columns == {"answer": "x", "prompt": "kept"}
+
+
+def test_a_column_is_nested_as_deep_as_it_may_be_and_still_reaches_a_reward(model, tmp_path):
+    [prompt] = load(model, write(tmp_path / "a.jsonl", {"prompt": "n1", "answer": nested(100)})).take(1)
+    assert wire.decode(wire.encode(prompt), wire.Prompt).columns == {"answer": nested(100)}
+    reward = rewards.write(tmp_path, "def fn(answer, **columns): return [float(str(answer).count('7'))] * 2")
+    [result] = rewards.score([f"{reward}:fn"], rewards.request(**prompt.columns))
+    assert result.rewards == [2.0, 2.0]
 
 
 def test_parquet_rows_are_those_of_jsonl(model, tmp_path):
@@ -284,6 +293,13 @@ def test_a_place_that_is_none_is_refused(change):
 GOOD = {"prompt": "n1"}
 
 
+def nested(depth: int) -> Any:
+    value: Any = 7
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("rows", "values", "message"),
     [
@@ -314,6 +330,9 @@ GOOD = {"prompt": "n1"}
         ([{**GOOD, "answer": 1, "solution": 2}], {"answer_key": "solution"}, "has columns answer and solution, and"),
         ([{**GOOD, "completions": 1}], {}, "a.jsonl:1 has a column completions, which rewards get themselves"),
         ([{**GOOD, "id": 2**64}], {}, "a.jsonl:1 holds 18446744073709551616, which has more than 64 bits, in"),
+        ([GOOD, {**GOOD, "tree": nested(101)}], {},
+         "a.jsonl:2 holds lists and objects that are nested more than 100 deep in column tree; write it as text"),
+        ([GOOD, {**GOOD, "tree": nested(350)}], {}, "a.jsonl:2 holds lists and objects that are nested more than 100"),
         ([GOOD], {"system_message": "n1"}, "a.jsonl:1 has plain text as its prompt, and --prompt-system-message is"),
         ([{"prompt": [{"role": "system", "content": "n1"}]}], {"system_message": "n1"},
          "a.jsonl:1 has a system's message of its own; leave out --prompt-system-message"),
