@@ -211,9 +211,12 @@ def test_a_file_that_does_not_load_ends_the_start_by_name_and_leaves_nothing(tmp
         score([f"{file}:{function}"], request(), start_timeout=limit)
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UsageError, match="nowhere.py cannot be read"):
         score(["nowhere.py:fn"], request())
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    with pytest.raises(UsageError, match=r"loop.py cannot be read: .*Too many levels of symbolic links"):
+        score([f"{tmp_path}/loop.py:fn"], request())
 
 
 def test_two_thousand_groups_of_eight_take_less_than_ten_seconds(tmp_path):

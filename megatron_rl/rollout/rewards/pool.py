@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -268,7 +269,7 @@ class _Scoring:
 
 
 def _with_full_path(spec: RewardSpec) -> RewardSpec:
-    return dataclasses.replace(spec, source=str(Path(spec.source).resolve())) if spec.is_file else spec
+    return dataclasses.replace(spec, source=os.path.realpath(spec.source)) if spec.is_file else spec
 
 
 def _source(file: str) -> str:
