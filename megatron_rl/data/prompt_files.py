@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,11 @@ def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts"
 
 def _names(paths: Sequence[Path], flag: str) -> list[str]:
     """What each file is called in identities: its name, with as many folders before it as tell all files apart."""
-    parts = [path.resolve().parts for path in paths]
+    files = [os.path.realpath(path) for path in paths]
     for number, path in enumerate(paths):
-        if parts[number] in parts[:number]:
+        if files[number] in files[:number]:
             raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
+    parts = [Path(file).parts for file in files]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

@@ -362,6 +362,15 @@ def test_a_file_of_another_kind_or_none_is_one_error(model, tmp_path, name, cont
     assert "\n" not in str(caught.value)
 
 
+def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    message = r"loop.jsonl cannot be read: Too many levels of symbolic links"
+    with pytest.raises(InputError, match=message):
+        load(model, tmp_path / "loop.jsonl")
+    with pytest.raises(InputError, match=message):
+        load(model, write(tmp_path / "a.jsonl", GOOD), eval_prompts=[tmp_path / "loop.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
