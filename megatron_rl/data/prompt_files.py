@@ -57,7 +57,8 @@ def _names(paths: Sequence[Path], flag: str) -> list[str]:
     for number, path in enumerate(paths):
         if files[number] in files[:number]:
             raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
-    parts = [Path(file).parts for file in files]
+    # Names are hashed and sent as UTF-8, which that of a file need not be.
+    parts = [Path(os.fsencode(file).decode(errors="backslashreplace")).parts for file in files]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

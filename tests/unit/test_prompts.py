@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -157,6 +158,16 @@ def test_files_of_one_name_are_told_apart_by_their_folders(model, tmp_path):
         (tmp_path / name).mkdir()
         paths.append(write(tmp_path / name / "train.jsonl", {"prompt": f"n{len(paths)}"}))
     assert rows_of(load(model, *paths, shuffle=False).take(2)) == ["easy/train.jsonl:1", "hard/train.jsonl:1"]
+
+
+def test_a_file_whose_name_is_no_utf_8_is_used_like_any_other(model, tmp_path):
+    path = write(tmp_path / os.fsdecode(b"tr\xff.jsonl"), {"prompt": "n1"}, {"prompt": "n2"}, {"prompt": 5})
+    with pytest.raises(InputError, match=r"jsonl:3 has a number as its prompt"):
+        load(model, path)
+    loaded = load(model, write(path, {"prompt": "n1"}, {"prompt": "n2"}), held_out=1)
+    prompts = [*loaded.take(1), *loaded.held_out()]
+    assert sorted(rows_of(prompts)) == [r"tr\xff.jsonl:1", r"tr\xff.jsonl:2"]
+    assert [wire.decode(wire.encode(prompt), wire.Prompt) for prompt in prompts] == prompts
 
 
 # Filters and the held-out split.
