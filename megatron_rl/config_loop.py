@@ -97,7 +97,7 @@ class ServiceConfig:
     endpoint: Annotated[
         str | None,
         Option(
-            "The address of a sidecar that runs already; without it rank 0 starts one, and ends it.",
+            "The address of a sidecar that runs, `http://HOST:PORT`; without it rank 0 starts one, and ends it.",
             names=("--rollout-endpoint",),
             megatron=False,
         ),

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from megatron_rl.rollout.wire import JSON
 ANSWER = "answer"
 
 _PARQUET_ROWS_AT_A_TIME = 4096
+
+# All that handles a column after this, rewards included, does so by recursion.
+_DEEPEST = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +53,12 @@ def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts"
 
 def _names(paths: Sequence[Path], flag: str) -> list[str]:
     """What each file is called in identities: its name, with as many folders before it as tell all files apart."""
-    parts = [path.resolve().parts for path in paths]
+    files = [os.path.realpath(path) for path in paths]
     for number, path in enumerate(paths):
-        if parts[number] in parts[:number]:
+        if files[number] in files[:number]:
             raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
+    # Names are hashed and sent as UTF-8, which that of a file need not be.
+    parts = [Path(os.fsencode(file).decode(errors="backslashreplace")).parts for file in files]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
@@ -154,7 +160,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
     return columns
 
 
-def _not_json(value: object) -> str | None:
+def _not_json(value: object, depth: int = 0) -> str | None:
     """What in a value is nothing that JSON can say, or that cannot travel; None where all is well."""
     if value is None or isinstance(value, str | bool):
         return None
@@ -162,16 +168,18 @@ def _not_json(value: object) -> str | None:
         return None if -(2**63) <= value < 2**64 else f"{value}, which has more than 64 bits,"
     if isinstance(value, float):
         return None if math.isfinite(value) else f"{value}, which is no number to JSON,"
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        return f"lists and objects that are nested more than {_DEEPEST} deep"
     if isinstance(value, dict):
         wrong = next((name for name in value if not isinstance(name, str)), None)
-        return _first(value.values()) if wrong is None else f"the name {wrong!r}, which is no text,"
+        return _first(value.values(), depth) if wrong is None else f"the name {wrong!r}, which is no text,"
     if isinstance(value, list):
-        return _first(value)
+        return _first(value, depth)
     return f"{_kind(value)}, which JSON has not,"
 
 
-def _first(values: Any) -> str | None:
-    return next((reason for reason in map(_not_json, values) if reason), None)
+def _first(values: Any, depth: int) -> str | None:
+    return next((reason for value in values if (reason := _not_json(value, depth + 1))), None)
 
 
 def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:

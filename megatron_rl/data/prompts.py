@@ -1,6 +1,7 @@
 """The prompts of a run: which there are, in which order they are taken, and which are held out."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,9 @@ def _check(config: DataConfig) -> None:
         )
     if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
         raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
-    trained = {path.resolve() for path in config.prompts}
+    trained = {os.path.realpath(path) for path in config.prompts}
     for path in config.eval_prompts or ():
-        if path.resolve() in trained:
+        if os.path.realpath(path) in trained:
             raise UsageError(
                 f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
             )

@@ -6,7 +6,8 @@ One file an iteration, `<version>.journal`, in a folder of the run's own. Invari
 - a record that was torn by a kill is cut off at reopening, and said; any other damage is JournalDamaged;
 - a group comes back only for the key it was sampled and scored for: run, fingerprint, version, prompt (index, tokens,
   columns), seed, sampling parameters, group size, and what the caller says of the rewards;
-- claims come back only for the submission they were made for: another plan divides the same groups anew;
+- claims come back only for the submission and the rewards they were made for: another plan divides the same groups
+  anew, and what others scored is sampled again;
 - an append that fails leaves the journal as it was;
 - one process has the folder open; at most `retain` files are kept, those of the highest versions and the current one.
 """
@@ -39,7 +40,7 @@ class JournalDamaged(MegatronRLError):
 
 
 class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """From here on the journal is that of this submission."""
+    """From here on the journal is that of this submission, scored by these rewards."""
 
     wire: int
     submission: bytes
@@ -77,7 +78,7 @@ class JournalFolder:
     """The journals of a run."""
 
     def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
-        """`scoring` names the reward functions and their weights: groups that others scored do not come back."""
+        """`scoring` is all that decides a reward: groups that were scored otherwise do not come back."""
         if retain < 1:
             raise InputError(f"{retain} journals are to be kept: it must be at least 1, that of the current iteration")
         self._folder = folder
@@ -156,7 +157,7 @@ class Journal:
         self._file.append(_head(payload), payload)
 
     def _recover(self) -> Recovered:
-        mine = _submission_key(self._submission)
+        mine = _claims_key(self._submission, self._scoring)
         prompts = self._submission.prompts
         keys = {group_key(self._submission, prompt.index, self._scoring): prompt for prompt in prompts}
         groups: dict[int, Group] = {}
@@ -224,9 +225,9 @@ def group_key(submission: Submission, prompt_index: int, scoring: str = "") -> b
     return _hash(what)
 
 
-def _submission_key(submission: Submission) -> bytes:
+def _claims_key(submission: Submission, scoring: str) -> bytes:
     """All that decides which claims fit: the deadline does not."""
-    return _hash(msgspec.structs.replace(submission, deadline_seconds=1.0))
+    return _hash((msgspec.structs.replace(submission, deadline_seconds=1.0), scoring))
 
 
 def _hash(what: object) -> bytes:

@@ -64,8 +64,7 @@ async def run(settings: SidecarSettings) -> None:
     async with contextlib.AsyncExitStack() as stack:
         # What can be wrong with rewards shows before an engine takes half a minute to start.
         pool = await stack.enter_async_context(_rewards(settings))
-        scoring = json.dumps(sorted(settings.reward.functions or []))
-        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, scoring)
+        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
         supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
         stack.push_async_callback(supervisor.close)

@@ -62,26 +62,26 @@ class GroupMaker:
     ) -> str | None:
         """Hand each group to `finished` as soon as it is made; None, or why not all of them were.
 
-        `missing` says what is missing, when the deadline is over.
+        `missing` says what is missing, where that is the reason.
         """
         try:
             async with asyncio.timeout(asked.deadline_seconds):
-                await self._make_groups(asked, next_prompt, finished)
+                num_lost = await self._make_groups(asked, next_prompt, finished)
         except TimeoutError:
             return f"{missing()} after {asked.deadline_seconds:g} s, its deadline"
         except MegatronRLError as error:
             return str(error)
-        except OSError as error:
-            return f"the journal cannot be written: {error}; make room for it"
         except Exception as error:
             _log.exception("version %d", asked.version)
             return f"a fault of the sidecar: {error!r}; its log has the traceback"
-        return None
+        return f"a fault of the sidecar: the making of {num_lost} was cancelled, and {missing()}" if num_lost else None
 
     async def _make_groups(
         self, asked: Asked, next_prompt: Callable[[], wire.Prompt | None], finished: Callable[[wire.Group], None]
-    ) -> None:
+    ) -> int:
+        """How many were begun and not made: a task group takes no notice of a task that ends cancelled."""
         in_flight = asyncio.Semaphore(self._engines.max_in_flight)
+        begun: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -89,10 +89,11 @@ class GroupMaker:
                     prompt = next_prompt()
                     if prompt is None:
                         break
-                    tasks.create_task(self._make_group(asked, prompt, finished, in_flight))
+                    begun.append(tasks.create_task(self._make_group(asked, prompt, finished, in_flight)))
         except BaseExceptionGroup as group:
             # The first to fail is the reason; the others were cancelled for it.
             raise group.exceptions[0] from None
+        return sum(task.cancelled() for task in begun)
 
     async def _make_group(
         self,
@@ -106,7 +107,11 @@ class GroupMaker:
         finally:
             # Scoring overlaps with the next group's sampling.
             in_flight.release()
-        finished(await self._scorer.score(group))
+        group = await self._scorer.score(group)
+        try:
+            finished(group)
+        except OSError as error:
+            raise MegatronRLError(f"the journal cannot be written: {error}; make room for it") from None
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 

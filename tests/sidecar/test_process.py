@@ -163,6 +163,23 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
                 assert part.rewards == [2.0 * len(wire.tokens_of(response.tokens)) for response in part.responses]
 
 
+def test_what_a_reward_file_gave_before_it_was_corrected_does_not_come_back(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:constant")
+    reused = []
+    for value in (1.0, 1.0, -5.0):
+        reward.write_text(f"def constant(prompts, **columns):\n    return [{value}] * len(prompts)\n")
+        with sidecar(tmp_path / "run", *words) as process, process.client() as client:
+            client.take_lease("run")
+            client.publish(weights(), 10)
+            client.submit(submission())
+            parts = [part for place in PLACES for part in client.slot(0, *place, 10).parts]
+            assert [part.rewards for part in parts] == [[value, value]] * 8
+            reused.append(client.status()["counters"]["reused"])
+            process.kill()
+    assert reused == [0, 8, 0]
+
+
 def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_same_in_every_run(
     tmp_path: Path,
 ) -> None:

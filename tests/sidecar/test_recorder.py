@@ -82,6 +82,26 @@ def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_p
     asyncio.run(run(1, 8))
 
 
+def test_an_iteration_submitted_to_other_rewards_samples_everything_anew(tmp_path: Path) -> None:
+    async def run(scoring: str, expected: int) -> None:
+        recorder = RunRecorder(tmp_path, "run", scoring=scoring)
+        last = engine("0")
+        service = RolloutService(Engines(last), RewardLength(), recorder)
+        await service.take_lease("run")
+        await service.publish(weights())
+        await service.submit(submission())
+        for place in PLACES:
+            assert await service.slot(0, *place, 10)
+        assert last.num_served == expected
+        await service.close()
+        recorder.close()
+
+    asyncio.run(run("length", 8))
+    asyncio.run(run("length=2", 8))
+    asyncio.run(run("length=2", 0))
+    assert verify(tmp_path / "audit.jsonl").breaches == []
+
+
 def test_an_engine_that_joins_after_the_publish_is_no_breach(tmp_path: Path) -> None:
     async def run() -> None:
         recorder = RunRecorder(tmp_path, "run")

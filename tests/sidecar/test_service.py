@@ -1,6 +1,7 @@
 """The rollout service over scripted engines: what every rank of a trainer is promised."""
 
 import asyncio
+import errno
 import random
 from collections.abc import Awaitable, Callable
 
@@ -10,18 +11,25 @@ import pytest
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.append_file import AppendFailed
+from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
+from megatron_rl.sidecar.making import Scorer
 from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
+from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, evaluation, submission, weights
 
 
-def serve(check: Callable[..., Awaitable[None]], *engines: ScriptedEngine, memory: Memory | None = None) -> Memory:
+def serve(
+    check: Callable[..., Awaitable[None]],
+    *engines: ScriptedEngine,
+    memory: Memory | None = None,
+    scorer: Scorer | None = None,
+) -> Memory:
     """Run the check with a service that holds version 0, within a deadline of its own."""
     memory = memory or Memory()
 
     async def run() -> None:
-        service = RolloutService(Engines(*(engines or (engine(),))), RewardLength(), memory)
+        service = RolloutService(Engines(*(engines or (engine(),))), scorer or RewardLength(), memory)
         await service.take_lease("run")
         await service.publish(weights())
         try:
@@ -127,6 +135,39 @@ def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
         assert "the journal cannot be written" in reason
 
     serve(check, memory=Memory(full=True))
+
+
+def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
+    class Faulty:
+        async def score(self, group: wire.Group) -> wire.Group:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        assert await service.failure(0, 10) == (
+            "a fault of the sidecar: OSError(24, 'Too many open files'); its log has the traceback"
+        )
+
+    serve(check, scorer=Faulty())
+
+
+def test_a_group_whose_making_was_cancelled_is_missed() -> None:
+    class Cancelled(RewardLength):
+        async def score(self, group: wire.Group) -> wire.Group:
+            if group.prompt.index == 3:
+                raise asyncio.CancelledError
+            return await super().score(group)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        reason = await service.failure(0, 10)
+        assert reason is not None
+        assert "the making of 1 was cancelled, and 1 of 8 groups are not finished (prompts 3)" in reason
+        await service.evaluate(evaluation())
+        with pytest.raises(EvaluationFailed, match="the making of 1 was cancelled, and 1 of 6 groups are not finished"):
+            await service.evaluated(0, 10)
+
+    serve(check, scorer=Cancelled())
 
 
 def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:

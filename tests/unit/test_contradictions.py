@@ -65,6 +65,15 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
         ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
         ("--ckpt-step 3", "--ckpt-step needs --load"),
+        (
+            "--rollout-endpoint localhost:8000",
+            "--rollout-endpoint localhost:8000 is no address: write http://HOST:PORT",
+        ),
+        ("--rollout-endpoint 127.0.0.1:8000", "127.0.0.1:8000 is no address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://", "http:// is no address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:port", "http://host:port is no address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:99999", "http://host:99999 is no address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:0", "http://host:0 is no address: write http://HOST:PORT"),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
         ("--make-vocab-size-divisible-by 0", "is below 1"),
         ("--deterministic-mode", "drop the flag"),
@@ -138,6 +147,11 @@ def test_ranks_and_batches_must_divide(world_size: int, words: str, said: str) -
 def test_expert_ranks_must_divide_the_ranks() -> None:
     text = error(*SPARSE, "--expert-model-parallel-size 4", world_size=6)
     assert "6 ranks are not a multiple of --expert-model-parallel-size 4" in text
+
+
+@pytest.mark.parametrize("endpoint", ["http://localhost:8000", "http://[::1]:8000", "https://rollout.example/run"])
+def test_an_address_of_a_sidecar_is_taken_as_it_is(endpoint: str) -> None:
+    assert parse(*DENSE, f"--rollout-endpoint {endpoint}").service.endpoint == endpoint
 
 
 def test_without_a_launcher_the_number_of_ranks_is_not_checked() -> None:

@@ -126,10 +126,20 @@ def test_groups_come_back_only_for_what_they_were_sampled_for(path: Path, change
         assert prompts_in(journal) == [4, 2]
 
 
-def test_groups_that_other_rewards_scored_do_not_come_back(path: Path) -> None:
-    write(path, [4])
+def test_neither_groups_that_other_rewards_scored_nor_their_claims_come_back(path: Path) -> None:
+    write(path, [4, 2], [CLAIM])
+    claim = Claim(replica=0, index=0, prompts=[5])
     with Journal(path, SUBMISSION, scoring="length=1") as journal:
-        assert journal.recovered.num_stale == 1
+        assert journal.recovered.num_stale == 2
+        assert (journal.recovered.groups, journal.recovered.claims) == ([], [])
+        journal.append_group(make_group(SUBMISSION, 5))
+        journal.append_claim(claim)
+    with Journal(path, SUBMISSION, scoring="length=1") as journal:
+        assert prompts_in(journal) == [5]
+        assert journal.recovered.claims == [claim]
+    with Journal(path, SUBMISSION) as journal:
+        assert prompts_in(journal) == [4, 2]
+        assert journal.recovered.claims == []
 
 
 @pytest.mark.parametrize("plan", [make_plan(num_replicas=4), make_plan(micro_batch_size=2), make_plan(order="prompt")])

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.rollout import wire
+from tests import reward_pools as rewards
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
 VOCAB_SIZE = len(WORDS) + 100
@@ -118,6 +120,14 @@ def test_columns_are_found_under_the_keys_that_the_flags_name(model, tmp_path):
     assert prompt.columns == {"answer": "x", "prompt": "kept"}
 
 
+def test_a_column_is_nested_as_deep_as_it_may_be_and_still_reaches_a_reward(model, tmp_path):
+    [prompt] = load(model, write(tmp_path / "a.jsonl", {"prompt": "n1", "answer": nested(100)})).take(1)
+    assert wire.decode(wire.encode(prompt), wire.Prompt).columns == {"answer": nested(100)}
+    reward = rewards.write(tmp_path, "def fn(answer, **columns): return [float(str(answer).count('7'))] * 2")
+    [result] = rewards.score([f"{reward}:fn"], rewards.request(**prompt.columns))
+    assert result.rewards == [2.0, 2.0]
+
+
 def test_parquet_rows_are_those_of_jsonl(model, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -148,6 +158,16 @@ def test_files_of_one_name_are_told_apart_by_their_folders(model, tmp_path):
         (tmp_path / name).mkdir()
         paths.append(write(tmp_path / name / "train.jsonl", {"prompt": f"n{len(paths)}"}))
     assert rows_of(load(model, *paths, shuffle=False).take(2)) == ["easy/train.jsonl:1", "hard/train.jsonl:1"]
+
+
+def test_a_file_whose_name_is_no_utf_8_is_used_like_any_other(model, tmp_path):
+    path = write(tmp_path / os.fsdecode(b"tr\xff.jsonl"), {"prompt": "n1"}, {"prompt": "n2"}, {"prompt": 5})
+    with pytest.raises(InputError, match=r"jsonl:3 has a number as its prompt"):
+        load(model, path)
+    loaded = load(model, write(path, {"prompt": "n1"}, {"prompt": "n2"}), held_out=1)
+    prompts = [*loaded.take(1), *loaded.held_out()]
+    assert sorted(rows_of(prompts)) == [r"tr\xff.jsonl:1", r"tr\xff.jsonl:2"]
+    assert [wire.decode(wire.encode(prompt), wire.Prompt) for prompt in prompts] == prompts
 
 
 # Filters and the held-out split.
@@ -284,6 +304,13 @@ def test_a_place_that_is_none_is_refused(change):
 GOOD = {"prompt": "n1"}
 
 
+def nested(depth: int) -> Any:
+    value: Any = 7
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("rows", "values", "message"),
     [
@@ -314,6 +341,9 @@ GOOD = {"prompt": "n1"}
         ([{**GOOD, "answer": 1, "solution": 2}], {"answer_key": "solution"}, "has columns answer and solution, and"),
         ([{**GOOD, "completions": 1}], {}, "a.jsonl:1 has a column completions, which rewards get themselves"),
         ([{**GOOD, "id": 2**64}], {}, "a.jsonl:1 holds 18446744073709551616, which has more than 64 bits, in"),
+        ([GOOD, {**GOOD, "tree": nested(101)}], {},
+         "a.jsonl:2 holds lists and objects that are nested more than 100 deep in column tree; write it as text"),
+        ([GOOD, {**GOOD, "tree": nested(350)}], {}, "a.jsonl:2 holds lists and objects that are nested more than 100"),
         ([GOOD], {"system_message": "n1"}, "a.jsonl:1 has plain text as its prompt, and --prompt-system-message is"),
         ([{"prompt": [{"role": "system", "content": "n1"}]}], {"system_message": "n1"},
          "a.jsonl:1 has a system's message of its own; leave out --prompt-system-message"),
@@ -341,6 +371,15 @@ def test_a_file_of_another_kind_or_none_is_one_error(model, tmp_path, name, cont
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         load(model, tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    message = r"loop.jsonl cannot be read: Too many levels of symbolic links"
+    with pytest.raises(InputError, match=message):
+        load(model, tmp_path / "loop.jsonl")
+    with pytest.raises(InputError, match=message):
+        load(model, write(tmp_path / "a.jsonl", GOOD), eval_prompts=[tmp_path / "loop.jsonl"])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -114,6 +116,15 @@ def test_printing_without_end_neither_blocks_nor_reaches_the_channel(tmp_path):
     assert "what follows is dropped" in log.read_text()
 
 
+def test_printing_that_finds_no_room_is_dropped_and_said(tmp_path, caplog):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="print('x' * 2**22); os._exit(3)"))
+    results = score([f"{file}:fn"], request(0, bad=True), request(1), log=Path("/dev/full"))
+    assert "exit code 3" in str(results[0])
+    assert results[1].rewards == [1.0, 2.0]
+    assert caplog.text.count("/dev/full cannot be written: No space left on device") == 1
+
+
 def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -195,6 +206,36 @@ def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_pat
         return await asyncio.gather(*(pool.score(request(index)) for index in range(3)))
 
     assert [result.rewards for result in with_pool([f"{file}:fn"], use)] == [[1.0, 2.0]] * 3
+
+
+def test_a_worker_that_cannot_be_started_is_named_and_the_next_group_tries_again(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(body="os._exit(1)"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def use(pool):
+        with pytest.raises(RewardError, match="exit code 1"):
+            await pool.score(request(bad=True))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            with pytest.raises(RewardError) as raised:
+                await pool.score(request(5))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return str(raised.value), (await pool.score(request())).rewards
+
+    text, rewards = with_pool([f"{file}:fn"], use, num_workers=1)
+    reason = "a process for reward functions cannot be started: Too many open files; make room for it"
+    assert text.startswith(f"reward fn failed for prompt 5: {reason}")
+    assert "mend the function" not in text
+    assert rewards == [1.0, 2.0]
+
+    async def refuse(*arguments, **keywords):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(PlatformError, match="cannot be started: Resource temporarily unavailable; make room for it"):
+        with_pool([f"{file}:fn"], use)
 
 
 def test_memory_beyond_the_limit_fails_the_group(tmp_path):

@@ -166,6 +166,33 @@ def test_an_edit_in_mid_run_changes_nothing_even_for_workers_that_start_later(tm
     assert with_pool([f"{file}:fn"], use, num_workers=1).rewards == [1.0, 1.0]
 
 
+def test_pools_that_may_score_otherwise_have_another_identity_and_all_others_the_same(tmp_path, monkeypatch):
+    code = "def fn(completions, **kwargs): return [{}] * len(completions)\ndef other(completions, **kwargs): return []"
+    file, copy = (write(tmp_path, code.format(1.0), name) for name in ("mine.py", "copy.py"))
+    monkeypatch.chdir(tmp_path)
+
+    def identity(*specs, **settings):
+        async def use(pool):
+            return pool.identity
+
+        return with_pool(specs, use, num_workers=1, **settings)
+
+    mine = f"{file}:fn"
+    ours = identity(mine, "regex:x")
+    assert identity("mine.py:fn=1", "regex:x", confine="off") == ours
+    changed = [
+        identity(mine),
+        identity(mine, "regex:y"),
+        identity(f"{file}:other", "regex:x"),
+        identity(f"{copy}:fn", "regex:x"),
+        identity(f"{mine}=2", "regex:x"),
+        identity(f"{mine}@6", "regex:x"),
+        identity(mine, "regex:x", on_error=-1.0),
+    ]
+    write(tmp_path, code.format(2.0))
+    assert len({ours, *changed, identity(mine, "regex:x")}) == len(changed) + 2
+
+
 @pytest.mark.parametrize(
     ("code", "function", "message"),
     [
@@ -184,9 +211,12 @@ def test_a_file_that_does_not_load_ends_the_start_by_name_and_leaves_nothing(tmp
         score([f"{file}:{function}"], request(), start_timeout=limit)
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UsageError, match="nowhere.py cannot be read"):
         score(["nowhere.py:fn"], request())
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    with pytest.raises(UsageError, match=r"loop.py cannot be read: .*Too many levels of symbolic links"):
+        score([f"{tmp_path}/loop.py:fn"], request())
 
 
 def test_two_thousand_groups_of_eight_take_less_than_ten_seconds(tmp_path):

@@ -73,6 +73,7 @@ def check(settings: Settings, world_size: int | None) -> None:
     _optimizer(settings)
     _schedule(settings)
     _checkpoint(settings)
+    _service(settings)
     _platform(settings, layout)
     backend_of(settings)
 
@@ -419,6 +420,27 @@ def _checkpoint(settings: Settings) -> None:
         ):
             if given:
                 raise UsageError(f"{flag} needs --load: add it, or drop {flag}")
+
+
+def _service(settings: Settings) -> None:
+    endpoint = settings.service.endpoint
+    if endpoint is not None and not _is_address(endpoint):
+        raise UsageError(
+            f"--rollout-endpoint {endpoint} is no address: write http://HOST:PORT, what `address` in the folder of its "
+            "run says"
+        )
+
+
+def _is_address(text: str) -> bool:
+    # Imported here: whoever starts its own sidecar, or none, parses flags without it.
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    has_port = url.port is None or 0 < url.port < 65536
+    return url.scheme in ("http", "https") and url.host != "" and has_port
 
 
 def _platform(settings: Settings, layout: Layout) -> None:

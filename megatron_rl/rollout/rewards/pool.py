@@ -8,8 +8,10 @@ failure reaches no other group; nothing that a function started outlives `close`
 import asyncio
 import collections
 import dataclasses
+import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -43,6 +45,7 @@ class RewardPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._num_jobs = 0
         self._started = self._closed = False
+        self._sources: dict[str, str] = {}
         self.errors: collections.Counter[str] = collections.Counter()
         """How many groups each function failed for, those included whose value `on_error` replaced."""
         self.missing: dict[str, str] = {}
@@ -55,6 +58,7 @@ class RewardPool:
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-rewards-"))
         try:
             self._log = OutputLog(self._settings.log)
+            self._sources = {spec.source: _source(spec.source) for spec in self._specs if spec.is_file}
             path = python_path()
             self._environment = child_environment(self._settings.environment, self._scratch, path)
             self._setup = self._setup_line(path)
@@ -72,19 +76,32 @@ class RewardPool:
             _LOGGER.warning("reward functions are not confined in %s: %s", what, why)
 
     def _setup_line(self, path: list[str]) -> bytes:
-        files = {spec.source for spec in self._specs if spec.is_file}
-        read = [*(Path(file).parent for file in files), *self._settings.readable]
+        read = [*(Path(file).parent for file in self._sources), *self._settings.readable]
         limits = confinement(read, self._settings.private, self._scratch, path)
         setup = {
             "specs": [dataclasses.asdict(spec) for spec in self._specs],
-            "sources": {file: _source(file) for file in files},
+            "sources": self._sources,
             "memory_bytes": self._settings.memory_bytes,
             "confinement": None if self._settings.confine == "off" else dataclasses.asdict(limits),
         }
         return json.dumps(setup).encode() + b"\n"
 
+    @property
+    def identity(self) -> str:
+        """All that decides a reward and that a pool can see: what functions import, read or ask is not in it."""
+        assert self._started, "sources are read by start"
+        digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
+        specs = [dataclasses.asdict(spec) for spec in self._specs]
+        return json.dumps({"specs": specs, "digests": digests, "on_error": self._settings.on_error})
+
     async def _start_worker(self) -> RewardWorker:
-        worker = await RewardWorker.start(self._environment, self._settings.namespace, self._log)
+        try:
+            worker = await RewardWorker.start(self._environment, self._settings.namespace, self._log)
+        except OSError as error:
+            raise PlatformError(
+                f"a process for reward functions cannot be started: {error.strerror or error}; make room for it "
+                f"(ulimit -n, ulimit -u, memory), or lower --reward-workers"
+            ) from None
         if self._closed:
             await worker.end()
             raise MegatronRLError("the run is ending")
@@ -210,7 +227,7 @@ class _Scoring:
 
     def _check_open(self) -> None:
         if self._pool._closed:
-            raise RewardError(self._current.name, self._request.index, "the run is ending")
+            raise RewardError(self._current.name, self._request.index, "the run is ending", is_at_fault=False)
 
     @property
     def _stops(self) -> bool:
@@ -242,7 +259,7 @@ class _Scoring:
         try:
             return await self._pool._start_worker()
         except MegatronRLError as error:
-            raise RewardError(self._current.name, self._request.index, str(error)) from None
+            raise RewardError(self._current.name, self._request.index, str(error), is_at_fault=False) from None
 
     def discard(self) -> None:
         """The worker is in a state that nobody knows."""
@@ -252,7 +269,7 @@ class _Scoring:
 
 
 def _with_full_path(spec: RewardSpec) -> RewardSpec:
-    return dataclasses.replace(spec, source=str(Path(spec.source).resolve())) if spec.is_file else spec
+    return dataclasses.replace(spec, source=os.path.realpath(spec.source)) if spec.is_file else spec
 
 
 def _source(file: str) -> str:

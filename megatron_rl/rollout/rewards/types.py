@@ -18,11 +18,10 @@ Values = list[float | None]
 class RewardError(MegatronRLError):
     """A reward function failed for one group: which function, which prompt, why."""
 
-    def __init__(self, function: str, prompt_index: int, reason: str) -> None:
-        super().__init__(
-            f"reward {function} failed for prompt {prompt_index}: {reason}; mend the function, or give failures a "
-            f"value with --reward-on-error"
-        )
+    def __init__(self, function: str, prompt_index: int, reason: str, *, is_at_fault: bool = True) -> None:
+        """Without `is_at_fault` the reason is none that the function, or a value for its failures, could mend."""
+        remedy = "; mend the function, or give failures a value with --reward-on-error" if is_at_fault else ""
+        super().__init__(f"reward {function} failed for prompt {prompt_index}: {reason}{remedy}")
         self.function = function
         self.prompt_index = prompt_index
         self.reason = reason
