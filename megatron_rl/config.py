@@ -18,6 +18,7 @@ from megatron_rl.config_loop import (
     PublishConfig,
     SamplingConfig,
     ServiceConfig,
+    check_duration,
 )
 from megatron_rl.flags import Option
 from megatron_rl.types import Architecture
@@ -309,6 +310,9 @@ class RolloutConfig:
             megatron=False,
         ),
     ] = 60.0
+
+    def __post_init__(self) -> None:
+        check_duration("--rollout-lease-seconds", self.lease_seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -348,6 +348,21 @@ def _recompute(settings: Settings) -> None:
 
 
 def _optimizer(settings: Settings) -> None:
+    optimizer = settings.optimizer
+    for flag, decay in (
+        ("--adam-beta1", optimizer.get("adam_beta1")),
+        ("--adam-beta2", optimizer.get("adam_beta2")),
+        ("--sgd-momentum", optimizer.get("sgd_momentum")),
+    ):
+        if decay is not None and not 0 <= decay < 1:
+            raise UsageError(f"{flag} {decay:g} is not from 0 to below 1: write one that is")
+    for flag, value in (
+        ("--adam-eps", optimizer.get("adam_eps")),
+        ("--weight-decay", optimizer.get("weight_decay")),
+        ("--clip-grad", optimizer.get("clip_grad")),
+    ):
+        if value is not None and value < 0:
+            raise UsageError(f"{flag} {value:g} is below 0: write 0 or more")
     if settings.ddp.get("overlap_param_gather"):
         for field, flag in (
             ("use_distributed_optimizer", "--use-distributed-optimizer"),
@@ -355,7 +370,6 @@ def _optimizer(settings: Settings) -> None:
         ):
             if not settings.ddp.get(field):
                 raise UsageError(f"--overlap-param-gather needs {flag}: add it, or drop --overlap-param-gather")
-    optimizer = settings.optimizer
     if optimizer.get("use_precision_aware_optimizer") and not optimizer.get("use_distributed_optimizer"):
         raise UsageError("--use-precision-aware-optimizer needs --use-distributed-optimizer: add it")
     if optimizer.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
