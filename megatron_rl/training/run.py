@@ -65,7 +65,7 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
         watch = stack.enter_context(Watch(session.store, session.rank))
         run = (make or Run)(settings, sizes, folder, session, prompts, stop, stack)
         run.connect(sidecar)
-        watch.tidy = run.tidy
+        watch.tidy = stop.tidy = run.tidy
         return run.train()
 
 
@@ -143,8 +143,10 @@ class Run:
 
     def tidy(self) -> None:
         """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
-        self._closing()
-        self.publisher.close()
+        try:
+            self._closing()
+        finally:
+            self.publisher.close()
 
     def train(self) -> int:
         timeline = Timeline()

@@ -1,10 +1,15 @@
 """One rank that fails ends all of them, with its reason."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 
+import pytest
+
+from megatron_rl.training.stop import StopRequest
 from tests.ranks import ROOT
 
 CODE = """
@@ -61,3 +66,23 @@ def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback(tmp_path):
 
 def test_a_run_without_a_failure_ends_as_it_would(tmp_path):
     assert outcomes(tmp_path, "nothing")[0] == [0, 0]
+
+
+def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
+    ended = []
+
+    def tidy():
+        ended.append("tidied")
+        raise OSError("the terminal is gone")
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    request = StopRequest(0.0)
+    request.tidy = tidy
+    request._writer.send(bytes([signal.SIGTERM]))
+    with pytest.raises(SystemExit):
+        request._listen()
+    assert ended == ["tidied", 143]
