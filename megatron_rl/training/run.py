@@ -40,6 +40,8 @@ from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
 from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
+from megatron_rl.weights.mapping import Mapping
+from megatron_rl.weights.reader import Checkpoint
 
 
 def train(settings: Settings, make: "type[Run] | None" = None) -> int:
@@ -52,8 +54,9 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with the data shows before an engine is started.
+            # What is wrong with data and weights shows before an engine is started.
             prompts = _prompts(settings, sizes)
+            _check_weights(settings)
             for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.service.endpoint is None:
@@ -266,6 +269,15 @@ def _prompts(settings: Settings, sizes: Sizes) -> PromptSource:
             "or --eval-prompts, or drop it"
         )
     return prompts
+
+
+def _check_weights(settings: Settings) -> None:
+    """An InputError unless the folders hold the architecture's tensors."""
+    reference = settings.algorithm.ref_model if settings.algorithm.kl_beta else None
+    for folder in (settings.model.hf_model, reference):
+        if folder is not None:
+            with Checkpoint(folder) as checkpoint:
+                checkpoint.check(Mapping(settings.architecture))
 
 
 def _reference(settings: Settings, session: Session) -> Reference | None:

@@ -148,6 +148,15 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     assert not (folder / "r").exists()
 
 
+def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
+    folder = world.folder / "weights"
+    words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(60) == [4]
+    assert f"{tmp_path} holds no *.safetensors" in ranks.text()
+    assert not (folder / "r").exists()
+
+
 def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 60.0) -> None:
     """Wait until so many iterations are written down."""
     deadline = time.monotonic() + seconds

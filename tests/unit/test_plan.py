@@ -19,7 +19,7 @@ def settings(**changes: Any) -> SimpleNamespace:
         training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),
     )
     made = _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
-    return SimpleNamespace(**vars(made), transformer={})
+    return SimpleNamespace(**vars(made), transformer={}, optimizer={"lr": 1e-6})
 
 
 def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
@@ -92,6 +92,19 @@ def test_what_pads_a_micro_batch_counts() -> None:
         ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
         ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
         ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference is of.*--grpo-kl-beta"),
+        (
+            {"algorithm__kl_beta": 0.1, "algorithm__ref_model": Path("nowhere")},
+            "--grpo-ref-model nowhere is no folder",
+        ),
+        ({"schedule__lr_warmup_iters": 1}, "--lr-warmup-iters 1 is not below the 1 updates of the decay"),
+        (
+            {"schedule__lr_warmup_iters": 4, "training__global_batch_size": 16},
+            "--lr-warmup-iters 4 is not below the 4 updates",
+        ),
+        (
+            {"schedule__lr_decay_style": "WSD", "schedule__lr_wsd_decay_iters": 2},
+            "--lr-wsd-decay-iters 2 is above the 1 updates",
+        ),
         ({"loop__frozen_offload": True}, "--frozen-offload has no model"),
         (
             {"loop__frozen_offload": True, "loop__tri_model": "separate", "training__global_batch_size": 16},
@@ -102,6 +115,13 @@ def test_what_pads_a_micro_batch_counts() -> None:
 def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
     with pytest.raises(UsageError, match=message):
         sizes_of(settings(**changes), 2)
+
+
+def test_a_run_without_a_learning_rate_is_an_error_before_anything_starts():
+    made = settings()
+    made.optimizer = {}
+    with pytest.raises(UsageError, match="--lr is missing"):
+        sizes_of(made, 2)
 
 
 def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():

@@ -98,8 +98,10 @@ def _positive(settings: Settings) -> None:
         "--make-vocab-size-divisible-by": settings.model.make_vocab_size_divisible_by,
         "--save-interval": settings.checkpoint.save_interval,
         "--save-retain-interval": settings.checkpoint.save_retain_interval,
+        "--save-keep-last": settings.checkpoint.keep_last,
         "--distributed-timeout-minutes": settings.distributed.distributed_timeout_minutes,
         "--lr-decay-iters": settings.schedule.lr_decay_iters,
+        "--lr-wsd-decay-iters": settings.schedule.lr_wsd_decay_iters,
         "--num-layers": settings.architecture.num_layers,
         "--hidden-size": settings.architecture.hidden_size,
         "--ffn-hidden-size": settings.architecture.ffn_hidden_size,
@@ -372,6 +374,8 @@ def _optimizer(settings: Settings) -> None:
                 raise UsageError(f"--overlap-param-gather needs {flag}: add it, or drop --overlap-param-gather")
     if optimizer.get("use_precision_aware_optimizer") and not optimizer.get("use_distributed_optimizer"):
         raise UsageError("--use-precision-aware-optimizer needs --use-distributed-optimizer: add it")
+    if optimizer.get("optimizer") == "sgd" and optimizer.get("use_distributed_optimizer"):
+        raise UsageError("--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd")
     if optimizer.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
         raise UsageError(
             "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
@@ -385,6 +389,12 @@ def _schedule(settings: Settings) -> None:
     rate, lowest = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
     if rate is not None and not 0 <= lowest <= rate:
         raise UsageError(f"--min-lr {lowest:g} is not between 0 and --lr {rate:g}: write one that is")
+    if rate is not None and not 0 <= schedule.lr_warmup_init <= rate:
+        raise UsageError(
+            f"--lr-warmup-init {schedule.lr_warmup_init:g} is not between 0 and --lr {rate:g}: write one that is"
+        )
+    if schedule.lr_warmup_iters < 0:
+        raise UsageError(f"--lr-warmup-iters {schedule.lr_warmup_iters} is below 0: write 0 or more")
     if schedule.lr_warmup_fraction is not None:
         if schedule.lr_warmup_iters:
             raise UsageError("--lr-warmup-fraction and --lr-warmup-iters say the same in two ways: drop one of them")
@@ -414,6 +424,11 @@ def _schedule(settings: Settings) -> None:
         raise UsageError(
             f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
             "--end-weight-decay: add them"
+        )
+    first, last = ends
+    if first is not None and last is not None and not 0 <= first <= last:
+        raise UsageError(
+            f"--start-weight-decay {first:g} is not between 0 and --end-weight-decay {last:g}: write one that is"
         )
 
 
