@@ -231,6 +231,29 @@ def run_folder(settings: Settings) -> Path:
     return save / "rollout" / save.resolve().name
 
 
+def check_folders(settings: Settings) -> None:
+    """A UsageError for the first folder that this host cannot make; a dashboard's is no reason not to run."""
+    checkpoint = settings.checkpoint
+    for flag, folder in (
+        ("--rollout-folder", settings.rollout.folder),
+        ("--publish-folder", settings.publish.folder),
+        ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
+    ):
+        if folder is not None and (problem := _problem_of_folder(folder)) is not None:
+            raise UsageError(f"{flag} {folder} cannot be made or written: {problem}: write another folder")
+
+
+def _problem_of_folder(folder: Path) -> str | None:
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return error.strerror
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not open to this user"
+
+
 def shared_folder(settings: Settings) -> Path:
     """Where this run's weights are handed over: runs of one name in two places do not share it."""
     of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"

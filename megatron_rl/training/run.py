@@ -33,7 +33,7 @@ from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.plan import Sizes, run_folder, shared_folder, sizes_of
+from megatron_rl.training.plan import Sizes, check_folders, run_folder, shared_folder, sizes_of
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
@@ -54,7 +54,8 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with data and weights shows before an engine is started.
+            # What is wrong with folders, data and weights shows before an engine is started.
+            check_folders(settings)
             prompts = _prompts(settings, sizes)
             _check_weights(settings)
             for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import ModelConfig, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.training.plan import run_folder, shared_folder, sizes_of
+from megatron_rl.training.plan import check_folders, run_folder, shared_folder, sizes_of
 
 
 def settings(**changes: Any) -> SimpleNamespace:
@@ -130,6 +130,23 @@ def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_bef
     assert sizes_of(made, 2).division.slots_per_update == 2
     with pytest.raises(UsageError, match="1 micro-batches an update do not fill"):
         sizes_of(made, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("rollout__folder", "--rollout-folder"),
+        ("publish__folder", "--publish-folder"),
+        ("checkpoint__save", "--save"),
+        ("checkpoint__save_hf", "--save-hf"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_error_with_its_flag(field, flag, tmp_path):
+    check_folders(settings(**{field: tmp_path / "new" / "run"}))
+    (tmp_path / "file").write_text("")
+    for folder, problem in ((tmp_path / "file" / "run", "file is no folder"), (tmp_path / ("a" * 300), "too long")):
+        with pytest.raises(UsageError, match=f"{flag} {folder} cannot be made.*{problem}"):
+            check_folders(settings(**{field: folder}))
 
 
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
