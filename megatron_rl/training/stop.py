@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-_EXIT = 128 + signal.SIGTERM
+from megatron_rl.errors import ExitCode
 
 
 class StopRequest:
@@ -60,4 +60,4 @@ class StopRequest:
             )
             with contextlib.suppress(Exception):
                 self.tidy()
-            os._exit(_EXIT)
+            os._exit(ExitCode.OUT_OF_GRACE)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megatron_rl.training import watch
 from megatron_rl.training.stop import StopRequest
 from tests.ranks import ROOT
 
@@ -66,6 +67,24 @@ def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback(tmp_path):
 
 def test_a_run_without_a_failure_ends_as_it_would(tmp_path):
     assert outcomes(tmp_path, "nothing")[0] == [0, 0]
+
+
+def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, capsys):
+    class Store:
+        def check(self, keys):
+            return False
+
+        def compare_set(self, key, expected, desired):
+            return desired.encode()
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch, "_FAREWELL_SECONDS", 0)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="130"), watch.Watch(Store(), 3):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
 
 
 def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
