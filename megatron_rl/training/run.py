@@ -160,7 +160,7 @@ class Run:
             policy=self._policy,
             publisher=self.publisher,
             rollouts=self.rollouts(lambda: timeline.span("wait")),
-            learner=self._learner(),
+            learner=self._learner(lambda: timeline.span("update")),
             checkpoints=self._checkpoints,
             evaluator=self._evaluator(),
             reporter=reporter,
@@ -197,11 +197,11 @@ class Run:
             waiting,
         )
 
-    def _learner(self) -> Learner:
+    def _learner(self, updating: Callable[[], contextlib.AbstractContextManager]) -> Learner:
         sizes = self._sizes
         roles = roles_of(self._settings, self._session, self._policy, self._reference, sizes.plan.num_updates)
         objective = Objective(self._settings.algorithm, sizes.longest_response)
-        return Learner(self._policy, roles, objective, self._session)
+        return Learner(self._policy, roles, objective, self._session, updating)
 
     def _sampling(self, temperature: float) -> Sampling:
         sampling = self._settings.sampling
