@@ -114,7 +114,9 @@ class Learner:
         denominator = int(total)
         with self._updating():
             result = self._policy.update(1.0 / denominator)
-        return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator)
+        return UpdateOutcome(
+            result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros
+        )
 
 
 def _check_finite(statistics: list[Statistics]) -> None:
