@@ -45,7 +45,8 @@ class Reporter:
         self._progress = progress
         self._decode = decode
         dtype = settings.rollout.dtype or settings.architecture.dtype
-        self._mismatch_warning = settings.observe.mismatch_warning or _MISMATCH[dtype]
+        given = settings.observe.mismatch_warning
+        self._mismatch_warning = _MISMATCH[dtype] if given is None else given
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""
