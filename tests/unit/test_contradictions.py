@@ -67,6 +67,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--ckpt-step 3", "--ckpt-step needs --load"),
         ("--save-keep-last 0", "--save-keep-last 0 is below 1"),
         ("--optimizer sgd --use-distributed-optimizer", "--use-distributed-optimizer shards Adam only"),
+        ("--lr -0.001", "--lr -0.001 is no rate to learn at"),
         ("--lr 1 --lr-warmup-init 2", "--lr-warmup-init 2 is not between 0 and --lr 1"),
         ("--lr-warmup-iters -3", "--lr-warmup-iters -3 is below 0"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0 is below 1"),

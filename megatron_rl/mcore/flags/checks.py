@@ -387,6 +387,8 @@ def _optimizer(settings: Settings) -> None:
 def _schedule(settings: Settings) -> None:
     schedule, optimizer = settings.schedule, settings.optimizer
     rate, lowest = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
+    if rate is not None and not 0 <= rate < math.inf:
+        raise UsageError(f"--lr {rate:g} is no rate to learn at: write a finite number, 0 or more")
     if rate is not None and not 0 <= lowest <= rate:
         raise UsageError(f"--min-lr {lowest:g} is not between 0 and --lr {rate:g}: write one that is")
     if rate is not None and not 0 <= schedule.lr_warmup_init <= rate:
