@@ -21,6 +21,9 @@ def main() -> int:
     except MegatronRLError as error:
         print(f"pretrain_grpo.py: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("pretrain_grpo.py: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
 
 
 # Saving starts processes that import this file again.

@@ -30,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     except MegatronRLError as error:
         print(f"megatron-rl {command}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megatron-rl {command}: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
 
 
 def _load(command: str) -> Callable[[list[str]], int]:

@@ -18,6 +18,7 @@ from megatron_rl.config_loop import (
     PublishConfig,
     SamplingConfig,
     ServiceConfig,
+    check_duration,
 )
 from megatron_rl.flags import Option
 from megatron_rl.types import Architecture
@@ -192,9 +193,6 @@ class DistributedConfig:
         Option("The backend of collectives; each platform has one."),
     ] = None
     distributed_timeout_minutes: Annotated[int, Option("How long a collective may take.")] = 10
-    use_tp_pp_dp_mapping: Annotated[
-        bool, Option("Number ranks by tensor, pipeline and then data; without it pipeline comes last.")
-    ] = False
     use_gloo_process_groups: Annotated[
         bool,
         Option("Make no gloo groups beside those of the backend.", names=("--disable-gloo-process-groups",)),
@@ -309,6 +307,9 @@ class RolloutConfig:
             megatron=False,
         ),
     ] = 60.0
+
+    def __post_init__(self) -> None:
+        check_duration("--rollout-lease-seconds", self.lease_seconds)
 
 
 @dataclasses.dataclass(frozen=True)

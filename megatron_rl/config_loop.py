@@ -1,11 +1,18 @@
 """Configuration of the loop: prompts, sampling, what is maximized, and what a person sees. See `config.py`."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from megatron_rl.errors import UsageError
 from megatron_rl.flags import Option
+
+
+def check_duration(flag: str, value: float) -> None:
+    """A UsageError unless so much time can pass."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{flag} {value:g} is no time that can pass: write a finite number above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +133,11 @@ class ServiceConfig:
         ),
     ] = 60.0
 
+    def __post_init__(self) -> None:
+        check_duration("--rollout-start-minutes", self.start_minutes)
+        check_duration("--rollout-deadline-minutes", self.deadline_minutes)
+        check_duration("--rollout-patience-seconds", self.patience_seconds)
+
 
 @dataclasses.dataclass(frozen=True)
 class PublishConfig:
@@ -150,6 +162,9 @@ class PublishConfig:
     deadline_minutes: Annotated[
         float, Option("How long a publish may take.", names=("--publish-deadline-minutes",), megatron=False)
     ] = 10.0
+
+    def __post_init__(self) -> None:
+        check_duration("--publish-deadline-minutes", self.deadline_minutes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +233,31 @@ class AlgorithmConfig:
         Option("The largest such weight.", names=("--rl-importance-sampling-truncation-coef",)),
     ] = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.clamp_eps_lower <= 1:
+            raise UsageError(
+                f"--grpo-clamp-eps-lower {self.clamp_eps_lower:g} is not between 0 and 1: write how far below 1 a "
+                "ratio counts"
+            )
+        if not self.clamp_eps_upper >= 0:
+            raise UsageError(
+                f"--grpo-clamp-eps-upper {self.clamp_eps_upper:g} is below 0: write how far above 1 a ratio counts"
+            )
+        if not 0 <= self.kl_beta < math.inf:
+            raise UsageError(
+                f"--grpo-kl-beta {self.kl_beta:g} weighs a divergence that is to become smaller: write 0 or more"
+            )
+        if self.is_truncation is None:
+            return
+        flag = f"--rl-importance-sampling-truncation-coef {self.is_truncation:g}"
+        if not self.is_truncation > 0:
+            raise UsageError(f"{flag} would weigh tokens with nothing or turn them round: write more than 0")
+        if not self.is_correction:
+            raise UsageError(
+                f"{flag} bounds weights that there are with --rl-inference-logprobs-is-correction only: add it, or "
+                "drop the flag"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
@@ -267,6 +307,13 @@ class LoopConfig:
             megatron=False,
         ),
     ] = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grace_seconds < math.inf:
+            raise UsageError(
+                f"--exit-grace-seconds {self.grace_seconds:g} is below 0, or never over: write 0 to end at once, "
+                "or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

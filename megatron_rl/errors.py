@@ -15,6 +15,10 @@ class ExitCode(enum.IntEnum):
     ENVIRONMENT = 3
     INPUT = 4
     RUN = 5
+    INTERRUPTED = 130
+    """By SIGINT, and as a shell has it: 128 and the signal's number."""
+    OUT_OF_GRACE = 143
+    """By SIGTERM, and what ran was not over in time."""
 
 
 class MegatronRLError(Exception):

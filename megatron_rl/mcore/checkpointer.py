@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_rl.config import Settings
-from megatron_rl.errors import InputError, UsageError
+from megatron_rl.errors import InputError
 from megatron_rl.mcore import checkpoint, training_state
 from megatron_rl.mcore import checkpoint_folders as folders
 from megatron_rl.mcore.checkpoint import Prepared
@@ -50,8 +50,6 @@ class Checkpointer:
         self._reference = reference
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
-        if self._config.keep_last is not None and self._config.keep_last < 1:
-            raise UsageError(f"--save-keep-last {self._config.keep_last} would keep nothing: write at least 1")
 
     def is_due(self, version: int, is_last: bool = False) -> bool:
         """Whether a checkpoint is written after so many iterations."""

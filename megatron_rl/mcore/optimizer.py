@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.utils import get_model_config
 
 from megatron_rl.config import Settings
-from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore.model import unwrap
 
 
@@ -51,10 +51,6 @@ def ddp_config_of(settings: Settings) -> DistributedDataParallelConfig:
 
 def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer of the chunks that `wrap` returned, and what the schedules need to know of it."""
-    if settings.optimizer.get("lr") is None:
-        raise UsageError("--lr is missing: training needs a learning rate")
-    if settings.optimizer.get("optimizer") == "sgd" and settings.optimizer.get("use_distributed_optimizer"):
-        raise UsageError("--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd")
     # A parameter group has the rate's bounds from here, and None is no bound.
     fields = {"min_lr": 0.0, **settings.optimizer}
     optimizer = get_megatron_optimizer(
@@ -75,13 +71,6 @@ def schedule_of(settings: Settings, optimizer: MegatronOptimizer, num_updates: i
     warmup: float = schedule.lr_warmup_iters
     if schedule.lr_warmup_fraction is not None:
         warmup = schedule.lr_warmup_fraction * decay
-    if not warmup < decay:
-        raise UsageError(
-            f"--lr-warmup-iters {warmup:g} is not below the {decay} updates of the decay: write fewer, or "
-            f"--lr-decay-iters"
-        )
-    if schedule.lr_warmup_init > config.lr:
-        raise UsageError(f"--lr-warmup-init {schedule.lr_warmup_init:g} is above --lr {config.lr:g}: write less")
     weight_decay = fields.get("weight_decay", config.weight_decay)
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
     return OptimizerParamScheduler(

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -169,6 +170,7 @@ class LiveProgress(Progress):
         self._live: _Display | None = None
         self._is_closed = False
         self._shown = Shown(total=total)
+        self._lock = threading.Lock()
         self._seconds: collections.deque[float] = collections.deque(maxlen=_NUM_REMEMBERED)
 
     def begin(self, version: int, num_groups: int) -> None:
@@ -216,8 +218,10 @@ class LiveProgress(Progress):
     def _note(self, **changes: Any) -> None:
         if self._live is not None and self._live.failure is not None:
             raise self._live.failure
-        # Replaced as a whole, so that the display's thread never sees half of a change and nobody needs a lock.
-        self._shown = dataclasses.replace(self._shown, **changes)
+        # Replaced as a whole, so that the display's thread, which takes no lock, never sees half of a change. The loop
+        # and who asks for counts both change it, and neither may put back what the other has replaced.
+        with self._lock:
+            self._shown = dataclasses.replace(self._shown, **changes)
 
     def _render(self) -> RenderableType:
         return display(self._shown, time.monotonic())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ObserveConfig
-from megatron_rl.errors import PlatformError
+from megatron_rl.errors import MegatronRLError, PlatformError
 from megatron_rl.observe.metrics import flat
 
 
@@ -101,13 +101,24 @@ def sinks_of(
 ) -> Sinks:
     """The sinks that flags ask for, in a run that starts at `version`; `settings` are shown beside its curves."""
     sinks: list[Sink] = []
-    if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir, version))
+    folder = config.tensorboard_dir
+    if folder is not None:
+        _add(sinks, f"--tensorboard-dir {folder}", lambda: TensorBoardSink(folder, version), say)
     if config.wandb_project:
-        sinks.append(WandbSink(config, run, settings or {}))
+        _add(sinks, f"--wandb-project {config.wandb_project}", lambda: WandbSink(config, run, settings or {}), say)
     elif config.wandb_exp_name or config.wandb_entity or config.wandb_save_dir:
         say("without --wandb-project, --wandb-exp-name, --wandb-entity and --wandb-save-dir have no effect")
     return Sinks(sinks, say)
+
+
+def _add(sinks: list[Sink], flag: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
+    """One that cannot be made is left out as one that fails is; a package that is missing is an error of its flag."""
+    try:
+        sinks.append(make())
+    except MegatronRLError:
+        raise
+    except Exception as error:
+        say(f"{flag} fails and is left out: {type(error).__name__}: {error}")
 
 
 def _imported(module: str, package: str, flag: str) -> Any:

@@ -5,6 +5,8 @@ Letters: N targets.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -54,11 +56,20 @@ class Learned:
 class Learner:
     """Turns the slots of an iteration into updates of the policy."""
 
-    def __init__(self, policy: Policy, roles: Roles, objective: Objective, session: Session):
+    def __init__(
+        self,
+        policy: Policy,
+        roles: Roles,
+        objective: Objective,
+        session: Session,
+        updating: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        """`updating` is entered while the optimizer steps."""
         self._policy = policy
         self._roles = roles
         self._objective = objective
         self._session = session
+        self._updating = updating
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool) -> Learned:
         """One update after the other, each over its own slots."""
@@ -101,8 +112,11 @@ class Learner:
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = int(total)
-        result = self._policy.update(1.0 / denominator)
-        return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator)
+        with self._updating():
+            result = self._policy.update(1.0 / denominator)
+        return UpdateOutcome(
+            result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros
+        )
 
 
 def _check_finite(statistics: list[Statistics]) -> None:

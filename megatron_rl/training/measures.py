@@ -79,6 +79,8 @@ class UpdateOutcome:
     learning_rate: float
     was_taken: bool
     denominator: int
+    gradient_zeros: int | None = None
+    """Only with --log-num-zeros-in-grad."""
 
 
 def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
@@ -125,6 +127,8 @@ def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_mic
             "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
         },
     }
+    if updates[-1].gradient_zeros is not None:
+        metrics["gradient_zeros"] = updates[-1].gradient_zeros
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / targets
     for name in ("moe_load_balancing_loss", "moe_z_loss"):

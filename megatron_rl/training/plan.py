@@ -57,6 +57,7 @@ def sizes_of(settings: Settings, num_replicas: int) -> Sizes:
         raise UsageError("--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens")
     _check_sampling(settings)
     division = _divide(settings, num_replicas)
+    _check_schedule(settings, training.train_iters * division.plan.num_updates)
     _check_frozen(settings, division)
     _check_interleaving(settings, division)
     longest_prompt, longest_response = _lengths(settings)
@@ -96,6 +97,25 @@ def _check_sampling(settings: Settings) -> None:
         )
 
 
+def _check_schedule(settings: Settings, num_updates: int) -> None:
+    """What of the learning rate depends on the updates of the run, or is not needed but by one."""
+    schedule = settings.schedule
+    if settings.optimizer.get("lr") is None:
+        raise UsageError("--lr is missing: training needs a learning rate")
+    decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
+    if schedule.lr_warmup_iters >= decay:
+        raise UsageError(
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below the {decay} updates of the decay: write fewer, "
+            "or --lr-decay-iters"
+        )
+    last = schedule.lr_wsd_decay_iters
+    if schedule.lr_decay_style == "WSD" and last is not None and last > decay:
+        raise UsageError(
+            f"--lr-wsd-decay-iters {last} is above the {decay} updates of the whole decay: write fewer, or "
+            "--lr-decay-iters"
+        )
+
+
 def _check_frozen(settings: Settings, division: Division) -> None:
     """Flags of models that there are only in some runs."""
     algorithm, loop = settings.algorithm, settings.loop
@@ -112,6 +132,8 @@ def _check_frozen(settings: Settings, division: Division) -> None:
             f"--grpo-ref-model {algorithm.ref_model} is of a reference, and without --grpo-kl-beta there is none: "
             "write its weight, or drop --grpo-ref-model"
         )
+    if algorithm.ref_model is not None and not algorithm.ref_model.is_dir():
+        raise UsageError(f"--grpo-ref-model {algorithm.ref_model} is no folder: write one in Hugging Face's form")
     has_old = division.plan.num_updates > 1 and loop.tri_model == "fused"
     if loop.frozen_offload and not algorithm.kl_beta and not has_old:
         raise UsageError(
@@ -207,6 +229,29 @@ def run_folder(settings: Settings) -> Path:
     if save is None:
         raise UsageError("--rollout-folder is missing: write it, or --save, and the run's folder is SAVE/rollout/NAME")
     return save / "rollout" / save.resolve().name
+
+
+def check_folders(settings: Settings) -> None:
+    """A UsageError for the first folder that this host cannot make; a dashboard's is no reason not to run."""
+    checkpoint = settings.checkpoint
+    for flag, folder in (
+        ("--rollout-folder", settings.rollout.folder),
+        ("--publish-folder", settings.publish.folder),
+        ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
+    ):
+        if folder is not None and (problem := _problem_of_folder(folder)) is not None:
+            raise UsageError(f"{flag} {folder} cannot be made or written: {problem}: write another folder")
+
+
+def _problem_of_folder(folder: Path) -> str | None:
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return error.strerror
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not open to this user"
 
 
 def shared_folder(settings: Settings) -> Path:

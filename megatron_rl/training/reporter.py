@@ -1,5 +1,6 @@
 """What the loop tells people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sinks, sinks_of
-from megatron_rl.rollout.wire import tokens_of
+from megatron_rl.rollout.wire import Response, tokens_of
 
 Decode = Callable[[list[int]], str]
 
@@ -45,7 +46,8 @@ class Reporter:
         self._progress = progress
         self._decode = decode
         dtype = settings.rollout.dtype or settings.architecture.dtype
-        self._mismatch_warning = settings.observe.mismatch_warning or _MISMATCH[dtype]
+        given = settings.observe.mismatch_warning
+        self._mismatch_warning = _MISMATCH[dtype] if given is None else given
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""
@@ -105,21 +107,24 @@ class Reporter:
             )
 
     def _write_samples(self, version: int, slots: IterationSlots) -> None:
-        for batch in slots.of_all():
-            for part in batch.parts:
-                left = self._samples.left(version)
-                if left <= 0:
-                    return
-                responses = [
-                    SampledResponse(
-                        self._decode(tokens_of(response.tokens).tolist()),
-                        response.reward,
-                        {name: value for name, value in response.components.items() if value is not None},
-                    )
-                    for response in part.responses[:left]
-                ]
-                prompt = self._decode(tokens_of(part.prompt_tokens).tolist())
-                self._samples.write(version, [SampledGroup(part.row, prompt, responses)])
+        parts = (part for batch in slots.of_all() for part in batch.parts)
+        # The slots that a group was split over follow each other.
+        for _, of_group in itertools.groupby(parts, key=lambda part: part.prompt_index):
+            left = self._samples.left(version)
+            if left <= 0:
+                return
+            first, *others = of_group
+            responses = [response for part in (first, *others) for response in part.responses]
+            prompt = self._decode(tokens_of(first.prompt_tokens).tolist())
+            sampled = [self._sampled(response) for response in responses[:left]]
+            self._samples.write(version, [SampledGroup(first.row, prompt, sampled)])
+
+    def _sampled(self, response: Response) -> SampledResponse:
+        return SampledResponse(
+            self._decode(tokens_of(response.tokens).tolist()),
+            response.reward,
+            {name: value for name, value in response.components.items() if value is not None},
+        )
 
 
 def reporter_of(

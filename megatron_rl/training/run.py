@@ -33,13 +33,15 @@ from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.plan import Sizes, run_folder, shared_folder, sizes_of
+from megatron_rl.training.plan import Sizes, check_folders, run_folder, shared_folder, sizes_of
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
 from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
+from megatron_rl.weights.mapping import Mapping
+from megatron_rl.weights.reader import Checkpoint
 
 
 def train(settings: Settings, make: "type[Run] | None" = None) -> int:
@@ -52,8 +54,10 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with the data shows before an engine is started.
+            # What is wrong with folders, data and weights shows before an engine is started.
+            check_folders(settings)
             prompts = _prompts(settings, sizes)
+            _check_weights(settings)
             for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.service.endpoint is None:
@@ -65,7 +69,7 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
         watch = stack.enter_context(Watch(session.store, session.rank))
         run = (make or Run)(settings, sizes, folder, session, prompts, stop, stack)
         run.connect(sidecar)
-        watch.tidy = run.tidy
+        watch.tidy = stop.tidy = run.tidy
         return run.train()
 
 
@@ -143,8 +147,10 @@ class Run:
 
     def tidy(self) -> None:
         """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
-        self._closing()
-        self.publisher.close()
+        try:
+            self._closing()
+        finally:
+            self.publisher.close()
 
     def train(self) -> int:
         timeline = Timeline()
@@ -154,7 +160,7 @@ class Run:
             policy=self._policy,
             publisher=self.publisher,
             rollouts=self.rollouts(lambda: timeline.span("wait")),
-            learner=self._learner(),
+            learner=self._learner(lambda: timeline.span("update")),
             checkpoints=self._checkpoints,
             evaluator=self._evaluator(),
             reporter=reporter,
@@ -191,11 +197,11 @@ class Run:
             waiting,
         )
 
-    def _learner(self) -> Learner:
+    def _learner(self, updating: Callable[[], contextlib.AbstractContextManager]) -> Learner:
         sizes = self._sizes
         roles = roles_of(self._settings, self._session, self._policy, self._reference, sizes.plan.num_updates)
         objective = Objective(self._settings.algorithm, sizes.longest_response)
-        return Learner(self._policy, roles, objective, self._session)
+        return Learner(self._policy, roles, objective, self._session, updating)
 
     def _sampling(self, temperature: float) -> Sampling:
         sampling = self._settings.sampling
@@ -264,6 +270,15 @@ def _prompts(settings: Settings, sizes: Sizes) -> PromptSource:
             "or --eval-prompts, or drop it"
         )
     return prompts
+
+
+def _check_weights(settings: Settings) -> None:
+    """An InputError unless the folders hold the architecture's tensors."""
+    reference = settings.algorithm.ref_model if settings.algorithm.kl_beta else None
+    for folder in (settings.model.hf_model, reference):
+        if folder is not None:
+            with Checkpoint(folder) as checkpoint:
+                checkpoint.check(Mapping(settings.architecture))
 
 
 def _reference(settings: Settings, session: Session) -> Reference | None:

@@ -4,13 +4,15 @@ Python runs its handlers in the main thread, which may be in a collective for mi
 by a thread of its own.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
-_EXIT = 128 + signal.SIGTERM
+from megatron_rl.errors import ExitCode
 
 
 class StopRequest:
@@ -18,6 +20,8 @@ class StopRequest:
 
     def __init__(self, grace_seconds: float):
         self._grace_seconds = grace_seconds
+        self.tidy: Callable[[], None] = lambda: None
+        """What is done last where the grace runs out; not more than a moment's work."""
         self._asked = threading.Event()
         self._over = threading.Event()
         self._reader, self._writer = socket.socketpair()
@@ -54,4 +58,6 @@ class StopRequest:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(_EXIT)
+            with contextlib.suppress(Exception):
+                self.tidy()
+            os._exit(ExitCode.OUT_OF_GRACE)

@@ -70,12 +70,15 @@ class Watch:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank, and by that all: with the reason of the rank that failed first."""
-        # A broken connection is what a rank sees of another's failure; the other's own reason is on its way.
-        if not isinstance(error, MegatronRLError):
+        if isinstance(error, KeyboardInterrupt):
+            text, code = "interrupted", ExitCode.INTERRUPTED
+        elif isinstance(error, MegatronRLError):
+            text, code = str(error), error.exit_code
+        else:
+            # A broken connection is what a rank sees of another's failure; the other's own reason is on its way.
             self._ended.wait(2 * _POLL_SECONDS)
             print(traceback.format_exc(), file=sys.stderr)
-        code = error.exit_code if isinstance(error, MegatronRLError) else ExitCode.CRASH
-        text = str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}"
+            text, code = f"{type(error).__name__}: {error}", ExitCode.CRASH
         own = Failure(text, self._rank, int(code))
         with contextlib.suppress(Exception):
             own = _decode(self._store.compare_set(_KEY, "", json.dumps(own)))

@@ -8,7 +8,6 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_rl.config import Settings
-from megatron_rl.errors import UsageError
 from megatron_rl.mcore.optimizer import NonFiniteGradient, apply_update, schedule_of, synchronized
 from tests import hf_models
 from tests.command_lines import DENSE, parse
@@ -175,15 +174,3 @@ def test_weight_decay_grows_over_all_updates_and_norms_have_none() -> None:
         values.append([group["weight_decay"] for group in optimizer.param_groups])
         schedule.step(1)
     assert values == [[0.0, 0.0], [0.25, 0.0], [0.5, 0.0], [0.75, 0.0], [1.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--lr-warmup-iters 8", "--lr-warmup-iters 8 is not below the 8 updates of the decay"),
-        ("--lr-warmup-init 2", "--lr-warmup-init 2 is above --lr 1"),
-    ],
-)
-def test_a_warmup_that_does_not_fit_is_an_error_that_names_its_flag(words: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        rates(words)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.observe.metrics import read, without_times
+from megatron_rl.observe.metrics import read, seconds_by_span, without_times
 from tests.e2e import loop
 
 ITERATIONS = 5
@@ -88,7 +88,13 @@ def compare_schedules(world: loop.World, name: str, world_size: int, seeds: list
 
 
 def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
-    compare_schedules(world, "dp2", 2, [0], use_distributed_optimizer=True)
+    compare_schedules(world, "dp2", 2, [0], use_distributed_optimizer=True, log_num_zeros_in_grad=True)
+    for line in read(world.folder / "dp2-0" / "run"):
+        parts = seconds_by_span(line)
+        assert parts.keys() >= {"publish", "wait", "train", "update", "other"}
+        assert parts["update"] > 0
+        assert sum(parts.values()) == pytest.approx(line["time"]["iteration"])
+        assert line["gradient_zeros"] > 0
 
 
 def test_they_do_where_ranks_share_the_rows_of_a_pack(world):

@@ -106,21 +106,25 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == str(written)
 
 
-def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is(world):
+def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
     script = world.folder / "slowest.json"
     script.write_text(json.dumps({"delay": [30.0, 30.0], "delay_seed": 1}))
+    shared = folder / "shared"
     words = world.words(
-        "grace", rollout_folder=folder / "grace", rollout_script=script, save=folder / "save", exit_grace_seconds=1
-    )
+        "grace", rollout_folder=folder / "grace", rollout_script=script, save=folder / "save", exit_grace_seconds=1,
+        publish_folder=shared,
+    )  # fmt: skip
     with loop.running(folder, 2, words) as ranks:
         deadline = time.monotonic() + 60
-        while not (folder / "grace" / "address").exists() and time.monotonic() < deadline:
+        while not list(shared.glob("*/version-0")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(2)
+        assert list(shared.glob("*/version-0/*")), ranks.text()
+        time.sleep(1)
         ranks.signal(signal.SIGTERM)
         assert ranks.wait(20) == [143, 143], ranks.text()
     assert "grace are over" in ranks.text()
+    assert list(shared.iterdir()) == []
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
@@ -141,6 +145,15 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     with loop.running(folder, 1, world.words("row", prompts=prompts, rollout_folder=folder / "r")) as ranks:
         assert ranks.wait(60) == [4]
     assert re.search(r"pretrain_grpo.py: .*prompts.jsonl.*2.*prompt", ranks.text()), ranks.text()
+    assert not (folder / "r").exists()
+
+
+def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
+    folder = world.folder / "weights"
+    words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(60) == [4]
+    assert f"{tmp_path} holds no *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
 
 

@@ -93,7 +93,7 @@ def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor]) -> f
 def test_the_loss_is_that_of_the_formula(aggregation, is_correction):
     config = AlgorithmConfig(
         kl_beta=0.05, clamp_eps_lower=0.1, clamp_eps_upper=0.3, aggregation=aggregation,
-        is_correction=is_correction, is_truncation=1.005,
+        is_correction=is_correction, is_truncation=1.005 if is_correction else None,
     )  # fmt: skip
     batch = micro_batch([3, 1, 20, 7])
     total, _, share = loss_of(config, batch)

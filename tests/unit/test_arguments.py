@@ -228,6 +228,7 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
         ("--moe-router-load-balancing-type seq_aux_loss", "write aux_loss or none"),
         ("--moe-router-load-balancing-type global_aux_loss", "write aux_loss or none"),
         ("--cuda-graph-impl local", "drop it"),
+        ("--use-tp-pp-dp-mapping", "by stage of the pipeline last; drop the flag"),
     ],
 )
 def test_what_is_refused_comes_with_a_remedy(words: str, remedy: str) -> None:

@@ -30,6 +30,15 @@ def test_any_other_error_keeps_its_traceback(monkeypatch):
         cli.main(["doctor"])
 
 
+def test_an_interrupt_is_one_message_and_no_traceback(monkeypatch, capsys):
+    def wait(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(main=wait))
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "megatron-rl doctor: interrupted\n"
+
+
 def test_an_unknown_command_is_refused_with_the_list(capsys):
     assert cli.main(["docter"]) == ExitCode.USAGE
     assert "unknown command 'docter'" in capsys.readouterr().err

@@ -217,6 +217,24 @@ def test_a_sink_whose_package_is_missing_names_it(monkeypatch, config, text):
         sinks.sinks_of(config, "run", 0, pytest.fail)
 
 
+def test_a_sink_that_cannot_be_made_is_said_with_its_flag_and_left_out(monkeypatch, tmp_path):
+    pytest.importorskip("tensorboard")
+
+    def refuse(**named):
+        raise RuntimeError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
+    (tmp_path / "file").write_text("")
+    said = []
+    config = ObserveConfig(tensorboard_dir=tmp_path / "file" / "events", wandb_project="p")
+    to = sinks.sinks_of(config, "run", 0, said.append)
+    to.write(0, {"loss": 1.0})
+    to.close()
+    first, second = said
+    assert first.startswith(f"--tensorboard-dir {tmp_path}/file/events fails and is left out: NotADirectoryError")
+    assert second == "--wandb-project p fails and is left out: RuntimeError: no network"
+
+
 def test_wandb_resumes_the_run_of_this_id_over_its_versions(monkeypatch, tmp_path):
     calls = []
     run = SimpleNamespace(

@@ -1,6 +1,7 @@
 """What a person sees of a run: its progress, where the time went, the report, pictures."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import pty
@@ -179,6 +180,22 @@ def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch)
     assert text.count("groups trained") <= 4 + 4
     # The cursor is shown again.
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_what_two_threads_tell_the_display_is_all_kept(monkeypatch):
+    shown = progress.LiveProgress(3, 1, io.StringIO())
+    replace = dataclasses.replace
+
+    def slowly(now, **changes):
+        time.sleep(0.05)
+        return replace(now, **changes)
+
+    monkeypatch.setattr(progress.dataclasses, "replace", slowly)
+    other = threading.Thread(target=shown.counts, kwargs={"finished": 5})
+    other.start()
+    shown.phase("train")
+    other.join()
+    assert (shown._shown.phase, shown._shown.finished) == ("train", 5)
 
 
 @pytest.mark.parametrize("kind", ["lines", "live"])

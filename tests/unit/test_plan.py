@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import ModelConfig, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.training.plan import run_folder, shared_folder, sizes_of
+from megatron_rl.training.plan import check_folders, run_folder, shared_folder, sizes_of
 
 
 def settings(**changes: Any) -> SimpleNamespace:
@@ -19,7 +19,7 @@ def settings(**changes: Any) -> SimpleNamespace:
         training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),
     )
     made = _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
-    return SimpleNamespace(**vars(made), transformer={})
+    return SimpleNamespace(**vars(made), transformer={}, optimizer={"lr": 1e-6})
 
 
 def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
@@ -92,6 +92,19 @@ def test_what_pads_a_micro_batch_counts() -> None:
         ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
         ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
         ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference is of.*--grpo-kl-beta"),
+        (
+            {"algorithm__kl_beta": 0.1, "algorithm__ref_model": Path("nowhere")},
+            "--grpo-ref-model nowhere is no folder",
+        ),
+        ({"schedule__lr_warmup_iters": 1}, "--lr-warmup-iters 1 is not below the 1 updates of the decay"),
+        (
+            {"schedule__lr_warmup_iters": 4, "training__global_batch_size": 16},
+            "--lr-warmup-iters 4 is not below the 4 updates",
+        ),
+        (
+            {"schedule__lr_decay_style": "WSD", "schedule__lr_wsd_decay_iters": 2},
+            "--lr-wsd-decay-iters 2 is above the 1 updates",
+        ),
         ({"loop__frozen_offload": True}, "--frozen-offload has no model"),
         (
             {"loop__frozen_offload": True, "loop__tri_model": "separate", "training__global_batch_size": 16},
@@ -104,12 +117,36 @@ def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
         sizes_of(settings(**changes), 2)
 
 
+def test_a_run_without_a_learning_rate_is_an_error_before_anything_starts():
+    made = settings()
+    made.optimizer = {}
+    with pytest.raises(UsageError, match="--lr is missing"):
+        sizes_of(made, 2)
+
+
 def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():
     made = settings(training__micro_batch_size=16)
     made.transformer = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     assert sizes_of(made, 2).division.slots_per_update == 2
     with pytest.raises(UsageError, match="1 micro-batches an update do not fill"):
         sizes_of(made, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("rollout__folder", "--rollout-folder"),
+        ("publish__folder", "--publish-folder"),
+        ("checkpoint__save", "--save"),
+        ("checkpoint__save_hf", "--save-hf"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_error_with_its_flag(field, flag, tmp_path):
+    check_folders(settings(**{field: tmp_path / "new" / "run"}))
+    (tmp_path / "file").write_text("")
+    for folder, problem in ((tmp_path / "file" / "run", "file is no folder"), (tmp_path / ("a" * 300), "too long")):
+        with pytest.raises(UsageError, match=f"{flag} {folder} cannot be made.*{problem}"):
+            check_folders(settings(**{field: folder}))
 
 
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():

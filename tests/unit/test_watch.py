@@ -1,10 +1,16 @@
 """One rank that fails ends all of them, with its reason."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 
+import pytest
+
+from megatron_rl.training import watch
+from megatron_rl.training.stop import StopRequest
 from tests.ranks import ROOT
 
 CODE = """
@@ -61,3 +67,41 @@ def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback(tmp_path):
 
 def test_a_run_without_a_failure_ends_as_it_would(tmp_path):
     assert outcomes(tmp_path, "nothing")[0] == [0, 0]
+
+
+def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, capsys):
+    class Store:
+        def check(self, keys):
+            return False
+
+        def compare_set(self, key, expected, desired):
+            return desired.encode()
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch, "_FAREWELL_SECONDS", 0)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="130"), watch.Watch(Store(), 3):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
+
+
+def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
+    ended = []
+
+    def tidy():
+        ended.append("tidied")
+        raise OSError("the terminal is gone")
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    request = StopRequest(0.0)
+    request.tidy = tidy
+    request._writer.send(bytes([signal.SIGTERM]))
+    with pytest.raises(SystemExit):
+        request._listen()
+    assert ended == ["tidied", 143]

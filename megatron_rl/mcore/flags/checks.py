@@ -99,8 +99,10 @@ def _positive(settings: Settings) -> None:
         "--make-vocab-size-divisible-by": settings.model.make_vocab_size_divisible_by,
         "--save-interval": settings.checkpoint.save_interval,
         "--save-retain-interval": settings.checkpoint.save_retain_interval,
+        "--save-keep-last": settings.checkpoint.keep_last,
         "--distributed-timeout-minutes": settings.distributed.distributed_timeout_minutes,
         "--lr-decay-iters": settings.schedule.lr_decay_iters,
+        "--lr-wsd-decay-iters": settings.schedule.lr_wsd_decay_iters,
         "--num-layers": settings.architecture.num_layers,
         "--hidden-size": settings.architecture.hidden_size,
         "--ffn-hidden-size": settings.architecture.ffn_hidden_size,
@@ -349,6 +351,21 @@ def _recompute(settings: Settings) -> None:
 
 
 def _optimizer(settings: Settings) -> None:
+    optimizer = settings.optimizer
+    for flag, decay in (
+        ("--adam-beta1", optimizer.get("adam_beta1")),
+        ("--adam-beta2", optimizer.get("adam_beta2")),
+        ("--sgd-momentum", optimizer.get("sgd_momentum")),
+    ):
+        if decay is not None and not 0 <= decay < 1:
+            raise UsageError(f"{flag} {decay:g} is not from 0 to below 1: write one that is")
+    for flag, value in (
+        ("--adam-eps", optimizer.get("adam_eps")),
+        ("--weight-decay", optimizer.get("weight_decay")),
+        ("--clip-grad", optimizer.get("clip_grad")),
+    ):
+        if value is not None and value < 0:
+            raise UsageError(f"{flag} {value:g} is below 0: write 0 or more")
     if settings.ddp.get("overlap_param_gather"):
         for field, flag in (
             ("use_distributed_optimizer", "--use-distributed-optimizer"),
@@ -356,9 +373,10 @@ def _optimizer(settings: Settings) -> None:
         ):
             if not settings.ddp.get(field):
                 raise UsageError(f"--overlap-param-gather needs {flag}: add it, or drop --overlap-param-gather")
-    optimizer = settings.optimizer
     if optimizer.get("use_precision_aware_optimizer") and not optimizer.get("use_distributed_optimizer"):
         raise UsageError("--use-precision-aware-optimizer needs --use-distributed-optimizer: add it")
+    if optimizer.get("optimizer") == "sgd" and optimizer.get("use_distributed_optimizer"):
+        raise UsageError("--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd")
     if optimizer.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
         raise UsageError(
             "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
@@ -370,8 +388,16 @@ def _optimizer(settings: Settings) -> None:
 def _schedule(settings: Settings) -> None:
     schedule, optimizer = settings.schedule, settings.optimizer
     rate, lowest = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
+    if rate is not None and not 0 <= rate < math.inf:
+        raise UsageError(f"--lr {rate:g} is no rate to learn at: write a finite number, 0 or more")
     if rate is not None and not 0 <= lowest <= rate:
         raise UsageError(f"--min-lr {lowest:g} is not between 0 and --lr {rate:g}: write one that is")
+    if rate is not None and not 0 <= schedule.lr_warmup_init <= rate:
+        raise UsageError(
+            f"--lr-warmup-init {schedule.lr_warmup_init:g} is not between 0 and --lr {rate:g}: write one that is"
+        )
+    if schedule.lr_warmup_iters < 0:
+        raise UsageError(f"--lr-warmup-iters {schedule.lr_warmup_iters} is below 0: write 0 or more")
     if schedule.lr_warmup_fraction is not None:
         if schedule.lr_warmup_iters:
             raise UsageError("--lr-warmup-fraction and --lr-warmup-iters say the same in two ways: drop one of them")
@@ -401,6 +427,11 @@ def _schedule(settings: Settings) -> None:
         raise UsageError(
             f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
             "--end-weight-decay: add them"
+        )
+    first, last = ends
+    if first is not None and last is not None and not 0 <= first <= last:
+        raise UsageError(
+            f"--start-weight-decay {first:g} is not between 0 and --end-weight-decay {last:g}: write one that is"
         )
 
 

@@ -93,7 +93,7 @@ OPTIMIZER = {
     "optimizer_offload_fraction": "The part of the optimizer's state that is kept on the host.",
     "use_torch_optimizer_for_cpu_offload": "Take torch's Adam on the host.",
     "overlap_cpu_optimizer_d2h_h2d": "Overlap the update on the host with copies.",
-    "log_num_zeros_in_grad": "Count the zeros of the gradient.",
+    "log_num_zeros_in_grad": "Count the zeros of the gradient: `gradient_zeros` of the metrics.",
 }
 
 # What holds without the flag, where that is neither the field's own default nor that of Megatron's scripts: dropout is

@@ -90,6 +90,8 @@ REFUSED = {
         --muon-momentum= --muon-no-split-qkv --muon-nesterov --muon-use-nesterov --muon-scale-mode=
         --muon-fp32-matmul-prec= --muon-coefficient-type= --muon-num-ns-steps= --muon-tp-mode=
         --muon-extra-scale-factor= --muon-scalar-optimizer= --lion-beta1= --lion-beta2= --optimizer-cuda-graph""",
+    "ranks are numbered by tensor, context and data, and by stage of the pipeline last; drop the flag": """
+        --use-tp-pp-dp-mapping""",
     "write --apply-wd-to-qk-layernorm": """
         --no-weight-decay-cond-type=""",
     "weights are gathered by data-parallel rank when they are published, and FSDP keeps them otherwise; write "

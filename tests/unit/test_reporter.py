@@ -1,0 +1,79 @@
+"""What the loop tells people of an iteration: warnings, and samples of its groups."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import ObserveConfig
+from megatron_rl.observe.line_file import read_lines
+from megatron_rl.observe.progress import Progress
+from megatron_rl.training.reporter import Reporter, reporter_of
+
+
+class Said(Progress):
+    """What was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def reporter(folder: Path, **observe: Any) -> Reporter:
+    settings = SimpleNamespace(
+        observe=ObserveConfig(progress="none", **observe),
+        rollout=SimpleNamespace(dtype=None),
+        architecture=SimpleNamespace(dtype="float32"),
+    )
+    return reporter_of(settings, folder, 0, 1, 2, lambda ids: " ".join(map(str, ids)))
+
+
+def packed(*ids: int) -> bytes:
+    return np.array(ids, "<i4").tobytes()
+
+
+def part(prompt: int, first: int, count: int) -> SimpleNamespace:
+    """Some responses of a group, each with its place in the group as its token and its reward."""
+    responses = [
+        SimpleNamespace(tokens=packed(place), reward=float(place), components={"exact": 1.0, "absent": None})
+        for place in range(first, first + count)
+    ]
+    return SimpleNamespace(
+        prompt_index=prompt, row=f"row {prompt}", prompt_tokens=packed(7, prompt), first_response=first,
+        responses=responses,
+    )  # fmt: skip
+
+
+def slots(*batches: list[SimpleNamespace]) -> SimpleNamespace:
+    return SimpleNamespace(of_all=lambda: [SimpleNamespace(parts=parts) for parts in batches])
+
+
+@pytest.mark.parametrize(("given", "difference", "is_warned"), [
+    (None, 5e-4, False), (None, 2e-3, True), (0.0, 5e-4, True), (0.0, 0.0, False), (0.1, 2e-3, False),
+])  # fmt: skip
+def test_a_mismatch_above_what_was_given_or_what_the_precision_explains_is_warned_of(
+    tmp_path, given, difference, is_warned
+):
+    to = reporter(tmp_path, mismatch_warning=given, log_samples=0)
+    to._progress = said = Said()
+    metrics = {"version": 0, "mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}
+    to.iteration(0, metrics, slots())
+    to.close()
+    assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
+
+
+def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
+    to = reporter(tmp_path, log_samples=7)
+    to._write_samples(0, slots([part(3, 0, 2)], [part(3, 2, 2)], [part(1, 0, 2)], [part(1, 2, 2)], [part(2, 0, 4)]))
+    to.close()
+    lines = read_lines(tmp_path / "samples.jsonl")
+    assert [(line["row"], line["prompt"], len(line["responses"])) for line in lines] == [
+        ("row 3", "7 3", 4),
+        ("row 1", "7 1", 3),
+    ]
+    assert [response["text"] for response in lines[0]["responses"]] == ["0", "1", "2", "3"]
+    assert lines[0]["responses"][2] == {"text": "2", "reward": 2.0, "components": {"exact": 1.0}}
