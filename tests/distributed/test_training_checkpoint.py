@@ -1,6 +1,5 @@
 """Training that is saved and goes on: in the same layout bit for bit, in any other with all that Adam remembers."""
 
-import dataclasses
 import os
 import random
 import shutil
@@ -20,22 +19,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore import training_state
 from megatron_rl.mcore.checkpoint_folders import TRACKER
-from megatron_rl.mcore.checkpointer import Checkpointer, Loaded
+from megatron_rl.mcore.checkpointer import Loaded
 from megatron_rl.mcore.model import named_shards
 from megatron_rl.mcore.training_state import TrainState
 from tests import hf_models
-from tests.distributed.training import LAYOUTS, Training, training
+from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
 
 ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
 EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
 GRADIENT_TOLERANCE = 1e-5
-
-
-def checkpointer(trained: Training, **changes: Any) -> Checkpointer:
-    config = dataclasses.replace(trained.settings.checkpoint, **changes)
-    settings = dataclasses.replace(trained.settings, checkpoint=config)
-    return Checkpointer(settings, trained.session, TrainState(trained.wrapped, trained.optimizer, trained.schedule))
 
 
 def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
