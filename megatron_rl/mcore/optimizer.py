@@ -112,10 +112,11 @@ def apply_update(
 ) -> UpdateResult:
     """Multiply the accumulated gradients by `scale`, clip them, step, and clear them for the next update.
 
-    A gradient that is not finite raises on every rank before anything is changed, but for what float16's loss scale
-    is there to avoid: then nothing is changed either, and the schedule waits.
+    A gradient that is not finite raises on every rank before anything is changed, but for what a smaller loss scale of
+    float16 may avoid: then nothing is changed either, and the schedule waits.
     """
     learning_rate = _learning_rate(optimizer)
+    loss_scale = float(optimizer.get_loss_scale())
     for chunk in wrapped:
         chunk.scale_gradients(scale)
     try:
@@ -126,6 +127,8 @@ def apply_update(
         schedule.step(increment=1)
     elif not _adapts_loss_scale(optimizer):
         raise _non_finite(schedule, "the gradients are not finite")
+    elif loss_scale <= optimizer.config.min_loss_scale:
+        raise _non_finite(schedule, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

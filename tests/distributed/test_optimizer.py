@@ -74,7 +74,7 @@ def by_hand(weights: dict, gradients: list[dict], reports: list) -> dict:
     return weights
 
 
-def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[str, bool, list, list[float], list]:
+def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[list[str], bool, list, list[float], list]:
     """An infinite gradient on one replica; float16, whose scale is far too great at first; experts' gradients alone."""
     torch.distributed.init_process_group("gloo")
     with training(folder, f"{ADAM} {LAYOUTS['DP2+distopt']}") as trained:
@@ -88,10 +88,15 @@ def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[str, bool
         with pytest.raises(NonFiniteGradient) as caught:
             apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE)
         is_kept = before != moved == trained.weights.fingerprint()
-    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e30 --hysteresis 1") as trained:
-        reports = [trained.update() for _ in range(100)]
+    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e6 --hysteresis 1") as trained:
+        reports = [trained.update() for _ in range(14)]
         rates = [trained.schedule.num_steps, sum(report.was_taken for report in reports)]
-    return str(caught.value), is_kept, reports, rates, overflow_of_experts(experts, out)
+    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 4 --min-loss-scale 2 --hysteresis 1") as trained:
+        assert not trained.update(float("inf")).was_taken
+        with pytest.raises(NonFiniteGradient) as at_floor:
+            trained.update(float("inf"))
+    texts = [str(caught.value), str(at_floor.value)]
+    return texts, is_kept, reports, rates, overflow_of_experts(experts, out)
 
 
 def overflow_of_experts(folder: Path, out: Path) -> list[tuple[list[float], UpdateResult]]:
@@ -146,10 +151,11 @@ def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_fin
     folder: Path, tmp_path: Path
 ) -> None:
     experts = hf_models.draw("qwen3_moe", tmp_path / "experts")
-    for text, is_kept, reports, (num_steps, num_taken), of_experts in run_ranks(
+    for texts, is_kept, reports, (num_steps, num_taken), of_experts in run_ranks(
         run_bad_gradients, 2, folder, experts, tmp_path / "saved"
     ):
-        assert "in update 2: nothing was updated" in text
+        assert "in update 2: nothing was updated" in texts[0]
+        assert "the gradients are not finite at --min-loss-scale 2 in update 1: nothing was updated" in texts[1]
         assert is_kept
         assert num_steps == num_taken
         assert 1 < num_taken < len(reports)
