@@ -307,6 +307,20 @@ def test_a_checkpoint_that_is_written_beside_training_is_not_torn_and_failures_r
     assert left == ["iter_0000002", TRACKER]
 
 
+def roll_back(trained: Training, out: Path) -> str:
+    """Go on from the first of two checkpoints; returns the newest, and whether it is what came of that."""
+    checkpointer(trained, save=out).save(1, EXTRA)
+    checkpointer(trained, save=out).save(2, EXTRA)
+    saver = checkpointer(trained, save=out, load=out, ckpt_step=1)
+    saver.load()
+    trained.update()
+    updated = trained.weights.fingerprint()
+    saver.save(2, EXTRA)
+    trained.update()
+    loaded = checkpointer(trained, load=out).load()
+    return f"{loaded.version} {trained.weights.fingerprint() == updated}"
+
+
 def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
     """What is said of each thing that cannot be loaded, and what the flags make of it."""
     torch.distributed.init_process_group("gloo")
@@ -321,6 +335,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         told["other folder"] = error_of(checkpointer(trained, save=out / "whole", load=out / "weights").load)
         told["nothing"] = str(checkpointer(trained, load=out / "nothing").load())
         told["missing"] = error_of(checkpointer(trained, load=out / "nothing", exit_on_missing_checkpoint=True).load)
+        told["rolled back"] = roll_back(trained, out / "rolled back")
         told["step"] = error_of(checkpointer(trained, load=out / "whole", ckpt_step=7).load)
     with training(folder, f"{ADAM} {LAYOUTS['TP2']}") as trained:
         before = trained.weights.fingerprint()
@@ -331,6 +346,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
             f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.schedule.num_steps}"
         )
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
+        told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
         told["finetune"] = f"{loaded.version} {loaded.extra} {trained.weights.fingerprint() == updated}"
         for name, victim in (("shard", "__0_0.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
             broken = out / name
@@ -362,6 +378,8 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tm
         "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
         "weights only": "1 a-run 1 0",
         "finetune": "0 {} True",
+        "own folder": "whole holds checkpoints up to iteration 1, and this run begins at iteration 0",
+        "rolled back": "2 True",
         "shard": "it is incomplete, copy it again",
         "common": "it is incomplete, copy it again",
         "metadata": "it is incomplete, copy it again",
