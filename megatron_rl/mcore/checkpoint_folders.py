@@ -16,7 +16,7 @@ from megatron_rl.errors import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_UNFINISHED = re.compile(r"\.iter_\d{7,}\.[0-9a-f]+\.(partial|removed)")
+_UNFINISHED = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
 
 
 def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
@@ -63,9 +63,7 @@ def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
     staged = folder / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        _clear(folder)
         staged.mkdir()
     except OSError as error:
         raise InputError(f"{staged} cannot be created: {error}") from None
@@ -112,6 +110,14 @@ def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int
     return removed
 
 
+def withdraw(target: Path) -> None:
+    """Remove a folder of an iteration that is to be written anew, and what killed runs left beside it."""
+    if target.exists():
+        _remove(target)
+    if target.parent.exists():
+        _clear(target.parent)
+
+
 def discard(staged: Path) -> None:
     """Remove what was written for a save that failed."""
     shutil.rmtree(staged, ignore_errors=True)
@@ -140,6 +146,12 @@ def _name_latest(folder: Path, iteration: int) -> None:
     _make_durable(unfinished)
     unfinished.replace(folder / TRACKER)
     _make_durable(folder)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(target: Path) -> None:

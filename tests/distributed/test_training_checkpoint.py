@@ -21,7 +21,10 @@ from megatron_rl.mcore import training_state
 from megatron_rl.mcore.checkpoint_folders import TRACKER
 from megatron_rl.mcore.checkpointer import Loaded
 from megatron_rl.mcore.model import named_shards
+from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.training_state import TrainState
+from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.training.checkpoints import Checkpoints
 from tests import hf_models
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
@@ -368,8 +371,68 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tmp_path: Path) -> None:
-    other = hf_models.draw("qwen2", tmp_path / "qwen2")
+class Killed(BaseException):
+    """Stands for a signal that no code sees."""
+
+
+def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
+    """A run that is killed between its last checkpoint and the Hugging Face folder of it, and twice started again."""
+    places = f"--save {out}/saved --load {out}/saved --save-hf {out}/hf"
+    words = f"{ADAM} {LAYOUTS['DP2+overlap']} {places} --save-interval 1 --train-iters 2"
+    results: dict[str, Any] = {"said": []}
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with training(folder, words) as trained:
+        saver = checkpoints(trained)
+        saver.load(results["said"].append)
+        trained.update()
+        saver.save_if_due(1, False, "")
+        if trained.session.rank == 0:
+            # What an earlier try left there is not of this checkpoint.
+            shutil.copytree(out / "hf" / "iter_0000001", out / "hf" / "iter_0000002")
+        trained.update()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelWeights, "save_hf", killed)
+            with pytest.raises(Killed):
+                saver.save_if_due(2, True, "")
+        results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
+        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        results["trained"] = trained.weights.fingerprint()
+        trained.session.barrier()
+    with training(folder, words) as trained:
+        results["versions"] = [checkpoints(trained).load(results["said"].append) for _ in range(2)]
+        trained.weights.load_hf(out / "hf" / "iter_0000002")
+        results["written"] = trained.weights.fingerprint()
+    return results
+
+
+def checkpoints(trained: Training) -> Checkpoints:
+    policy = Policy(trained.chunks, trained.wrapped, trained.optimizer, trained.schedule, trained.weights)
+    return Checkpoints(trained.settings, trained.session, policy, "run", None, None)
+
+
+def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    return run_bad_input(folder, other, out), lose_hf_folder(folder, out / "lost")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("two-ranks")
+    return run_ranks(run_on_two_ranks, 2, folder, hf_models.draw("qwen2", out / "qwen2"), out)
+
+
+def test_an_hf_folder_that_a_kill_left_out_is_written_when_its_checkpoint_is_loaded(on_two_ranks: list) -> None:
+    for _, result in on_two_ranks:
+        assert result["killed"] == ["iter_0000001"]
+        assert result["versions"] == [2, 2]
+        assert result["written"] == result["trained"]
+        (missing,) = (text for text in result["said"] if "is missing" in text)
+        assert "hf/iter_0000002 is missing: it is written from" in missing
+
+
+def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: list) -> None:
     expected = {
         "other folder": "holds checkpoints already: write --load",
         "nothing": "None",
@@ -388,6 +451,6 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tm
         "other model": "the flags must describe the model that was saved",
         "overridden": "True",
     }
-    for told in run_ranks(run_bad_input, 2, folder, other, tmp_path):
+    for told, _ in on_two_ranks:
         for name, part in expected.items():
             assert part in told[name], f"{name}: {told[name]}"
