@@ -65,6 +65,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
         ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
         ("--ckpt-step 3", "--ckpt-step needs --load"),
+        ("--save out --save-hf ./out", "--save and --save-hf are both out"),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
         ("--make-vocab-size-divisible-by 0", "is below 1"),
         ("--deterministic-mode", "drop the flag"),
