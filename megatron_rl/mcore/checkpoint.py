@@ -76,13 +76,19 @@ def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, ite
 
 
 def prepare(
-    build: Callable[[], dict[str, Any]], folder: Path, iteration: int, session: Session, fully_parallel: bool = False
+    build: Callable[[], dict[str, Any]],
+    folder: Path,
+    iteration: int,
+    session: Session,
+    fully_parallel: bool = False,
+    loaded: int | None = None,
 ) -> Prepared:
     """Plan a checkpoint of what `build` returns. Executing the request writes it, and makes it the newest at last.
 
+    `loaded` is the iteration of the folder that the run went on from.
     `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
     """
-    created = session.agree(lambda: folders.stage(folder, iteration) if session.rank == 0 else None)
+    created = session.agree(lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None)
     staged = session.from_first(created)
     assert staged is not None
     try:
@@ -96,7 +102,7 @@ def prepare(
         raise
     request = _in_one_process(request)
     request.add_finalize_fn(
-        lambda: session.agree(lambda: folders.publish(staged, folder, iteration) if session.rank == 0 else None)
+        lambda: session.agree(lambda: folders.publish(staged, folder, iteration, loaded) if session.rank == 0 else None)
     )
     return Prepared(request, staged)
 

@@ -16,7 +16,7 @@ from megatron_rl.errors import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_UNFINISHED = re.compile(r"\.iter_\d{7,}\.[0-9a-f]+\.(partial|removed)")
+_UNFINISHED = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
 
 
 def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
@@ -46,41 +46,48 @@ def iteration_folder(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def stage(folder: Path, iteration: int) -> Path:
-    """An empty folder to write to, after removing what killed runs left behind."""
+def latest_iteration(folder: Path) -> int | None:
+    """That of the newest checkpoint, if an iteration is named."""
+    tracker = folder / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
+    """An empty folder to write to, after removing what killed runs left behind.
+
+    `loaded` is the iteration of the folder that the run went on from.
+    """
     target = iteration_folder(folder, iteration)
-    if target.exists() and _is_latest(folder, iteration):
-        raise InputError(f"{target} exists already: choose another --save, or remove it")
+    _check_replaceable(folder, iteration, loaded)
     staged = folder / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        _clear(folder)
         staged.mkdir()
     except OSError as error:
         raise InputError(f"{staged} cannot be created: {error}") from None
     return staged
 
 
-def publish(staged: Path, folder: Path, iteration: int) -> Path:
+def publish(staged: Path, folder: Path, iteration: int, loaded: int | None = None) -> Path:
     """Make what was written the newest checkpoint: until the last step that is the one before.
 
     A folder of that iteration that is not the newest was left by a run that was killed here, or that went on from an
-    earlier iteration: it gives way.
+    earlier iteration: it gives way. So does the newest if this run went on from an earlier one, which is the newest
+    meanwhile.
     """
     target = iteration_folder(folder, iteration)
+    _check_replaceable(folder, iteration, loaded)
     try:
         for path in (*staged.rglob("*"), staged):
             _make_durable(path)
         if target.exists():
+            if loaded is not None and latest_iteration(folder) == iteration:
+                _name_latest(folder, loaded)
             _remove(target)
         staged.rename(target)
-        unfinished = folder / f".{TRACKER}"
-        unfinished.write_text(str(iteration))
-        _make_durable(unfinished)
-        unfinished.replace(folder / TRACKER)
-        _make_durable(folder)
+        _name_latest(folder, iteration)
     except OSError as error:
         raise InputError(f"{target} cannot be finished: {error}") from None
     return target
@@ -103,6 +110,14 @@ def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int
     return removed
 
 
+def withdraw(target: Path) -> None:
+    """Remove a folder of an iteration that is to be written anew, and what killed runs left beside it."""
+    if target.exists():
+        _remove(target)
+    if target.parent.exists():
+        _clear(target.parent)
+
+
 def discard(staged: Path) -> None:
     """Remove what was written for a save that failed."""
     shutil.rmtree(staged, ignore_errors=True)
@@ -117,9 +132,26 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _is_latest(folder: Path, iteration: int) -> bool:
-    tracker = folder / TRACKER
-    return tracker.exists() and tracker.read_text().strip() == str(iteration)
+def _check_replaceable(folder: Path, iteration: int, loaded: int | None) -> None:
+    target = iteration_folder(folder, iteration)
+    if not target.exists() or latest_iteration(folder) != iteration:
+        return
+    if loaded is None or loaded >= iteration or not (iteration_folder(folder, loaded) / "metadata.json").exists():
+        raise InputError(f"{target} exists already: choose another --save, or remove it")
+
+
+def _name_latest(folder: Path, iteration: int) -> None:
+    unfinished = folder / f".{TRACKER}"
+    unfinished.write_text(str(iteration))
+    _make_durable(unfinished)
+    unfinished.replace(folder / TRACKER)
+    _make_durable(folder)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(target: Path) -> None:

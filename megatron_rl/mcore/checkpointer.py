@@ -50,6 +50,8 @@ class Checkpointer:
         self._reference = reference
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
+        # The iteration of the folder that is saved to which this run went on from.
+        self._loaded: int | None = None
 
     def is_due(self, version: int, is_last: bool = False) -> bool:
         """Whether a checkpoint is written after so many iterations."""
@@ -82,6 +84,7 @@ class Checkpointer:
             version,
             self._session,
             self._config.ckpt_fully_parallel_save,
+            self._loaded,
         )
         if self._config.async_save:
             checkpoint.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
@@ -108,8 +111,10 @@ class Checkpointer:
         is_there = self._session.agree(lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder))
         if not is_there and not config.exit_on_missing_checkpoint:
             return None
-        version, source = self._session.agree(lambda: checkpoint.find(folder, config.ckpt_step))
-        return self._load(0 if config.finetune else version, source)
+        found, source = self._session.agree(lambda: checkpoint.find(folder, config.ckpt_step))
+        version = 0 if config.finetune else found
+        self._loaded = self._session.agree(lambda: self._goes_on_from(version, source))
+        return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:
         config, session = self._config, self._session
@@ -209,6 +214,21 @@ class Checkpointer:
                 f"--save {save} holds checkpoints already: write --load {save} too to go on from them, or choose "
                 f"another folder"
             )
+
+    def _goes_on_from(self, version: int, source: Path) -> int | None:
+        """The version, if it is one of the folder that is saved to: newer ones there may be replaced."""
+        save = self._config.save
+        if save is None:
+            return None
+        if source.resolve() == folders.iteration_folder(save, version).resolve():
+            return version
+        newest = folders.latest_iteration(save)
+        if newest is not None and newest > version:
+            raise InputError(
+                f"--save {save} holds checkpoints up to iteration {newest}, and this run begins at iteration {version} "
+                f"with {source}: choose another --save"
+            )
+        return None
 
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
         if "optimizer" not in common or "opt_param_scheduler" not in common:

@@ -58,6 +58,7 @@ def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel])
         list(wrapped),
         use_gloo_process_groups=settings.distributed.use_gloo_process_groups,
     )
+    _share_loss_scale(optimizer)
     _refuse_non_finite_norms(optimizer)
     _connect(optimizer, wrapped)
     return optimizer
@@ -100,10 +101,11 @@ def apply_update(
 ) -> UpdateResult:
     """Multiply the accumulated gradients by `scale`, clip them, step, and clear them for the next update.
 
-    A gradient that is not finite raises on every rank before anything is changed, but for what float16's loss scale
-    is there to avoid: then nothing is changed either, and the schedule waits.
+    A gradient that is not finite raises on every rank before anything is changed, but for what a smaller loss scale of
+    float16 may avoid: then nothing is changed either, and the schedule waits.
     """
     learning_rate = _learning_rate(optimizer)
+    loss_scale = float(optimizer.get_loss_scale())
     for chunk in wrapped:
         chunk.scale_gradients(scale)
     try:
@@ -114,6 +116,8 @@ def apply_update(
         schedule.step(increment=1)
     elif not _adapts_loss_scale(optimizer):
         raise _non_finite(schedule, "the gradients are not finite")
+    elif loss_scale <= optimizer.config.min_loss_scale:
+        raise _non_finite(schedule, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -130,6 +134,30 @@ def synchronized(wrapped: Sequence[DistributedDataParallel]) -> None:
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
+    """One scale for experts that have an optimizer of their own and for the rest: the loss is multiplied by one.
+
+    Megatron gives each its own, and after an overflow in one alone what the loss was multiplied by is not what the
+    other divides by.
+    """
+    chained = getattr(optimizer, "chained_optimizers", ())
+    scalers = [one.grad_scaler for one in chained if getattr(one, "grad_scaler", None)]
+    if len(scalers) < 2:
+        return
+    prepare, update = optimizer.prepare_grads, scalers[0].update
+    for one in chained:
+        one.grad_scaler = scalers[0]
+    # Each optimizer would adapt it before the next one divides.
+    scalers[0].update = lambda found_inf: None
+
+    def prepared() -> bool:
+        found_inf = prepare()
+        update(found_inf)
+        return found_inf
+
+    optimizer.prepare_grads = prepared
 
 
 class _NonFiniteNorm(Exception):

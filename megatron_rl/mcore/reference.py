@@ -22,7 +22,7 @@ class Reference:
         """`chunks` are frozen and have their weights; every `interval` versions they are to take the policy's."""
         self.chunks = chunks
         self._weights = weights
-        self._dtype = dtype
+        self._dtype = dtype or weights.architecture.dtype
         self._interval = interval
         self.start = self.fingerprint = weights.fingerprint(dtype)
         """Of the weights that it began with, and of those that it has."""
@@ -40,10 +40,13 @@ class Reference:
             copy_weights(policy, self.chunks)
             self.version, self.fingerprint = version, fingerprint
 
-    def is_policy(self, version: int, fingerprint: str) -> bool:
-        """Whether it has the weights of that version of the policy, to the last bit."""
+    def is_policy(self, policy: ModelWeights, version: int, fingerprint: str) -> bool:
+        """Whether it has the weights of the policy, which is of that version and fingerprint, to the last bit."""
+        if fingerprint != self.fingerprint or version == self.version:
+            return fingerprint == self.fingerprint
         # Weights that are rounded to be published may differ where what is published does not.
-        return fingerprint == self.fingerprint and (self._dtype is None or version == self.version)
+        exact = policy.dtype
+        return exact == self._dtype or policy.fingerprint(exact) == self._weights.fingerprint(exact)
 
     def resume(self, version: int) -> None:
         """Go on from weights that were loaded since, those of a version of the policy."""

@@ -108,6 +108,7 @@ def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bo
     """Take over optimizer and schedule from what was loaded."""
     optimizer, schedule = state.optimizer, state.schedule
     bounds = [{key: group.get(key) for key in ("max_lr", "min_lr")} for group in optimizer.param_groups]
+    _name_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
     if is_overriding:
@@ -168,8 +169,19 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
         allocate_adam_state(inner)
 
 
+def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Megatron does not save a step that is zero, and torch's Adam loads no state without."""
+    if not _torch_adams(optimizer):
+        return
+    for one in loaded.values() if 0 in loaded else [loaded]:
+        state = one.get("optimizer", one).get("state")
+        # The distributed optimizer has it elsewhere.
+        if state is not None:
+            state.setdefault("common_step", torch.tensor(0.0))
+
+
 def _allocate_steps(optimizer: MegatronOptimizer) -> None:
-    """Megatron does not save a step that is zero."""
+    """The distributed optimizer loads without a step that was not saved, but does not go on so."""
     for inner in _torch_adams(optimizer):
         for values in inner.state.values():
             values.setdefault("step", torch.tensor(0.0))

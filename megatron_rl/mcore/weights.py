@@ -34,6 +34,8 @@ class ModelWeights:
         self.architecture = chunks[0].architecture
         self.mapping = Mapping(self.architecture)
         self._session = session
+        self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
+        """That of the parameters; the architecture's is that of the folder."""
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: Stream | None = None
         self._stream_settings: tuple[str | None, int] | None = None

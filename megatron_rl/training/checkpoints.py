@@ -1,6 +1,5 @@
 """When a run is saved, and what beside model and optimizer: all that makes a resumed run the one that never stopped."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint_folders import iteration_folder
+from megatron_rl.mcore.checkpoint_folders import iteration_folder, withdraw
 from megatron_rl.mcore.checkpointer import Checkpointer
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.reference import Reference
@@ -48,29 +47,42 @@ class Checkpoints:
             say(note)
         if loaded.extra:
             self._session.agree(lambda: self._take_over(loaded.extra, loaded.source))
+        self._complete(loaded.version, loaded.source, say)
         return loaded.version
 
     def save_if_due(self, version: int, is_last: bool, audit_head: str) -> None:
         """Both forms, and make an earlier one that was written meanwhile the newest."""
         self._checkpointer.poll()
+        hf_folder = self._hf_folder_if_due(version, is_last)
+        if hf_folder is not None:
+            # Left by this run before it was killed, or went back, and not of the checkpoint that is written now.
+            self._session.agree(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if self._checkpointer.save_if_due(version, self._extra(audit_head), is_last):
             assert self._settings.checkpoint.save is not None
             self.last_saved = iteration_folder(self._settings.checkpoint.save, version)
-        self._save_hf(version, is_last)
+        if hf_folder is not None:
+            self._save_hf(hf_folder)
 
     def finish(self) -> None:
         """Return when everything is written."""
         self._checkpointer.finish()
 
-    def _save_hf(self, version: int, is_last: bool) -> None:
+    def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
+        """A run that was killed between a checkpoint and its Hugging Face folder does not come by there again."""
+        num_iterations = self._settings.training.train_iters
+        assert num_iterations is not None
+        folder = self._hf_folder_if_due(version, is_last=version >= num_iterations)
+        if folder is not None and not self._session.from_first(folder.exists()):
+            say(f"{folder} is missing: it is written from {source}")
+            self._save_hf(folder)
+
+    def _hf_folder_if_due(self, version: int, is_last: bool) -> Path | None:
         config = self._settings.checkpoint
         interval = config.save_interval
-        if config.save_hf is None or not (is_last or (interval is not None and version % interval == 0)):
-            return
-        folder = iteration_folder(config.save_hf, version)
-        if self._session.rank == 0:
-            # Left by this run before it was killed and went on from an earlier version.
-            shutil.rmtree(folder, ignore_errors=True)
+        is_due = version > 0 and (is_last or (interval is not None and version % interval == 0))
+        return iteration_folder(config.save_hf, version) if config.save_hf is not None and is_due else None
+
+    def _save_hf(self, folder: Path) -> None:
         self._policy.synchronize()
         self._policy.weights.save_hf(folder, self._settings.model.hf_model, self._settings.publish.dtype)
         self.last_hf = folder

@@ -92,7 +92,7 @@ class Trainer:
         if self._reference is None:
             return False
         self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
-        return self._reference.is_policy(version, fingerprint)
+        return self._reference.is_policy(self._policy.weights, version, fingerprint)
 
     def _evaluate(self, version: int, fingerprint: str, is_last: bool = False) -> dict[str, Any] | None:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):

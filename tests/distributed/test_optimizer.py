@@ -8,11 +8,11 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_rl.config import Settings
-from megatron_rl.mcore.optimizer import NonFiniteGradient, apply_update, schedule_of, synchronized
+from megatron_rl.mcore.optimizer import NonFiniteGradient, UpdateResult, apply_update, schedule_of, synchronized
 from tests import hf_models
 from tests.command_lines import DENSE, parse
 from tests.distributed.layouts import Model
-from tests.distributed.training import LAYOUTS, training
+from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import run_ranks
 
 RATE, DECAY, CLIP, EPSILON, SCALE = 0.125, 0.25, 1.5, 0.1, 0.01
@@ -73,8 +73,8 @@ def by_hand(weights: dict, gradients: list[dict], reports: list) -> dict:
     return weights
 
 
-def run_bad_gradients(folder: Path) -> tuple[str, bool, list, list[float]]:
-    """An infinite gradient on one replica; then float16, whose scale is far too great at first."""
+def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[list[str], bool, list, list[float], list]:
+    """An infinite gradient on one replica; float16, whose scale is far too great at first; experts' gradients alone."""
     torch.distributed.init_process_group("gloo")
     with training(folder, f"{ADAM} {LAYOUTS['DP2+distopt']}") as trained:
         before = trained.weights.fingerprint()
@@ -87,10 +87,39 @@ def run_bad_gradients(folder: Path) -> tuple[str, bool, list, list[float]]:
         with pytest.raises(NonFiniteGradient) as caught:
             apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE)
         is_kept = before != moved == trained.weights.fingerprint()
-    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e15 --hysteresis 1") as trained:
-        reports = [trained.update() for _ in range(50)]
+    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e6 --hysteresis 1") as trained:
+        reports = [trained.update() for _ in range(14)]
         rates = [trained.schedule.num_steps, sum(report.was_taken for report in reports)]
-    return str(caught.value), is_kept, reports, rates
+    with training(folder, f"{ADAM} --fp16 --initial-loss-scale 4 --min-loss-scale 2 --hysteresis 1") as trained:
+        assert not trained.update(float("inf")).was_taken
+        with pytest.raises(NonFiniteGradient) as at_floor:
+            trained.update(float("inf"))
+    texts = [str(caught.value), str(at_floor.value)]
+    return texts, is_kept, reports, rates, overflow_of_experts(experts, out)
+
+
+def overflow_of_experts(folder: Path, out: Path) -> list[tuple[list[float], UpdateResult]]:
+    """The loss scales of all optimizers and an update: without an overflow, after one of experts' alone, resumed."""
+    words = f"{ADAM} {LAYOUTS['EP2']} --fp16 --initial-loss-scale 256 --hysteresis 1"
+    results = []
+
+    def update(trained: Training) -> None:
+        scales = [one.get_loss_scale().item() for one in trained.optimizer.chained_optimizers]
+        results.append((scales, trained.update()))
+
+    with training(folder, words) as trained:
+        update(trained)
+    with training(folder, words) as trained:
+        trained.accumulate()
+        if trained.session.rank == 1:
+            trained.wrapped[0].expert_parallel_buffers[0].grad_data[0] = float("inf")
+        assert not apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE).was_taken
+        checkpointer(trained, save=out).save(1, {})
+        update(trained)
+    with training(folder, words) as trained:
+        checkpointer(trained, load=out).load()
+        update(trained)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +146,15 @@ def test_an_update_is_what_adam_makes_of_the_sum_of_losses_in_every_layout(folde
         assert stale == (name == OVERLAPPED)
 
 
-def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_finds_its_scale(folder: Path) -> None:
-    for text, is_kept, reports, (num_steps, num_taken) in run_ranks(run_bad_gradients, 2, folder):
-        assert "in update 2: nothing was updated" in text
+def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_finds_its_scale(
+    folder: Path, tmp_path: Path
+) -> None:
+    experts = hf_models.draw("qwen3_moe", tmp_path / "experts")
+    for texts, is_kept, reports, (num_steps, num_taken), of_experts in run_ranks(
+        run_bad_gradients, 2, folder, experts, tmp_path / "saved"
+    ):
+        assert "in update 2: nothing was updated" in texts[0]
+        assert "the gradients are not finite at --min-loss-scale 2 in update 1: nothing was updated" in texts[1]
         assert is_kept
         assert num_steps == num_taken
         assert 1 < num_taken < len(reports)
@@ -127,6 +162,10 @@ def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_fin
         assert math.isnan(reports[0].gradient_norm)
         assert reports[-1].was_taken
         assert reports[-1].is_finite
+        # One scale for all optimizers: the gradients, and so their norm, do not depend on it.
+        assert [scales for scales, _ in of_experts] == [[256.0, 256.0], [128.0, 128.0], [128.0, 128.0]]
+        norm = of_experts[0][1].gradient_norm
+        assert [report.gradient_norm for _, report in of_experts] == [norm] + [pytest.approx(norm, rel=1e-3)] * 2
 
 
 class Groups:

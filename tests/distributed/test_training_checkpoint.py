@@ -1,6 +1,5 @@
 """Training that is saved and goes on: in the same layout bit for bit, in any other with all that Adam remembers."""
 
-import dataclasses
 import os
 import random
 import shutil
@@ -20,22 +19,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore import training_state
 from megatron_rl.mcore.checkpoint_folders import TRACKER
-from megatron_rl.mcore.checkpointer import Checkpointer, Loaded
+from megatron_rl.mcore.checkpointer import Loaded
 from megatron_rl.mcore.model import named_shards
+from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.training_state import TrainState
+from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.training.checkpoints import Checkpoints
 from tests import hf_models
-from tests.distributed.training import LAYOUTS, Training, training
+from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
 
 ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
 EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
 GRADIENT_TOLERANCE = 1e-5
-
-
-def checkpointer(trained: Training, **changes: Any) -> Checkpointer:
-    config = dataclasses.replace(trained.settings.checkpoint, **changes)
-    settings = dataclasses.replace(trained.settings, checkpoint=config)
-    return Checkpointer(settings, trained.session, TrainState(trained.wrapped, trained.optimizer, trained.schedule))
 
 
 def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
@@ -314,6 +310,20 @@ def test_a_checkpoint_that_is_written_beside_training_is_not_torn_and_failures_r
     assert left == ["iter_0000002", TRACKER]
 
 
+def roll_back(trained: Training, out: Path) -> str:
+    """Go on from the first of two checkpoints; returns the newest, and whether it is what came of that."""
+    checkpointer(trained, save=out).save(1, EXTRA)
+    checkpointer(trained, save=out).save(2, EXTRA)
+    saver = checkpointer(trained, save=out, load=out, ckpt_step=1)
+    saver.load()
+    trained.update()
+    updated = trained.weights.fingerprint()
+    saver.save(2, EXTRA)
+    trained.update()
+    loaded = checkpointer(trained, load=out).load()
+    return f"{loaded.version} {trained.weights.fingerprint() == updated}"
+
+
 def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
     """What is said of each thing that cannot be loaded, and what the flags make of it."""
     torch.distributed.init_process_group("gloo")
@@ -328,6 +338,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         told["other folder"] = error_of(checkpointer(trained, save=out / "whole", load=out / "weights").load)
         told["nothing"] = str(checkpointer(trained, load=out / "nothing").load())
         told["missing"] = error_of(checkpointer(trained, load=out / "nothing", exit_on_missing_checkpoint=True).load)
+        told["rolled back"] = roll_back(trained, out / "rolled back")
         told["step"] = error_of(checkpointer(trained, load=out / "whole", ckpt_step=7).load)
     with training(folder, f"{ADAM} {LAYOUTS['TP2']}") as trained:
         before = trained.weights.fingerprint()
@@ -338,6 +349,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
             f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.schedule.num_steps}"
         )
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
+        told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
         told["finetune"] = f"{loaded.version} {loaded.extra} {trained.weights.fingerprint() == updated}"
         for name, victim in (("shard", "__0_0.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
             broken = out / name
@@ -359,8 +371,68 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tmp_path: Path) -> None:
-    other = hf_models.draw("qwen2", tmp_path / "qwen2")
+class Killed(BaseException):
+    """Stands for a signal that no code sees."""
+
+
+def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
+    """A run that is killed between its last checkpoint and the Hugging Face folder of it, and twice started again."""
+    places = f"--save {out}/saved --load {out}/saved --save-hf {out}/hf"
+    words = f"{ADAM} {LAYOUTS['DP2+overlap']} {places} --save-interval 1 --train-iters 2"
+    results: dict[str, Any] = {"said": []}
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with training(folder, words) as trained:
+        saver = checkpoints(trained)
+        saver.load(results["said"].append)
+        trained.update()
+        saver.save_if_due(1, False, "")
+        if trained.session.rank == 0:
+            # What an earlier try left there is not of this checkpoint.
+            shutil.copytree(out / "hf" / "iter_0000001", out / "hf" / "iter_0000002")
+        trained.update()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelWeights, "save_hf", killed)
+            with pytest.raises(Killed):
+                saver.save_if_due(2, True, "")
+        results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
+        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        results["trained"] = trained.weights.fingerprint()
+        trained.session.barrier()
+    with training(folder, words) as trained:
+        results["versions"] = [checkpoints(trained).load(results["said"].append) for _ in range(2)]
+        trained.weights.load_hf(out / "hf" / "iter_0000002")
+        results["written"] = trained.weights.fingerprint()
+    return results
+
+
+def checkpoints(trained: Training) -> Checkpoints:
+    policy = Policy(trained.chunks, trained.wrapped, trained.optimizer, trained.schedule, trained.weights)
+    return Checkpoints(trained.settings, trained.session, policy, "run", None, None)
+
+
+def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    return run_bad_input(folder, other, out), lose_hf_folder(folder, out / "lost")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("two-ranks")
+    return run_ranks(run_on_two_ranks, 2, folder, hf_models.draw("qwen2", out / "qwen2"), out)
+
+
+def test_an_hf_folder_that_a_kill_left_out_is_written_when_its_checkpoint_is_loaded(on_two_ranks: list) -> None:
+    for _, result in on_two_ranks:
+        assert result["killed"] == ["iter_0000001"]
+        assert result["versions"] == [2, 2]
+        assert result["written"] == result["trained"]
+        (missing,) = (text for text in result["said"] if "is missing" in text)
+        assert "hf/iter_0000002 is missing: it is written from" in missing
+
+
+def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: list) -> None:
     expected = {
         "other folder": "holds checkpoints already: write --load",
         "nothing": "None",
@@ -369,6 +441,8 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tm
         "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
         "weights only": "1 a-run 1 0",
         "finetune": "0 {} True",
+        "own folder": "whole holds checkpoints up to iteration 1, and this run begins at iteration 0",
+        "rolled back": "2 True",
         "shard": "it is incomplete, copy it again",
         "common": "it is incomplete, copy it again",
         "metadata": "it is incomplete, copy it again",
@@ -377,6 +451,6 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(folder: Path, tm
         "other model": "the flags must describe the model that was saved",
         "overridden": "True",
     }
-    for told in run_ranks(run_bad_input, 2, folder, other, tmp_path):
+    for told, _ in on_two_ranks:
         for name, part in expected.items():
             assert part in told[name], f"{name}: {told[name]}"

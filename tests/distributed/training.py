@@ -11,10 +11,12 @@ from megatron.core.utils import get_model_config
 from megatron_rl import arguments
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of, session_of
+from megatron_rl.mcore.checkpointer import Checkpointer
 from megatron_rl.mcore.model import wrap
 from megatron_rl.mcore.optimizer import UpdateResult, apply_update, ddp_config_of, optimizer_of, schedule_of
 from megatron_rl.mcore.runner import forward_backward
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
 from tests.distributed.layouts import Model, divisor, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
@@ -73,3 +75,9 @@ def training_in(session: Session, settings: Settings, num_updates: int = 10) -> 
     optimizer = optimizer_of(settings, wrapped)
     schedule = schedule_of(settings, optimizer, num_updates)
     return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, schedule)
+
+
+def checkpointer(trained: Training, **changes: Any) -> Checkpointer:
+    config = dataclasses.replace(trained.settings.checkpoint, **changes)
+    settings = dataclasses.replace(trained.settings, checkpoint=config)
+    return Checkpointer(settings, trained.session, TrainState(trained.wrapped, trained.optimizer, trained.schedule))

@@ -9,12 +9,20 @@ from megatron_rl.mcore import reference
 from megatron_rl.mcore.reference import Reference
 
 
+def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:
+    """Weights of a model that is stored in bfloat16; `exact` is their fingerprint in float32."""
+    return SimpleNamespace(
+        fingerprint=lambda dtype: exact if dtype == "float32" else identity,
+        dtype=dtype,
+        architecture=SimpleNamespace(dtype="bfloat16"),
+    )
+
+
 def moves(monkeypatch: pytest.MonkeyPatch, interval: int | None) -> tuple[list[int], Reference]:
     """The versions at which it takes the policy's weights."""
     copied: list[Any] = []
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: copied.append((source, target)))
-    weights: Any = SimpleNamespace(fingerprint=lambda dtype: "loaded")
-    made = Reference([], weights, None, interval)
+    made = Reference([], weights_of("loaded"), None, interval)
     found = []
     for version in range(7):
         policy: Any = [version]
@@ -38,20 +46,25 @@ def test_without_an_interval_it_stays_what_was_loaded(monkeypatch) -> None:
     assert (made.version, made.fingerprint) == (None, "loaded")
 
 
-@pytest.mark.parametrize(("dtype", "is_known"), [(None, True), ("bfloat16", False)])
-def test_weights_that_are_rounded_alike_may_differ(monkeypatch, dtype: str | None, is_known: bool) -> None:
+def test_weights_that_are_rounded_alike_are_the_policy_only_if_they_are_the_same(monkeypatch) -> None:
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: None)
-    weights: Any = SimpleNamespace(fingerprint=lambda dtype: "loaded")
-    made = Reference([], weights, dtype, 3)
-    assert made.is_policy(0, "loaded") is is_known
-    assert not made.is_policy(1, "other")
-    made.move_if_due([], 3, "taken")
-    assert made.is_policy(3, "taken")
-    assert made.is_policy(4, "taken") is is_known
+    for published in (None, "bfloat16"):
+        made = Reference([], weights_of("loaded", exact="of the folder"), published, 3)
+        assert made.is_policy(weights_of("loaded", exact="of the folder"), 0, "loaded")
+        assert not made.is_policy(weights_of("loaded", exact="a little further"), 1, "loaded")
+        assert not made.is_policy(weights_of("other"), 1, "other")
+        made.move_if_due([], 3, "taken")
+        assert made.is_policy(weights_of("taken", exact="not asked for"), 3, "taken")
+        assert not made.is_policy(weights_of("taken", exact="a little further"), 4, "taken")
 
 
-def test_an_identity_that_is_resumed_is_that_of_the_loaded_weights(monkeypatch) -> None:
-    weights: Any = SimpleNamespace(fingerprint=lambda dtype: "first")
+def test_weights_that_are_published_as_they_are_are_known_by_their_fingerprint() -> None:
+    made = Reference([], weights_of("loaded", "bfloat16"), None)
+    assert made.is_policy(weights_of("loaded", "bfloat16", exact="not asked for"), 4, "loaded")
+
+
+def test_an_identity_that_is_resumed_is_that_of_the_loaded_weights() -> None:
+    weights = weights_of("first")
     made = Reference([], weights, None)
     weights.fingerprint = lambda dtype: "then"
     made.resume(4)

@@ -405,8 +405,9 @@ def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
     assert any("--distributed-backend nccl" in note for note in notes)
 
 
-def test_gradients_are_reduced_in_float32_with_bf16_unless_a_flag_says_otherwise() -> None:
+def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
     assert parse(*DENSE, "--bf16").ddp["grad_reduce_in_fp32"] is True
+    assert parse(*DENSE, "--fp16").ddp["grad_reduce_in_fp32"] is True
     assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
 
 

@@ -14,11 +14,17 @@ class Killed(BaseException):
     """Stands for a signal that no code sees."""
 
 
-def save(folder: Path, iteration: int, keep_last: int | None = None, retain_interval: int | None = None) -> None:
-    staged = folders.stage(folder, iteration)
+def save(
+    folder: Path,
+    iteration: int,
+    keep_last: int | None = None,
+    retain_interval: int | None = None,
+    loaded: int | None = None,
+) -> None:
+    staged = folders.stage(folder, iteration, loaded)
     (staged / "__0_0.distcp").write_text(str(iteration))
     (staged / "metadata.json").write_text("{}")
-    folders.publish(staged, folder, iteration)
+    folders.publish(staged, folder, iteration, loaded)
     folders.prune(folder, iteration, keep_last, retain_interval)
 
 
@@ -32,14 +38,18 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("is_rolled_back", [False, True])
 def test_a_save_that_is_killed_at_any_step_leaves_a_whole_checkpoint_and_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_rolled_back: bool
 ) -> None:
+    loaded = 2 if is_rolled_back else None
     steps = 0
     for kill_at in range(100):
         folder = tmp_path / str(kill_at)
         save(folder, 1)
         save(folder, 2)
+        if is_rolled_back:
+            save(folder, 3)
         count = 0
 
         def step(original, kill_at=kill_at):
@@ -60,15 +70,15 @@ def test_a_save_that_is_killed_at_any_step_leaves_a_whole_checkpoint_and_can_be_
             ):
                 patch.setattr(owner, name, step(getattr(owner, name)))
             try:
-                save(folder, 3, keep_last=1)
+                save(folder, 3, keep_last=1, loaded=loaded)
                 is_killed = False
             except Killed:
                 is_killed = True
         steps += is_killed
         assert content(folder) in ("2", "3")
         if content(folder) == "2":
-            save(folder, 3, keep_last=1)
-        save(folder, 4, keep_last=1)
+            save(folder, 3, keep_last=1, loaded=loaded)
+        save(folder, 4, keep_last=1, loaded=loaded)
         assert names(folder) == ["iter_0000004", folders.TRACKER]
         if not is_killed:
             break
@@ -96,6 +106,20 @@ def test_the_newest_checkpoint_is_not_written_over_and_what_an_abandoned_run_lef
     (tmp_path / folders.TRACKER).write_text("1")
     save(tmp_path, 2)
     assert content(tmp_path) == "2"
+
+
+def test_a_run_that_went_on_from_an_earlier_checkpoint_replaces_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    abandoned = folders.iteration_folder(tmp_path, 2) / "abandoned"
+    abandoned.touch()
+    for loaded in (None, 0, 2):
+        with pytest.raises(InputError, match="iter_0000002 exists already: choose another --save"):
+            folders.stage(tmp_path, 2, loaded)
+    assert abandoned.exists()
+    save(tmp_path, 2, loaded=1)
+    assert content(tmp_path) == "2"
+    assert not abandoned.exists()
 
 
 def test_two_saves_of_an_iteration_never_write_to_one_folder(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf is no time that can pass"),
         ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 is no time that can pass"),
         ("--exit-grace-seconds -5", "--exit-grace-seconds -5 is below 0"),
+        ("--save out --save-hf ./out", "--save and --save-hf are both out"),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
         ("--make-vocab-size-divisible-by 0", "is below 1"),
         ("--deterministic-mode", "drop the flag"),

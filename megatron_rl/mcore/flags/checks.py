@@ -444,6 +444,12 @@ def _checkpoint(settings: Settings) -> None:
             f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
             f"{checkpoint.save_interval}: write one that is"
         )
+    save, save_hf = checkpoint.save, checkpoint.save_hf
+    if save is not None and save_hf is not None and save.resolve() == save_hf.resolve():
+        raise UsageError(
+            f"--save and --save-hf are both {save}, where folders of iterations would have the same names: write "
+            "another --save-hf"
+        )
     if checkpoint.load is None:
         for given, flag in (
             (checkpoint.ckpt_step is not None, "--ckpt-step"),

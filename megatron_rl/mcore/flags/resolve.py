@@ -134,12 +134,12 @@ def _single_values(fields: Fields) -> None:
 
 def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
     for field, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if fields.transformer.get(field):
-            fields.derive("optimizer.params_dtype", dtype, f"that of --{field}")
-    if fields.transformer.get("bf16") and "ddp.grad_reduce_in_fp32" not in given:
-        grads = fields.optimizer.get("main_grads_dtype")
-        if grads in (None, torch.float32):
-            fields.derive("ddp.grad_reduce_in_fp32", True, "on with --bf16")
+        if not fields.transformer.get(field):
+            continue
+        fields.derive("optimizer.params_dtype", dtype, f"that of --{field}")
+        # Gradients are sums over all tokens of an update: more than float16 holds, at any loss scale.
+        if "ddp.grad_reduce_in_fp32" not in given and fields.optimizer.get("main_grads_dtype") in (None, torch.float32):
+            fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
     if fields.transformer.get("fp16") and fields.optimizer.get("loss_scale") is None:
         # A NaN in a gradient is how dynamic loss scaling learns that the scale is too large.
         fields.derive("ddp.check_for_nan_in_grad", False, "off with --fp16 and dynamic loss scaling")

@@ -258,7 +258,7 @@ def _precision() -> list[Flag]:
         switch(
             "--accumulate-allreduce-grads-in-fp32",
             "ddp.grad_reduce_in_fp32",
-            help="Accumulate and reduce gradients in float32; so it is with `--bf16` in any case.",
+            help="Accumulate and reduce gradients in float32; so it is with `--bf16` and `--fp16` in any case.",
         ),
         switch(
             "--grad-reduce-in-bf16",
