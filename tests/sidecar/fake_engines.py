@@ -86,6 +86,9 @@ class FakeFactory:
         self.released: list[str] = []
 
     def create(self, name: str) -> FakeEngine:
+        if self.faults[name, "create"]:
+            self.faults[name, "create"].popleft()
+            raise OSError(11, f"no process for {name}")
         self.killed[name] = 0
         self.made[name].append(FakeEngine(name, self))
         return self.made[name][-1]
