@@ -141,21 +141,44 @@ def test_an_engine_that_digests_something_else_is_found_and_nothing_is_committed
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("is_probe_coarse", [False, True])
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
-def test_an_engine_that_keeps_the_old_weights_and_claims_the_new_ones_is_found(num_engines):
+def test_an_engine_that_keeps_the_old_weights_and_claims_the_new_ones_is_found(num_engines, is_probe_coarse):
     factory = FakeFactory()
+    factory.checkpoint = "weights-1"
+    factory.is_probe_coarse = is_probe_coarse
 
     async def check():
         async with supervised(factory, num_engines) as supervisor:
             await supervisor.publish(weights(1))
             factory.keeps["engine-0"] = "weights-1"
-            with pytest.raises(PublishFailed, match="engine-0 .* version 2 and .* version 1 did: it kept its old"):
+            with pytest.raises(PublishFailed, match="engine-0 was given version 2 and .*: it kept its old weights"):
                 await supervisor.publish(weights(2))
             assert EngineState.READY not in states(factory)
+            assert all("commit" not in engine.steps[6:] for made in factory.made.values() for engine in made)
             factory.keeps.clear()
             await supervisor.publish(weights(2))
             # Nobody else was restarted for it.
             assert {name for name, made in factory.made.items() if len(made) > 1} == {"engine-0"}
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_weights_that_hardly_change_may_leave_the_probe_as_it_was(num_engines, caplog):
+    factory = FakeFactory()
+    factory.is_probe_coarse = True
+
+    async def check():
+        async with supervised(factory, num_engines) as supervisor:
+            await supervisor.publish(weights(1))
+            assert not caplog.messages
+            await supervisor.publish(weights(2))
+            assert states(factory) == {EngineState.READY}
+            assert [len(made) for made in factory.made.values()] == [1] * num_engines
+            assert "the probe's log-probs are those of version 1, bit for bit" in caplog.text
+
+    asyncio.run(check())
 
 
 def test_an_engine_with_weights_that_are_neither_the_old_nor_the_new_ones_is_found():
