@@ -49,6 +49,8 @@ class WeightReport:
     version: int
     fingerprint: str
     """Digested from what it received, before loading it."""
+    is_unchanged: bool = dataclasses.field(default=False, compare=False)
+    """Of a load: its parameters are, bit for bit, what they were with another fingerprint."""
 
 
 class Engine(Protocol):
@@ -66,7 +68,10 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights) -> WeightReport:
-        """Receive, digest, check for completeness and load; the engine is DIRTY from the call until `commit`."""
+        """Receive, digest, check for completeness and load, and say whether that changed anything.
+
+        The engine is DIRTY from the call until `commit`.
+        """
         ...
 
     async def commit(self, report: WeightReport) -> None:

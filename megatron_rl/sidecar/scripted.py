@@ -94,9 +94,10 @@ class ScriptedEngine:
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
         await self._step("load")
-        if not (self.script.keeps_old_weights and self._sampled_with):
+        before = self._sampled_with
+        if not (self.script.keeps_old_weights and before):
             self._sampled_with = weights.fingerprint
-        return WeightReport(weights.version, self._sampled_with)
+        return WeightReport(weights.version, self._sampled_with, before == self._sampled_with != weights.fingerprint)
 
     async def commit(self, report: WeightReport) -> None:
         await self._step("commit")

@@ -7,7 +7,8 @@ Invariants:
 - a publish brings all engines that are there to a version, or leaves none of them READY;
 - an engine that dies is started again with growing pauses, and brought to the current version from the copy that the
   transport keeps; without a copy it waits for the next publish. One that fails too often in a row is given up, and
-  when no other is left whoever waits for an engine is told so.
+  when no other is left whoever waits for an engine is told so;
+- an engine that is not up is being started, by its task or by a publish, or is given up.
 """
 
 import asyncio
@@ -264,7 +265,7 @@ class Supervisor:
             members = [member for member in self._members.values() if member.engine.state in _UP]
             if members:
                 return members
-            if all(member.is_given_up for member in self._members.values()):
+            if not any(map(_is_coming, self._members.values())):
                 raise PublishFailed(f"no engine is left: {self._errors() or 'none was started'}")
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -272,14 +273,19 @@ class Supervisor:
         """Start engines again, now, within a publish."""
 
         async def one(member: Member) -> None:
-            await self._replace(member, str(failure.errors[member.name]))
-            await member.engine.start()
-            member.started = time.monotonic()
+            try:
+                # A group that was in flight may have found it lost before the publish did.
+                await _cancel([member.task])
+                await self._replace(member, str(failure.errors[member.name]))
+                await member.engine.start()
+                member.started = time.monotonic()
+            except BaseException as error:
+                self._revive(member, str(error) or str(failure))
+                raise
 
         results = await asyncio.gather(*(one(member) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):
             if isinstance(error, Exception):
-                self._revive(member, str(error))
                 raise PublishFailed(
                     f"engine {member.name} failed ({failure.errors[member.name]}) and could not be restarted: {error}"
                 )
@@ -331,8 +337,7 @@ class Supervisor:
             pause = self._config.first_pause * 2**member.num_failures
             member.num_failures += 1
             await asyncio.sleep(min(pause, self._config.longest_pause))
-            await self._replace(member, member.error)
-            if await self._try_bring_up(member):
+            if await self._try_bring_up(member, is_again=True):
                 return
         member.is_given_up = True
         await member.engine.close()
@@ -341,8 +346,10 @@ class Supervisor:
         if not await self._try_bring_up(member, is_started):
             await self._bring_back(member)
 
-    async def _try_bring_up(self, member: Member, is_started: bool = False) -> bool:
+    async def _try_bring_up(self, member: Member, is_started: bool = False, is_again: bool = False) -> bool:
         try:
+            if is_again:
+                await self._replace(member, member.error)
             if not is_started:
                 await member.engine.start()
             member.started = time.monotonic()
@@ -357,11 +364,14 @@ class Supervisor:
     async def _catch_up(self, member: Member) -> None:
         """Bring an engine to the current version from the copy of it, if there is one."""
         async with self._lock:
+            _must_be_up(member)
             published = self._published
             if member.engine.state is EngineState.READY or published is None or not self._is_current:
                 return
             if _has_copy(published.weights):
                 await self._steps.publish([member.engine], published.weights, published)
+                # Groups come as soon as it is READY, and may have found it lost again.
+                _must_be_up(member)
 
     async def _replace(self, member: Member, reason: str) -> None:
         member.error = reason
@@ -405,6 +415,18 @@ class Supervisor:
         """In the background; whoever waits for an engine looks again when it is done."""
         member.task = asyncio.create_task(work)
         member.task.add_done_callback(lambda _: self.pool.engines_changed())
+
+
+def _is_coming(member: Member) -> bool:
+    """Whether it may be up without anybody's doing anything."""
+    is_starting = member.engine.state is EngineState.STARTING
+    return is_starting or (member.task is not None and not member.task.done())
+
+
+def _must_be_up(member: Member) -> None:
+    """Whoever loses an engine whose task is not done leaves it to that task."""
+    if member.engine.state not in _UP:
+        raise EngineLost(member.error)
 
 
 def _has_copy(weights: Weights) -> bool:

@@ -124,7 +124,9 @@ class VllmEngine:
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
-        return WeightReport(weights.version, self._common("load", answers, "fingerprint"))
+        # A few weights more or less may all be of one worker.
+        is_unchanged = all(answer["unchanged"] for answer in answers)
+        return WeightReport(weights.version, self._common("load", answers, "fingerprint"), is_unchanged)
 
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"

@@ -5,7 +5,7 @@ data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would onl
 
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
-touches a weight.
+touches a weight; afterwards it says whether the parameters are still those that came with another fingerprint.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.sidecar.vllm_held import checksums, packed_away
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from megatron_rl.weights.reader import Checkpoint
@@ -54,6 +55,8 @@ class WorkerExtension:
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
+    # Checksums of the parameters, and the fingerprint that they came with; none is the engine's own checkpoint.
+    megatron_rl_held: tuple[str, dict[str, int]] = ("", {})
 
     rank: int
     vllm_config: Any
@@ -94,9 +97,7 @@ class WorkerExtension:
         self.megatron_rl_received = None
         _must_be_private(Path(folder), int(user))
         received = _mapped(Path(folder))
-        world_size = self.vllm_config.parallel_config.world_size
-        share = sorted(received)[self.rank % world_size :: world_size]
-        digests = {name: digest(received[name]).tolist() for name in share}
+        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_share_of(received)}
         self.megatron_rl_received = received
         return {"digests": digests}
 
@@ -106,20 +107,21 @@ class WorkerExtension:
         received, self.megatron_rl_received = self.megatron_rl_received, None
         if received is None:
             raise Refusal("no weights were received")
-        found = fingerprint(_specs(received), json.loads(digests))
+        specs, lanes = _specs(received), json.loads(digests)
+        found = fingerprint(specs, lanes)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
-        self.megatron_rl_check_complete(_specs(received))
-        self.megatron_rl_load_in_place(received)
+        self.megatron_rl_check_complete(specs)
+        record = self.megatron_rl_load_in_place(received)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found}
+        return {"fingerprint": found, "unchanged": self.megatron_rl_is_unchanged(found, record, lanes)}
 
     @answered
     def megatron_rl_reload_checkpoint(self) -> Answer:
         """Load the checkpoint that this engine started from again, in place; whether there is one to be loaded."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
-            self.megatron_rl_load_in_place(tensors)
+            self.megatron_rl_held = ("", self.megatron_rl_checksums(self.megatron_rl_load_in_place(tensors)))
         return {"reloaded": bool(tensors)}
 
     @answered
@@ -148,19 +150,20 @@ class WorkerExtension:
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found}
+        return {"fingerprint": found, "unchanged": self.megatron_rl_is_unchanged(found, record, record.digests)}
 
     @answered
     def megatron_rl_report(self) -> Answer:
         """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
-    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
         """Replace all weights of the model; whose they are is for the caller to know."""
         self.megatron_rl_fingerprint = ""
         with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
             self.reload_weights(weights_iterator=iter(tensors.items()))
             recorded.check_all_loaded()
+        return recorded
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
@@ -185,7 +188,8 @@ class WorkerExtension:
 
         model.load_weights = load_weights
         try:
-            yield record
+            with packed_away(model) as record.packed:
+                yield record
         finally:
             del model.load_weights
 
@@ -193,6 +197,39 @@ class WorkerExtension:
         stream, self.megatron_rl_stream = self.megatron_rl_stream, None
         if stream is not None:
             stream.__exit__(None, None, None)
+
+    def megatron_rl_is_unchanged(self, found: str, record: "Record", digests: Mapping[str, list[int]]) -> bool:
+        """Whether the parameters are still those that came with another fingerprint."""
+        before, known = self.megatron_rl_held
+        loaded = self.megatron_rl_checksums(record)
+        # What was not packed again is what it was.
+        if loaded and known | loaded == known and self.megatron_rl_differs(found, before, record.specs, digests):
+            return True
+        self.megatron_rl_held = (found, loaded and known | loaded)
+        return False
+
+    def megatron_rl_checksums(self, record: "Record") -> dict[str, int]:
+        """Of the parameters; none where those of other weights may be the same, after rounding."""
+        config = self.vllm_config.model_config
+        dtypes = {DTYPES[spec.dtype] for spec in record.specs}
+        if config.quantization or any(torch.promote_types(dtype, config.dtype) != config.dtype for dtype in dtypes):
+            return {}
+        return checksums(self.model_runner.get_model(), record.packed)
+
+    def megatron_rl_differs(
+        self, found: str, before: str, specs: list[TensorSpec], digests: Mapping[str, list[int]]
+    ) -> bool:
+        """Whether these are other weights than those before; than the checkpoint's by this worker's share of them."""
+        if before:
+            return found != before
+        tensors, given = _started_from(Path(self.vllm_config.model_config.model)), {spec.name: spec for spec in specs}
+        shared = [name for name in tensors.keys() & given.keys() if _spec(name, tensors[name]) == given[name]]
+        return any(digest(tensors[name]).tolist() != list(digests[name]) for name in self.megatron_rl_share_of(shared))
+
+    def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
+        """Each name is of one worker of the engine."""
+        world_size = self.vllm_config.parallel_config.world_size
+        return sorted(names)[self.rank % world_size :: world_size]
 
     def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
         """The tensors have the names and shapes of the checkpoint that this engine started from."""
@@ -217,6 +254,7 @@ class Record:
         self.loaded: set[str] = set()
         self.specs: list[TensorSpec] = []
         self.digests: dict[str, list[int]] = {}
+        self.packed: dict[str, torch.Tensor] = {}
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool

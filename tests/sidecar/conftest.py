@@ -41,7 +41,12 @@ def sockets() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engine(run: Run, models: Models, sockets: Path) -> Iterator[VllmEngine]:
-    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
+    config = dataclasses.replace(
+        vllm_models.CONFIG,
+        model=str(models.first),
+        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.held_extension.Extension"),
+        environment={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     engine = VllmFactory(config, sockets, LocalLauncher()).create("engine-0")
     try:
         run(engine.start())

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 from typing import Any
 
 from megatron_rl.rollout.wire import Response, Sampling, Weights
@@ -24,6 +25,7 @@ class FakeEngine(ScriptedEngine):
         self.steps: list[str] = []
         self.blocked: asyncio.Event | None = None
         self._factory = factory
+        self._sampled_with = factory.checkpoint
 
     async def start(self) -> None:
         await self._fail("start")
@@ -49,12 +51,17 @@ class FakeEngine(ScriptedEngine):
         return await super().generate(request)
 
     async def load(self, weights: Weights) -> WeightReport:
+        before = self._sampled_with
         report = await super().load(weights)
         # Says what it was told, and samples with something else.
         self._sampled_with = self._factory.keeps.get(self.name, self._sampled_with)
         if self.name in self._factory.corrupt:
             return WeightReport(weights.version, "another fingerprint")
-        return report
+        return dataclasses.replace(report, is_unchanged=before == self._sampled_with != weights.fingerprint)
+
+    async def probe(self) -> list[float]:
+        probe = await super().probe()
+        return [-8.25, -8.3125] if self._factory.is_probe_coarse else probe
 
     async def _step(self, step: Any) -> None:
         self.steps.append(step)
@@ -79,13 +86,20 @@ class FakeFactory:
         self.faults: collections.defaultdict[tuple[str, str], collections.deque[str]] = collections.defaultdict(
             collections.deque
         )
+        self.checkpoint = ""
+        """The fingerprint of what engines start with."""
         self.keeps: dict[str, str] = {}
+        self.is_probe_coarse = False
+        """Whether all weights give the same probe."""
         self.corrupt: set[str] = set()
         self.killed: collections.Counter[str] = collections.Counter()
         self.served: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
         self.released: list[str] = []
 
     def create(self, name: str) -> FakeEngine:
+        if self.faults[name, "create"]:
+            self.faults[name, "create"].popleft()
+            raise OSError(11, f"no process for {name}")
         self.killed[name] = 0
         self.made[name].append(FakeEngine(name, self))
         return self.made[name][-1]

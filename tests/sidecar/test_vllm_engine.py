@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
@@ -213,6 +214,36 @@ def test_weights_that_others_could_have_written_are_refused(run, engine, models)
         assert "is not private to user" in refusal(run, engine, weights)
         path.chmod(0o600)
         run(publish(engine, described(Path(weights.location), 16)))
+
+
+def test_a_load_says_whether_it_changed_the_parameters(run, engine, models):
+    def is_unchanged(model: Path, instead: Path | str = "") -> bool:
+        async def load(weights) -> bool:
+            await engine._workers("load", "megatron_rl_load_otherwise", str(instead))
+            await engine.pause()
+            return (await engine.load(weights)).is_unchanged
+
+        with in_shared_memory(model, 17) as weights:
+            return run(load(weights))
+
+    def change(tensors) -> None:
+        # One step of one weight, of a layer that packs its weights away on a CPU.
+        tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[3, 5] += 1
+
+    hardly = edited(models.second, change)
+    assert [is_unchanged(model) for model in (models.first, models.second, hardly, hardly)] == [False] * 4
+    # Nothing is loaded, or what the engine holds; and again, as when a publish is tried again.
+    assert [is_unchanged(models.first, instead) for instead in ("nothing", "nothing", hardly)] == [True] * 3
+    assert not is_unchanged(hardly, "nothing")
+    assert [is_unchanged(models.first), is_unchanged(models.first)] == [False] * 2
+    # An engine that was started again holds its own checkpoint.
+    run(engine._workers("reload", "megatron_rl_reload_checkpoint"))
+    assert not is_unchanged(models.first, "nothing")
+    run(engine._workers("load", "megatron_rl_load_otherwise", ""))
+    run(engine._workers("reload", "megatron_rl_reload_checkpoint"))
+    assert is_unchanged(models.second, "nothing")
+    assert not is_unchanged(models.second)
+    put(run, engine, models.first, 17)
 
 
 def test_the_engine_listens_in_a_private_folder_and_nowhere_else(engine, sockets):
