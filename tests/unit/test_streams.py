@@ -103,6 +103,8 @@ def worker(tmp_path, model=None, rank: int = 0, world_size: int = 1) -> WorkerEx
     class Config:
         class model_config:
             model = str(tmp_path)
+            quantization = None
+            dtype = torch.float32
 
         class parallel_config:
             pass
@@ -120,7 +122,7 @@ def test_a_stream_is_digested_on_its_way_into_the_model(tmp_path):
     assert extension.megatron_rl_report() == {"fingerprint": ""}
     for name, tensor in TENSORS.items():
         model.load_weights([(name, tensor)])
-    assert extension.megatron_rl_end_stream(FINGERPRINT) == {"fingerprint": FINGERPRINT}
+    assert extension.megatron_rl_end_stream(FINGERPRINT) == {"fingerprint": FINGERPRINT, "unchanged": False}
     assert extension.megatron_rl_report() == {"fingerprint": FINGERPRINT}
     assert torch.equal(model.b.weight, TENSORS["b.weight"])
     assert "load_weights" not in vars(model)
@@ -143,7 +145,7 @@ def test_workers_share_the_digests_and_each_loads_all(tmp_path):
     assert [set(share) for share in shares] == [{"a.bias"}, {"b.weight"}]
     digests = json.dumps({**shares[0], **shares[1]})
     assert [extension.megatron_rl_load(FINGERPRINT, digests) for extension in workers] == [
-        {"fingerprint": FINGERPRINT}
+        {"fingerprint": FINGERPRINT, "unchanged": False}
     ] * 2
     assert workers[0].megatron_rl_load(FINGERPRINT, digests) == {"error": "no weights were received"}
 
