@@ -1,0 +1,35 @@
+"""A supervisor over fake engines, for the length of a test."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from megatron_rl.sidecar.engine import EngineState
+from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
+from tests.sidecar.fake_engines import FakeFactory
+
+QUICK = StepDeadlines(*[0.2] * 7)
+CONFIG = SupervisorConfig(watch_seconds=0.02, first_pause=0.01, longest_pause=0.05, max_failures=3, deadlines=QUICK)
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    factory: FakeFactory, num_engines: int = 2, config: SupervisorConfig = CONFIG
+) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(factory, config)
+    await supervisor.start(num_engines)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.close()
+
+
+async def until(condition, seconds: float = 3.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def states(factory: FakeFactory) -> set[EngineState]:
+    return {made[-1].state for made in factory.made.values()}

@@ -1,0 +1,251 @@
+"""Engines that die are started again, come back at the current version, or are given up; all without processes."""
+
+import asyncio
+import random
+
+import pytest
+
+from megatron_rl.sidecar.engine import EngineLost, EngineState
+from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.supervisor import _UP, PublishFailed, Supervisor, SupervisorConfig
+from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights
+from tests.sidecar.supervised import CONFIG, states, supervised, until
+
+
+def test_a_dead_engine_is_restarted_and_brought_to_the_current_version_from_the_copy(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.killed["engine-1"] = 1
+            await until(lambda: len(factory.made["engine-1"]) == 2)
+            await until(lambda: factory.engine("engine-1").state is EngineState.READY)
+            assert factory.engine("engine-1").steps == list(STEPS)
+            assert (await factory.engine("engine-1").generate(request(5)))[0].fingerprint == "weights-1"
+            assert "last words of engine-1" in supervisor.status()["engines"]["engine-1"]["error"]
+
+    asyncio.run(check())
+
+
+def test_without_a_copy_a_dead_engine_waits_for_the_next_publish():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location="/nowhere"))
+            factory.killed["engine-1"] = 1
+            await until(lambda: len(factory.made["engine-1"]) == 2)
+            await until(lambda: factory.engine("engine-1").state is EngineState.WAITING)
+            await supervisor.publish(weights(2))
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_comes_back_after_a_failed_publish_does_not_take_up_what_was_before(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.fail("engine-1", "load", *["refused"] * 3)
+            with pytest.raises(PublishFailed):
+                await supervisor.publish(weights(2, location=str(tmp_path)))
+            await until(lambda: factory.engine("engine-1").state is EngineState.WAITING)
+            await asyncio.sleep(0.1)
+            assert EngineState.READY not in states(factory)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_whoever_waits_is_told(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.fail("engine-0", "start", *["lost"] * 10)
+            factory.killed["engine-0"] = 1
+            with pytest.raises(EngineLost, match="no engine is left for this version: .*engine-0 is lost at start"):
+                await asyncio.wait_for(supervisor.generate(request(0)), 3)
+            assert supervisor.status()["engines"]["engine-0"]["state"] == "given up"
+            assert len(factory.made["engine-0"]) == 1 + CONFIG.max_failures
+            with pytest.raises(PublishFailed, match="no engine is left"):
+                await supervisor.publish(weights(2))
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_is_lost_in_a_publish_while_it_waits_to_catch_up_is_started_again():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1))
+            factory.killed["engine-0"] = 1
+            await until(lambda: factory.engine("engine-0").state is EngineState.DEAD)
+            # The new engine's task waits for this publish, which is what loses it.
+            factory.fail("engine-0", "load", *["refused"] * 3)
+            with pytest.raises(PublishFailed, match="engine-0 refuses load"):
+                await supervisor.publish(weights(2))
+            await asyncio.wait_for(supervisor.publish(weights(2)), 3)
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_a_group_loses_while_it_catches_up_is_started_again(tmp_path):
+    class SlowToSample(FakeFactory):
+        def create(self, name):
+            engine = super().create(name)
+            generate = engine.generate
+
+            async def generate_slowly(asked):
+                responses = await generate(asked)
+                # The answer with its own first token takes a while, and groups can have it meanwhile.
+                await asyncio.sleep(0.05 * asked.request_id.startswith("ready"))
+                return responses
+
+            engine.generate = generate_slowly
+            return engine
+
+    factory = SlowToSample()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.killed["engine-0"] = 1
+            await until(lambda: factory.engine("engine-0").state is EngineState.DEAD)
+            await until(lambda: factory.engine("engine-0").state is EngineState.READY)
+            assert supervisor.status()["publishing"]
+            factory.fail("engine-0", "generate", "lost")
+            await asyncio.wait_for(supervisor.generate(request(0)), 3)
+            assert len(factory.made["engine-0"]) == 3
+
+    asyncio.run(check())
+
+
+def test_every_engine_that_cannot_be_restarted_in_a_publish_is_started_again():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 3) as supervisor:
+            for name in ("engine-0", "engine-1"):
+                factory.fail(name, "load", "lost")
+                factory.fail(name, "start", "lost")
+            with pytest.raises(PublishFailed, match="engine-0 failed .* could not be restarted"):
+                await supervisor.publish(weights(1))
+            await until(lambda: not states(factory) - {EngineState.WAITING, EngineState.DIRTY})
+            assert len(await supervisor.publish(weights(1))) == 3
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_both_a_group_and_a_publish_lose_is_restarted_once():
+    factory = FakeFactory()
+
+    async def check():
+        config = SupervisorConfig(**{**vars(CONFIG), "first_pause": 0.4, "longest_pause": 0.4})
+        async with supervised(factory, 1, config) as supervisor:
+            await supervisor.publish(weights(1))
+            engine = factory.engine("engine-0")
+            engine.blocked = asyncio.Event()
+            group = asyncio.create_task(supervisor.generate(request(0)))
+            await until(lambda: supervisor.status()["engines"]["engine-0"]["in_flight"])
+            factory.fail("engine-0", "pause", "hang")
+            publish = asyncio.create_task(supervisor.publish(weights(2)))
+            await until(lambda: engine.steps[-1] == "pause")
+            factory.killed["engine-0"] = 1
+            engine.blocked.set()
+            await until(lambda: engine.state is EngineState.DEAD)
+            await asyncio.gather(publish, group)
+            await asyncio.sleep(0.5)
+            assert len(factory.made["engine-0"]) == 2
+
+    asyncio.run(check())
+
+
+def test_an_engine_is_started_again_when_the_publish_that_restarts_it_is_cancelled():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            factory.fail("engine-0", "load", "lost")
+            factory.fail("engine-0", "start", "hang")
+            task = asyncio.create_task(supervisor.publish(weights(1)))
+            await until(lambda: len(factory.made["engine-0"]) == 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait_for(supervisor.publish(weights(1)), 3)
+
+    asyncio.run(check())
+
+
+def test_an_engine_whose_process_cannot_be_made_is_tried_again(tmp_path):
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 1) as supervisor:
+            await supervisor.publish(weights(1, location=str(tmp_path)))
+            factory.fail("engine-0", "create", "lost")
+            factory.killed["engine-0"] = 1
+            await until(lambda: supervisor.status()["engines"]["engine-0"]["restarts"] == 2)
+            await until(lambda: states(factory) == {EngineState.READY})
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_fails_an_engine_that_is_not_up_has_a_task_or_is_given_up(tmp_path, seed):
+    """Faults, deaths, groups, cancelled publishes and new engines by chance; then one publish brings all back."""
+    factory, chance = FakeFactory(), random.Random(seed)
+    config = SupervisorConfig(
+        watch_seconds=0.01, first_pause=0.005, longest_pause=0.02, max_failures=6, deadlines=StepDeadlines(*[0.05] * 7)
+    )
+
+    def shake(names: list[str]) -> None:
+        for _ in range(chance.randrange(4)):
+            fault = chance.choice(["refused", "lost", "lost", "hang"])
+            step = chance.choice([*STEPS, "generate", "start", "create"])
+            if fault != "hang" or step in STEPS:
+                factory.fail(chance.choice(names), step, *[fault] * chance.randrange(1, 4))
+        factory.killed[chance.choice(names)] += chance.random() < 0.5
+
+    def stranded(supervisor: Supervisor) -> list[str]:
+        members = [] if supervisor._lock.locked() else supervisor._members.values()
+        return [
+            member.name
+            for member in members
+            if member.engine.state not in _UP and not member.is_given_up and (not member.task or member.task.done())
+        ]
+
+    async def check():
+        async with supervised(factory, 3, config) as supervisor:
+            for version in range(1, 13):
+                shake(list(supervisor._members))
+                groups = [asyncio.create_task(supervisor.generate(request(number))) for number in range(3)]
+                await asyncio.sleep(chance.random() * 0.02)
+                location = chance.choice([str(tmp_path), "/nowhere"])
+                task = asyncio.create_task(supervisor.publish(weights(version, location=location)))
+                if chance.random() < 0.3:
+                    await asyncio.sleep(chance.random() * 0.05)
+                    task.cancel()
+                if version == 6:
+                    supervisor.add()
+                await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+                assert not stranded(supervisor)
+                for group in groups:
+                    group.cancel()
+                await asyncio.gather(*groups, return_exceptions=True)
+                await asyncio.sleep(chance.random() * 0.02)
+                assert not stranded(supervisor)
+            for faults in factory.faults.values():
+                faults.clear()
+            factory.killed.clear()
+            left = [member for member in supervisor._members.values() if not member.is_given_up]
+            if left:
+                await asyncio.wait_for(supervisor.publish(weights(99, location=str(tmp_path))), 5)
+                await until(lambda: {member.engine.state for member in left} == {EngineState.READY})
+
+    asyncio.run(check())
