@@ -15,6 +15,12 @@ def check_duration(flag: str, value: float) -> None:
         raise UsageError(f"{flag} {value:g} is no time that can pass: write a finite number above 0")
 
 
+def check_bound(flag: str, value: float | None) -> None:
+    """A UsageError unless a difference may be below it."""
+    if value is not None and not value > 0:
+        raise UsageError(f"{flag} {value:g} must be above 0: write a mean difference of log-probs, or inf for no bound")
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Which prompts are trained on."""
@@ -162,9 +168,19 @@ class PublishConfig:
     deadline_minutes: Annotated[
         float, Option("How long a publish may take.", names=("--publish-deadline-minutes",), megatron=False)
     ] = 10.0
+    probe_bound: Annotated[
+        float | None,
+        Option(
+            "The mean difference of an engine's and the trainer's log-probs of a version's probe, beyond which the "
+            "publish fails; by precision and device if not given, `inf` for none.",
+            names=("--publish-probe-bound",),
+            megatron=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_duration("--publish-deadline-minutes", self.deadline_minutes)
+        check_bound("--publish-probe-bound", self.probe_bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,6 +375,15 @@ class ObserveConfig:
             megatron=False,
         ),
     ] = None
+    mismatch_error: Annotated[
+        float | None,
+        Option(
+            "The mean difference beyond which an iteration ends the run before its update; five times that of the "
+            "warning, as far as the engines' precision sets it, if not given, `inf` for none.",
+            names=("--rollout-mismatch-error",),
+            megatron=False,
+        ),
+    ] = None
     tensorboard_dir: Annotated[Path | None, Option("The folder of TensorBoard's event files.")] = None
     wandb_project: Annotated[str, Option("The project in Weights & Biases; none if empty.")] = ""
     wandb_exp_name: Annotated[str, Option("The name of the run there.")] = ""
@@ -366,6 +391,7 @@ class ObserveConfig:
     wandb_entity: Annotated[str, Option("Whose project it is.")] = ""
 
     def __post_init__(self) -> None:
+        check_bound("--rollout-mismatch-error", self.mismatch_error)
         if self.log_interval < 1:
             raise UsageError(f"--log-interval {self.log_interval} is below 1: write 1 or more")
         if self.log_samples < 0:

@@ -18,6 +18,7 @@ from megatron_rl.rollout.audit_samples import choose, kept
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.sidecar.engine import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
+from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder
 from tests import hf_models
 
@@ -98,7 +99,7 @@ def record(
     for version in versions:
         fingerprint = checkpoints.fingerprints[version]
         weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
-        recorder.published(weights, [(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
+        recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
         prompts = [
             wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
             for index in range(num_prompts)
