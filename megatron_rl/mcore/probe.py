@@ -95,7 +95,8 @@ class Probe:
                     f"differ by {found.mean:.3g} on the average, beyond {bound:g}: nothing was published; start the "
                     "run again from its checkpoint, and look at the ranks' devices and reductions"
                 )
-        if receiver is not None:
+        if self._session.rank == 0:
+            assert receiver is not None
             receiver.probed(
                 ProbeAnswer(
                     run=self._run,

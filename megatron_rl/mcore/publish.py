@@ -111,8 +111,9 @@ class SharedMemoryPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: Weights) -> EngineKind:
-        if self._receiver is None:
+        if self._session.rank != 0:
             return self.engines
+        assert self._receiver is not None
         return self._receiver.publish(message, self._deadline.total_seconds())
 
 
