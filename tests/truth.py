@@ -6,12 +6,11 @@ it was found. So both programs are held against the same computed in float64:
     |ours - truth|  <=  2 |theirs - truth|  +  4 units in the last place of the truth's largest value
 
 A distance is the largest of all elements that are given at once; `theirs` computes in the precision of `ours`. Few
-elements alone may lie next to the truth by chance, so tensors of one kind, over layers and experts, are given at once.
+elements alone may lie next to the truth by chance, so all of a model's gradients, or weights, are given at once.
 """
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,20 +37,25 @@ def error_over_bound(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tens
     return _over_bound(distance(ours, truth), distance(theirs, truth), _largest(truth), theirs.dtype)
 
 
+def mean_over_bound(ours: float, theirs: torch.Tensor, truth: torch.Tensor) -> float:
+    """The same of a mean, which may be as far off as a term of it; `theirs` and `truth` are the terms."""
+    return weighted_over_bound(ours, truth.mean().item(), theirs, truth)
+
+
+def weighted_over_bound(ours: float, expected: float, theirs: torch.Tensor, truth: torch.Tensor) -> float:
+    """Likewise of what `truth` comes to with weights that add up to 1 at most."""
+    return _over_bound(abs(ours - expected), distance(theirs, truth), _largest(truth), theirs.dtype)
+
+
 def worst_of(ours: Named, theirs: Named, truth: Named) -> tuple[float, str]:
-    """The largest of all kinds of tensors, and that kind; errors are parts of their own tensor's largest value."""
+    """The same of a model's tensors together, and the worst one; errors are parts of their tensor's largest value."""
     assert ours.keys() == theirs.keys() == truth.keys()
-    kinds: dict[str, list[str]] = {}
-    for name in truth:
-        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return max((_of_kind(ours, theirs, truth, names), kind) for kind, names in kinds.items())
-
-
-def _of_kind(ours: Named, theirs: Named, truth: Named, names: Sequence[str]) -> float:
-    found = ([distance(one[name], truth[name]) / _largest(truth[name]) for name in names] for one in (ours, theirs))
-    # Of tensors, whose maximum is not a number where one of them is not.
-    error, other = (torch.tensor(distances).max().item() for distances in found)
-    return _over_bound(error, other, 1.0, theirs[names[0]].dtype)
+    errors, others = (
+        {name: distance(one[name], truth[name]) / _largest(truth[name]) for name in truth} for one in (ours, theirs)
+    )
+    # A maximum of numbers may overlook one that is not a number.
+    worst = next((name for name, error in errors.items() if math.isnan(error)), max(errors, key=errors.__getitem__))
+    return _over_bound(errors[worst], max(others.values()), 1.0, theirs[worst].dtype), worst
 
 
 def _over_bound(error: float, other: float, largest: float, dtype: torch.dtype) -> float:

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from tests.truth import FACTOR, FLOOR_UNITS, error_over_bound, everything_in, worst_of
+from tests.truth import (
+    FACTOR,
+    FLOOR_UNITS,
+    error_over_bound,
+    everything_in,
+    mean_over_bound,
+    weighted_over_bound,
+    worst_of,
+)
 
 TRUTH = torch.tensor([3.0, -0.5], dtype=torch.float64)
 # Of float32 in the last place of 3.
@@ -34,16 +42,23 @@ def test_what_is_not_a_number_is_never_near() -> None:
     assert worst_of(near, near, truth)[0] == 0
 
 
-def test_tensors_of_one_kind_count_together_and_each_by_its_own_largest_value() -> None:
-    names = ("layers.0.norm", "layers.1.norm")
-    truth = {names[0]: TRUTH, names[1]: 100 * TRUTH}
-    theirs = {names[0]: moved(2.0**-10).float(), names[1]: truth[names[1]].float()}
-    # As near by its own largest value as the other program is at the other layer.
-    ours = {names[0]: TRUTH.float(), names[1]: (100 * moved(2.0**-10)).float()}
-    error, kind = worst_of(ours, theirs, truth)
-    assert kind == "layers.*.norm"
+def test_a_models_tensors_count_together_and_each_by_its_own_largest_value() -> None:
+    truth = {"first": TRUTH, "second": 100 * TRUTH}
+    theirs = {"first": moved(2.0**-10).float(), "second": truth["second"].float()}
+    # As near by its own largest value as the other program is at the other tensor.
+    ours = {"first": TRUTH.float(), "second": (100 * moved(2.0**-10)).float()}
+    error, name = worst_of(ours, theirs, truth)
+    assert name == "second"
     assert error == pytest.approx(0.5, rel=0.01)
-    assert error_over_bound(ours[names[1]], theirs[names[1]], truth[names[1]]) > 1
+    assert error_over_bound(ours[name], theirs[name], truth[name]) > 1
+
+
+def test_a_mean_may_be_as_far_off_as_a_term() -> None:
+    theirs = moved(2.0**-10).float()
+    mean = TRUTH.mean().item()
+    assert mean_over_bound(mean + 2.0**-10, theirs, TRUTH) == pytest.approx(0.5, rel=0.01)
+    assert mean_over_bound(mean + 3 * 2.0**-10, theirs, TRUTH) > 1
+    assert weighted_over_bound(0.25 * mean - 2.0**-10, 0.25 * mean, theirs, TRUTH) == pytest.approx(0.5, rel=0.01)
 
 
 def test_in_float64_what_asks_for_float32_gets_float64() -> None:
