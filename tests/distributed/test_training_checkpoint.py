@@ -26,12 +26,12 @@ from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
 from megatron_rl.training.checkpoints import Checkpoints
 from tests import hf_models
+from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
 
 ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
 EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
-GRADIENT_TOLERANCE = 1e-5
 
 
 def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
@@ -149,7 +149,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]]) -> None:
+def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]], expected: Expected) -> None:
+    """`expected` is at the weights that were written."""
     writer, reader = name.split(" to ")
     is_same = writer == reader
     # Those of context-parallel ranks, and of replicas, are the same; gradients are summed in another order.
@@ -161,15 +162,17 @@ def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str,
     exact = [("weights", written["weights"], continued["weights"])]
     exact += [(what, written["remembered"][what], continued["remembered"][what]) for what in written["remembered"]]
     if is_same:
-        exact.append(("after", written["after"], continued["after"]))
+        exact += [(what, written[what], continued[what]) for what in ("gradients", "after")]
         assert continued["reports"] == written["reports"], name
     for what, ours, theirs in exact:
         for tensor, values in ours.items():
             assert torch.equal(values, theirs[tensor]), f"{name}: {what} of {tensor}"
     assert {float(values.max()) for values in continued["remembered"]["step"].values()} == {3.0}
-    for tensor, values in written["gradients"].items():
-        difference = (continued["gradients"][tensor] - values).abs().max() / values.abs().max()
-        assert difference <= (0 if is_same else GRADIENT_TOLERANCE), f"{name}: gradient of {tensor}: {difference:.2e}"
+    if not is_same:
+        for gradients in (written["gradients"], continued["gradients"]):
+            error, tensor = expected.worst_gradient(gradients)
+            print(f"{name}: error / bound: {error:.2f}, gradient of {tensor}")
+            assert error <= 1, f"{name}: gradient of {tensor}"
     rates = [[report.learning_rate for report in reports] for reports in (written["reports"], continued["reports"])]
     assert rates[0] == rates[1], name
 
@@ -188,8 +191,9 @@ def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_a
     from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt"), ("DP1+distopt", "CP2+distopt")]
     resumed |= run_ranks(resume, 2, folder, tmp_path, words, from_one)[0]
     assert resumed.keys() == {*pairs, *from_one}
+    expected = {name: expected_at(of_writer["weights"], folder) for name, of_writer in written.items()}
     for (writer, reader), result in resumed.items():
-        compare(f"{writer} to {reader}", written[writer], result)
+        compare(f"{writer} to {reader}", written[writer], result, expected[writer])
 
 
 def write_slowly(pattern: Callable[[int], bool] = lambda rank: True, seconds: float = 1.0, then: Any = None) -> Any:
