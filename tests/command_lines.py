@@ -19,8 +19,8 @@ SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk",
 
 # What a run wants to know beyond its model.
 RUN = (
-    *["--lr", "1e-6", "--train-iters", "2", "--seq-length", "128", "--rollout-max-tokens", "64"],
-    *["--grpo-prompts-per-step", "2", "--rollout-folder", "run", "--reward", "exact"],
+    *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
+    *["--grpo-prompts-per-step", "16", "--rollout-folder", "run", "--reward", "exact"],
 )
 
 
