@@ -414,6 +414,15 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     matmul.allow_bf16_reduced_precision_reduction = was
 
 
+@pytest.fixture
+def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same for every command line, and takes a while to make."""
+    flags = table.all_flags()
+    parser = arguments._parser(flags)
+    monkeypatch.setattr(table, "all_flags", lambda: flags)
+    monkeypatch.setattr(arguments, "_parser", lambda _: parser)
+
+
 def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[str]]:
     """Without the row's words, and with them."""
     of_model = DESCRIBED.get(row.on) or [*CPU, "--hf-model", str(folders[row.on]), *RUN]
@@ -475,12 +484,14 @@ def faults(folders: dict[str, Path], rows: dict[str, Row]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.usefixtures("_one_parser")
 def test_another_value_of_every_used_flag_changes_what_is_made_or_is_an_error(folders: dict[str, Path]) -> None:
     assert faults(folders, ROWS) == {}
     assert ROWS.keys() == used_flags().keys()
     print(f"{len(ROWS)} flags")
 
 
+@pytest.mark.usefixtures("_one_parser")
 def test_what_only_another_platform_has_is_said_here(folders: dict[str, Path]) -> None:
     for name, row in ROWS.items():
         if not row.elsewhere:
