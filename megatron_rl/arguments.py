@@ -168,13 +168,14 @@ def _parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
 
 
 def _unknown(rest: Sequence[str], reading: _Reading) -> None:
-    known = index(reading.flags)
+    # Nobody meant one that is refused.
+    known = index(flag for flag in reading.flags if flag.kind is not Kind.REFUSED)
     names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
     for name in names:
         reading.problems.append(f"unknown flag {name}{nearest(name, known)}")
         near = meant(name, known)
         if near is not None:
-            # That is what was meant, and it is not missing.
+            # It is not missing.
             reading.faulty.add(known[near].name)
     if rest and not names:
         reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")

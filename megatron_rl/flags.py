@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.errors import UsageError
 
 # How alike two words are, of 1, where one is a slip of the pen for the other.
-_NEAR = 0.8
+_NEAR = 0.85
 
 
 class Kind(enum.StrEnum):

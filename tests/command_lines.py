@@ -24,6 +24,15 @@ RUN = (
 )
 
 
+def without(words: Sequence[str], flag: str) -> list[str]:
+    """The words but for a flag and what follows it."""
+    if flag not in words:
+        return [*words]
+    at = words.index(flag)
+    end = next((i for i in range(at + 1, len(words)) if words[i].startswith("--")), len(words))
+    return [*words[:at], *words[end:]]
+
+
 def parse(*words: str, world_size: int | None = None) -> config.Settings:
     """The settings, as one of so many ranks, or as no rank of a launcher."""
     with _ranks(world_size):

@@ -22,7 +22,7 @@ from megatron_rl.mcore import config
 from megatron_rl.mcore.flags import generated, resolve, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
-from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run
+from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without
 from tests.effects import effect
 
 MODEL = Architecture(
@@ -41,20 +41,11 @@ FOLDERS = {
 NUM_RANKS = 8
 
 
-def without(words: list[str], flag: str) -> list[str]:
-    """The words without a flag and what follows it."""
-    if flag not in words:
-        return words
-    at = words.index(flag)
-    end = next((i for i in range(at + 1, len(words)) if words[i].startswith("--")), len(words))
-    return words[:at] + words[end:]
-
-
 DESCRIBED = {
     "dense": [*DENSE],
     "sparse": [*SPARSE],
     "yarn": [
-        *without([*DENSE], "--position-embedding-type"),
+        *without(DENSE, "--position-embedding-type"),
         *[
             "--position-embedding-type",
             "yarn",
