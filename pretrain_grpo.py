@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl.arguments import parse
+from megatron_rl.arguments import parse_run
 from megatron_rl.describe import print_config
 from megatron_rl.errors import ExitCode, MegatronRLError
 
@@ -10,7 +10,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError
 def main() -> int:
     """Returns the exit code: docs/operations.md lists them."""
     try:
-        settings = parse()
+        settings = parse_run()
         if settings.run.print_config:
             print(print_config(settings), end="")
             return ExitCode.OK
@@ -19,7 +19,8 @@ def main() -> int:
 
         return train(settings)
     except MegatronRLError as error:
-        print(f"pretrain_grpo.py: {error}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"pretrain_grpo.py: {problem}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("pretrain_grpo.py: interrupted", file=sys.stderr)

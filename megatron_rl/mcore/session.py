@@ -1,6 +1,5 @@
 """The process groups of a run: started once, ended once, and what a rank's place in them means for its shards."""
 
-import dataclasses
 import datetime
 import os
 from collections.abc import Callable
@@ -12,27 +11,11 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
 from megatron_rl.platforms import Platform
+from megatron_rl.types import ParallelSizes
 from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelSizes:
-    """Over how many ranks each dimension is divided; the data-parallel size is what is left."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int | None = None
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
-
-    @property
-    def model(self) -> int:
-        """The ranks of one data-parallel replica."""
-        return self.tensor * self.pipeline * self.context
 
 
 class Session:

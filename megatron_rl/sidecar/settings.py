@@ -20,7 +20,7 @@ _SUBJECTS: dict[str, type] = {
     "reward": RewardConfig,
 }
 # Of subjects that the sidecar reads only this much of.
-_SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
+SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
 
 # What engines on a device can be sent weights by, beside files.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
@@ -75,7 +75,7 @@ def flags() -> list[Flag]:
         flag
         for subject, config in _SUBJECTS.items()
         for flag in flags_of(config, subject)
-        if subject not in _SHARED or flag.name in _SHARED[subject]
+        if subject not in SHARED or flag.name in SHARED[subject]
     ]
 
 
@@ -102,6 +102,8 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
     )
+    if problems := [*settings.rollout.problems(), *settings.reward.problems()]:
+        raise UsageError(*problems)
     _check(settings)
     return settings
 

@@ -4,8 +4,6 @@ import dataclasses
 import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
@@ -13,7 +11,7 @@ from megatron_rl.flags import Flag, text_of
 from megatron_rl.rollout.append_file import make_private_folder
 from megatron_rl.rollout.client import RolloutClient, RolloutError, read_token
 from megatron_rl.sidecar.launcher import Handle, LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.settings import flags
+from megatron_rl.sidecar.settings import SHARED, SidecarSettings, flags
 
 _LOG = "sidecar.log"
 _ADDRESS = "address"
@@ -40,15 +38,15 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
-def check_reach(settings: Settings) -> None:
+def check_reach(listen: str) -> None:
     """Ranks on other hosts must be able to reach a sidecar on this one."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
-    host = settings.rollout.listen.rpartition(":")[0]
+    host = listen.rpartition(":")[0]
     if not is_alone and (host == "localhost" or host.startswith("127.")):
         raise UsageError(
-            f"--rollout-listen {settings.rollout.listen} cannot be reached by the ranks on other hosts: write this "
+            f"--rollout-listen {listen} cannot be reached by the ranks on other hosts: write this "
             "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
         )
 
@@ -71,16 +69,16 @@ def given_address(settings: Settings) -> Address:
 class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
-    def __init__(self, settings: Settings, folder: Path):
-        check_reach(settings)
-        self._folder = folder
+    def __init__(self, settings: SidecarSettings):
+        check_reach(settings.rollout.listen)
+        folder = self._folder = settings.folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
         (folder / _ADDRESS).unlink(missing_ok=True)
         self._handle: Handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings, folder)),
+                command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,
@@ -131,20 +129,14 @@ def _environment() -> dict[str, str]:
     }
 
 
-def words_of(settings: Settings, folder: Path) -> list[str]:
-    """The sidecar's command line: what the trainer was told, as far as it concerns the sidecar."""
-    words = ["--rollout-folder", str(folder), "--platform", settings.platform]
-    interval = settings.checkpoint.save_interval or 0
-    values: dict[str, Any] = {
-        # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
-        "rollout.retain_journals": max(settings.rollout.retain_journals, interval + 1),
-    }
+def words_of(sidecar: SidecarSettings) -> list[str]:
+    """The sidecar's command line, which says these settings."""
+    words = []
     for flag in flags():
         (target,) = flag.targets
-        if target in ("rollout.folder", "run.platform"):
-            continue
         subject, _, field = target.partition(".")
-        value = values.get(target, getattr(getattr(settings, subject), field))
+        holder = sidecar if subject in SHARED else getattr(sidecar, subject)
+        value = getattr(holder, field)
         if value != flag.default:
             words += _words(flag, value)
     return words

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.optimizer import OptimizerConfig
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.optimizer import NonFiniteGradient, UpdateResult, apply_update, schedule_of, synchronized
@@ -177,7 +176,7 @@ class Groups:
     """An optimizer, as a schedule sees it."""
 
     def __init__(self, settings: Settings):
-        self.config = OptimizerConfig(**{"min_lr": 0.0, **settings.optimizer})
+        self.config = settings.optimizer
         self.param_groups: list[dict] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megatron_rl.mcore.model import unwrap
 from megatron_rl.mcore.probe import Probe, ReplicasDiffer
@@ -14,7 +13,7 @@ from megatron_rl.rollout.wire import ProbeAnswer, log_probs_of, tokens_of
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, session_of
 from tests.ranks import run_ranks
-from tests.truth import error_over_bound, truth_of
+from tests.truth import error_over_bound
 
 LAYOUTS = {
     "qwen3": ("TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "CP2"),
@@ -69,20 +68,20 @@ def test_the_answer_is_that_of_the_weights_whatever_the_layout(folders):
     for family, layouts in LAYOUTS.items():
         for layout in layouts:
             tokens, (answer,) = found[family, layout]
-            ids = torch.tensor([tokens_of(tokens).tolist()])
-            assert (answer.version, answer.fingerprint, answer.dtype, answer.bound) == (3, "fingerprint", "float32", None)
-            assert ids.shape[1] == (probe.num_tokens() if family == "qwen3" else 64)
-            theirs, truth = (_log_probs(folders[family], ids, dtype) for dtype in (torch.float32, torch.float64))
+            asked = tokens_of(tokens).tolist()
+            assert (answer.version, answer.fingerprint, answer.dtype, answer.bound) == (
+                3,
+                "fingerprint",
+                "float32",
+                None,
+            )
+            assert len(asked) == probe.num_tokens()
+            (theirs,), (truth,) = (
+                hf_models.log_probs(folders[family], [asked], dtype=dtype) for dtype in (torch.float32, torch.float64)
+            )
             ours = torch.from_numpy(log_probs_of(answer.log_probs).copy())
             assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
     assert "replica 1 is not replica 0: with version 3" in found["error", "DP2+distopt"]
-
-
-def _log_probs(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    with torch.no_grad(), truth_of(dtype):
-        logits = model(ids).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def test_probes_are_of_their_version_within_the_vocabulary_and_longer_where_there_are_experts():
