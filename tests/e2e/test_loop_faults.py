@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.rollout.audit_chain import BreachName
+from megatron_rl.rollout.audit_check import verify
 from tests.e2e import loop
 
 PATCH_LOSS = """
@@ -64,6 +66,25 @@ def test_an_exception_on_one_replica_ends_the_other_too(world):
 def test_a_loss_that_is_no_number_ends_the_run_before_the_update(world):
     fault = PATCH_LOSS.format(fault="statistics.sums['loss'] = total.detach() * float('nan')")
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
+
+
+def test_tokens_of_another_policy_end_the_run_before_the_update(world):
+    """Scripted engines sample by chance: held against the trainer's log-probs, they are far off."""
+    fault = """
+        from megatron_rl.training.mismatch import MismatchBounds
+        MismatchBounds.error = lambda self, kind: 0.125
+    """
+    reason = (
+        r"iteration 0: the trainer's log-probs differ .*, beyond 0.125 \(--rollout-mismatch-error\): the update was not"
+    )
+    ended(world, "mismatch", reason, 5, {0: fault, 1: fault})
+    assert not (world.folder / "mismatch" / "mismatch" / "metrics.jsonl").read_text()
+    events = [json.loads(line) for line in (world.folder / "mismatch" / "mismatch" / "audit.jsonl").open()]
+    assert [event["event"] for event in events if event["event"] in ("mismatch", "complete", "fail")] == [
+        "mismatch",
+        "fail",
+    ]
+    assert verify(world.folder / "mismatch" / "mismatch").breaches[0].name is BreachName.MISMATCH
 
 
 def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):

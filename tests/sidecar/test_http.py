@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from fastapi.routing import APIRoute
@@ -217,3 +218,20 @@ def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
         description = raw.get("/openapi.json", headers=headers).json()
         assert "/v1/iterations/{version}/slots/{replica}/{index}" in str(description["paths"]).replace(":int", "")
         assert raw.get("/docs", headers=headers).status_code == 200
+
+
+def test_the_trainers_answer_and_what_it_measured_travel(tmp_path: Path) -> None:
+    probed = msgspec.structs.replace(weights(), probe=wire.token_bytes([3, 4]))
+    answer = wire.ProbeAnswer(run="run", version=0, fingerprint="weights-0", log_probs=b"", dtype="float32")
+    mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=None)
+    with serving(tmp_path) as server, started(server) as client:
+        with ThreadPoolExecutor(1) as pool:
+            published = pool.submit(client.publish, probed, 10)
+            client.probed(answer)
+            assert published.result() == wire.EngineKind(has_model=False)
+        client.submit(submission())
+        for place in [(replica, index) for replica in range(2) for index in range(2)]:
+            client.slot(0, *place, 10)
+        client.refuse(0, msgspec.structs.replace(mismatch, bound=1e-9))
+        with pytest.raises(IterationFailed, match="beyond"):
+            client.complete(0, mismatch)
