@@ -17,6 +17,8 @@ from tests.grpo_twin import Rules, Tensors, Twin
 from tests.ranks import run_ranks
 from tests.truth import mean_over_bound, worst_of
 
+pytestmark = pytest.mark.each_change
+
 # What counting a micro-batch otherwise must change of some gradient.
 LEAST_EFFECT = 1e-2
 COEFFICIENTS = Coefficients(balancing=0.4, z=0.05)

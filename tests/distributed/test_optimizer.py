@@ -17,6 +17,8 @@ from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import run_ranks
 from tests.truth import Named, error_over_bound, worst_of
 
+pytestmark = pytest.mark.each_change
+
 RATE, DECAY, CLIP, EPSILON, SCALE = 0.125, 0.25, 1.5, 0.1, 0.01
 # So great an epsilon that Adam does not turn rounding into whole steps.
 ADAM = f"--lr {RATE} --weight-decay {DECAY} --clip-grad {CLIP} --adam-eps {EPSILON} --lr-decay-style constant"

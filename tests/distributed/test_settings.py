@@ -15,6 +15,8 @@ from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor
 from tests.distributed.parity import Computed, by_transformers, expected, micro_batches, shared_loss, shared_packs
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 _SP = (("sequence_parallel", True),)
 _FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 _CORE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))

@@ -23,6 +23,8 @@ from tests import hf_models
 from tests.distributed.layouts import CASES, build, session_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 MODELS = ("qwen3", "qwen3_moe")
 LAYOUTS = {1: ("TP1",), 2: ("TP2", "PP2", "PP2xVPP2", "CP2"), 4: ("TP2xPP2", "CP2xPP2")}
 EXPERT_LAYOUTS = {1: (), 2: ("EP2", "EP2xCP2"), 4: ("EP2xPP2",)}

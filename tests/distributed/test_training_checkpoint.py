@@ -30,6 +30,8 @@ from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
 
+pytestmark = pytest.mark.each_change
+
 ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
 EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
 
@@ -196,17 +198,18 @@ def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_a
         compare(f"{writer} to {reader}", written[writer], result, expected[writer])
 
 
-def write_slowly(pattern: Callable[[int], bool] = lambda rank: True, seconds: float = 1.0, then: Any = None) -> Any:
-    """Let the processes that write a rank's files wait first, and then fail or die if that is asked for."""
+def write_late(gate: Path | None, pattern: Callable[[int], bool] = lambda rank: True, then: Any = None) -> Any:
+    """Let the processes that write a rank's files wait for a file first, and then fail if that is asked for."""
     original = FileSystemWriterAsync.write_preloaded_data
 
-    def slow(*arguments: Any, **keywords: Any) -> Any:
-        time.sleep(seconds)
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        while gate is not None and not gate.exists():
+            time.sleep(0.01)
         if then is not None and pattern(torch.distributed.get_rank()):
             then()
         return original(*arguments, **keywords)
 
-    FileSystemWriterAsync.write_preloaded_data = staticmethod(slow)
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(late)
     return original
 
 
@@ -231,10 +234,9 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
         trained.update()
         training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
         results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
-        original = write_slowly()
-        began = time.monotonic()
+        gate = folder.parent / "write"
+        original = write_late(gate)
         saver.save(1, {"version": 1})
-        results["seconds"] = time.monotonic() - began
         for _ in range(2):
             trained.update()
             saver.poll()
@@ -244,11 +246,12 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
                 parameter.fill_(float("nan"))
         saver.poll()
         results["seen"].append(latest(out))
+        gate.touch()
         saver.finish()
         results["seen"].append(latest(out))
 
         FileSystemWriterAsync.write_preloaded_data = original
-        write_slowly(lambda rank: rank == 1, 0.0, no_space)
+        write_late(None, lambda rank: rank == 1, no_space)
         saver.save(2, {"version": 2})
         results["no space"] = error_of(saver.finish)
         FileSystemWriterAsync.write_preloaded_data = original
@@ -268,7 +271,7 @@ def load_again(folder: Path, out: Path, kill: bool) -> tuple[Any, ...]:
         loaded = saver.load()
         state = (loaded, trained.parameters(), remembered(trained))
         if kill:
-            write_slowly(seconds=3.0)
+            write_late(out / "never")
         saver.save(2, {"version": 2})
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)

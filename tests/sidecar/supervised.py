@@ -26,7 +26,7 @@ async def supervised(
         await supervisor.close()
 
 
-async def until(condition, seconds: float = 3.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

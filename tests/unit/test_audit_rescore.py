@@ -162,6 +162,7 @@ def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name
         assert re.search(r"log-probs not of these weights: .* of version 5 \(engine engine-1\).* beyond 0.001", line)
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("noise", [0.0, 1e-4])
 def test_old_weights_are_found_out_though_a_step_changes_less_than_the_bound(tmp_path, noise: float, capsys) -> None:
     folder = tmp_path / "checkpoints"
