@@ -1,18 +1,22 @@
 """Train a language model with GRPO on Megatron: torchrun pretrain_grpo.py <Megatron's flags and ours, docs/flags.md>"""
 
+import os
 import sys
 
 from megatron_rl.arguments import parse_run
 from megatron_rl.describe import print_config
 from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.saying import said_once
 
 
 def main() -> int:
     """Returns the exit code: docs/operations.md lists them."""
     try:
-        settings = parse_run()
+        with said_once(_say):
+            settings = parse_run()
         if settings.run.print_config:
-            print(print_config(settings), end="")
+            if os.environ.get("RANK", "0") == "0":
+                print(print_config(settings), end="")
             return ExitCode.OK
         # Megatron is imported once the platform is installed, which parsing does.
         from megatron_rl.training.run import train
@@ -20,11 +24,15 @@ def main() -> int:
         return train(settings)
     except MegatronRLError as error:
         for problem in error.problems:
-            print(f"pretrain_grpo.py: {problem}", file=sys.stderr)
+            _say(problem)
         return error.exit_code
     except KeyboardInterrupt:
-        print("pretrain_grpo.py: interrupted", file=sys.stderr)
+        _say("interrupted")
         return ExitCode.INTERRUPTED
+
+
+def _say(text: str) -> None:
+    print(f"pretrain_grpo.py: {text}", file=sys.stderr, flush=True)
 
 
 # Saving starts processes that import this file again.

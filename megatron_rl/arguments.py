@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     because the table of flags is made from the megatron-core that runs on it.
     """
     reading = _read(argv)
-    settings = _settings(reading, _world_size())
+    settings = _settings(reading, _world_size(), needs_folder=False)
     _raise(reading)
     return settings
 
@@ -41,7 +41,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
     world_size = _world_size()
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
-    settings = _settings(reading, world_size)
+    settings = _settings(reading, world_size, needs_folder=True)
     run, problems = resolve_run(settings)
     reading.consider(problems)
     _raise(reading)
@@ -181,16 +181,20 @@ def _unknown(rest: Sequence[str], reading: _Reading) -> None:
         reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
 
 
-def _settings(reading: _Reading, world_size: int | None) -> Settings:
-    """What the words come to. It holds only if nothing is wrong with them."""
+def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
+    """What the words come to. It holds only if nothing is wrong with them.
+
+    Where a folder is needed and there is none, which is said by whoever needs it, what describes a model is not read.
+    """
     given, platform = reading.given, reading.platform
     subjects = {name: config(**_values_of(name, given)) for name, config in get_type_hints(Subjects).items()}
-    architecture = _architecture(subjects["model"].hf_model, reading)
+    folder = subjects["model"].hf_model
+    architecture = None if folder is None and needs_folder else _architecture(folder, reading)
     fields = resolve.resolve(reading.flags, given, architecture, platform)
     built = resolve.build(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
-    if subjects["model"].hf_model is not None:
-        sources["architecture"] = str(subjects["model"].hf_model / "config.json")
+    if folder is not None:
+        sources["architecture"] = str(folder / "config.json")
     settings = Settings(
         **subjects,
         platform=platform.name,

@@ -109,7 +109,10 @@ def nearest(word: str, among: Iterable[object]) -> str:
 def meant(word: str, among: Iterable[object]) -> str | None:
     """What was probably meant: a slip of the pen away, dashes aside."""
     plain = {_plain(text_of(item)): text_of(item) for item in among}
-    near = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=_NEAR)
+    written = _plain(word)
+    # One wrong letter is more of a short word.
+    cutoff = min(_NEAR, 1 - 1 / max(len(written), 4))
+    near = difflib.get_close_matches(written, plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
 
 

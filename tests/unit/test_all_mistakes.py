@@ -56,6 +56,7 @@ MISTAKES = (
 )  # fmt: skip
 # What a run cannot do without, and what is said where it is not there.
 MISSING = {
+    "--hf-model": "--hf-model is missing",
     "--lr": "--lr is missing",
     "--train-iters": "--train-iters is missing",
     "--seq-length": "--seq-length is missing",
