@@ -64,6 +64,9 @@ def digests_by_row(
 def _row_sums(slice_RC: torch.Tensor, first_column: int) -> torch.Tensor:
     """Of each row of a matrix, the sum of its words, each times the factor of its column."""
     bits_RC, factors_C = _words(slice_RC, first_column) or _elements(slice_RC, first_column)
+    if bits_RC.dtype == torch.int64 and bits_RC.device.type == "cpu":
+        # In one pass; only a CPU multiplies a matrix of integers.
+        return torch.mv(bits_RC, factors_C)
     num_rows, num_columns = bits_RC.shape
     sums_R = torch.empty(num_rows, dtype=torch.int64, device=bits_RC.device)
     step = min(num_rows, max(1, _chunk_elements(bits_RC.device) // max(1, num_columns)))
