@@ -132,6 +132,8 @@ class RolloutService:
                 f"{self._lease_seconds:.0f} s after its last request"
             )
         self.lease = mine = Lease(run, lease.number + 1, now)
+        # Whoever would have answered it is gone.
+        self._probe.call_off(f"lease {lease.number} is over: another trainer has taken this sidecar")
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
             await self._stop()
@@ -405,20 +407,38 @@ class _Awaited:
 
     def __init__(self) -> None:
         self._answer: wire.ProbeAnswer | None = None
-        self._given = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._waiting = 0
+        self._called_off = ""
 
     def give(self, answer: wire.ProbeAnswer) -> None:
         self._answer = answer
-        self._given.set()
+        self._changed.set()
+
+    def call_off(self, reason: str) -> None:
+        """End the wait for what nobody will answer."""
+        if self._waiting:
+            self._called_off = reason
+            self._changed.set()
 
     async def of(self, weights: wire.Weights) -> wire.ProbeAnswer:
         """Wait for the answer to the probe of these weights; one of others is another publish's."""
-        while True:
-            answer = self._answer
-            if answer is not None and (answer.version, answer.fingerprint) == (weights.version, weights.fingerprint):
-                return answer
-            self._given.clear()
-            await self._given.wait()
+        self._waiting += 1
+        try:
+            while True:
+                answer = self._answer
+                if answer is not None and (answer.version, answer.fingerprint) == (
+                    weights.version,
+                    weights.fingerprint,
+                ):
+                    return answer
+                self._changed.clear()
+                await self._changed.wait()
+                if self._called_off:
+                    raise Conflict(self._called_off)
+        finally:
+            self._waiting -= 1
+            self._called_off = ""
 
 
 @contextlib.asynccontextmanager

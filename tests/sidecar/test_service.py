@@ -391,6 +391,23 @@ def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool
     serve(check)
 
 
+def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> None:
+    async def check(service: RolloutService) -> None:
+        published = asyncio.create_task(service.publish(PROBED))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await service.take_lease("run")
+        with pytest.raises(Conflict, match=r"lease \d+ is over: another trainer has taken this sidecar"):
+            await published
+        await service.publish(weights(1))
+        # A lease that is taken while nobody waits calls nothing off.
+        await service.take_lease("run")
+        service.probed(msgspec.structs.replace(ANSWER, version=2, fingerprint="weights-2"))
+        await service.publish(msgspec.structs.replace(weights(2), probe=PROBED.probe))
+
+    serve(check)
+
+
 def test_what_the_trainer_measured_is_recorded_before_the_iteration_is_complete_and_once() -> None:
     mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
 
