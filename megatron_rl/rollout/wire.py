@@ -195,6 +195,8 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: str = "float32"
     device: str = "cpu"
     is_quantized: bool = False
+    has_experts: bool = False
+    """Where two are chosen almost alike, rounding decides."""
     has_model: bool = True
     """False where tokens are drawn by chance: then nothing can be compared."""
 

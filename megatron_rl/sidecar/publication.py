@@ -73,6 +73,7 @@ def coarsest(kinds: Sequence[EngineKind]) -> EngineKind:
         dtype=probe.coarsest(*(kind.dtype for kind in kinds)),
         device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
         is_quantized=any(kind.is_quantized for kind in kinds),
+        has_experts=any(kind.has_experts for kind in kinds),
         has_model=all(kind.has_model for kind in kinds),
     )
 

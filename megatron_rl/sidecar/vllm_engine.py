@@ -199,7 +199,7 @@ class VllmEngine:
     @property
     def kind(self) -> EngineKind:
         facts = self.facts
-        return EngineKind(dtype=facts["dtype"], device=facts["device"], is_quantized=facts["is_quantized"])
+        return EngineKind(**{name: facts[name] for name in ("dtype", "device", "is_quantized", "has_experts")})
 
     @property
     def num_workers(self) -> int:

@@ -85,6 +85,7 @@ class WorkerExtension:
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
             "is_quantized": bool(config.quantization),
+            "has_experts": bool(config.is_moe),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "eos_token_ids": sorted(_eos_token_ids(config)),

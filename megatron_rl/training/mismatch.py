@@ -5,13 +5,12 @@ from collections.abc import Iterable
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.rollout.probe import coarsest
+from megatron_rl.rollout.probe import allowance, coarsest
 from megatron_rl.rollout.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """What the mean difference is when all is well, with room."""
 _ERROR = 5.0
-_QUANTIZED = 4.0
 
 
 class MismatchBeyond(MegatronRLError):
@@ -53,7 +52,7 @@ class MismatchBounds:
             return None
         if self.given is not None:
             return self.given
-        healthy = HEALTHY[coarsest(kind.dtype, *self.dtypes)] * (_QUANTIZED if kind.is_quantized else 1.0)
+        healthy = HEALTHY[coarsest(kind.dtype, *self.dtypes)] * allowance(kind)
         # Log-probs are of logits over the temperature, and so are their differences.
         return _ERROR * healthy / min(1.0, self.temperature)
 

@@ -16,6 +16,7 @@ from megatron_rl.training.mismatch import MismatchBounds, Part, combined
         (("bfloat16",), EngineKind(), 0.25),
         (("float32",), EngineKind(dtype="bfloat16", device="cuda"), 0.25),
         (("float32",), EngineKind(is_quantized=True), 2e-2),
+        (("bfloat16",), EngineKind(dtype="bfloat16", has_experts=True), 0.5),
         (("float32",), EngineKind(has_model=False), None),
     ],
 )
@@ -31,7 +32,8 @@ def test_the_bound_follows_from_the_coarsest_of_those_who_compute(dtypes, kind, 
 def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
     assert bound(EngineKind(), "float32") == 1e-3
     assert bound(EngineKind(device="cuda"), "float32") == 1e-2
-    assert bound(EngineKind(device="cuda"), "bfloat16") == bound(EngineKind(dtype="bfloat16"), "float32") == 0.25
+    assert bound(EngineKind(device="cuda"), "bfloat16") == bound(EngineKind(dtype="bfloat16"), "float32") == 0.5
+    assert bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 1.0
     assert bound(EngineKind(is_quantized=True), "float32") == 4e-3
     assert coarsest("float32", "bfloat16", "float16") == "bfloat16"
 
