@@ -15,8 +15,8 @@ from megatron_rl.rollout.wire import EngineKind
 LEAST_TOKENS = 64
 
 # The mean difference that is borne between two programs that compute with the same weights: five times and more what
-# was measured on random weights, which are worse than trained ones. Float32 on an accelerator may be computed from factors
-# with fewer bits.
+# was measured on random weights, which are worse than trained ones. Float32 on an accelerator may be computed from
+# factors with fewer bits.
 _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
 _COARSER = ("float32", "float16", "bfloat16")

@@ -70,7 +70,7 @@ class WorkerExtension:
         import vllm
         from vllm.platforms import current_platform
 
-        from megatron_rl.sidecar.vllm_moe_patch import patch_experts_updated_in_place
+        from megatron_rl.sidecar.vllm_moe_patch import has_experts, patch_experts_updated_in_place
         from megatron_rl.sidecar.vllm_seed_patch import patch_seeded_partial_prefill
         from megatron_rl.sidecar.vllm_shared import take_names_off
         from megatron_rl.sidecar.vllm_sockets import close_listeners
@@ -85,7 +85,7 @@ class WorkerExtension:
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
             "is_quantized": bool(config.quantization),
-            "has_experts": bool(config.is_moe),
+            "has_experts": has_experts(self.model_runner.get_model()),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "eos_token_ids": sorted(_eos_token_ids(config)),

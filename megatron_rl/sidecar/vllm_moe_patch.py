@@ -17,13 +17,17 @@ def patch_experts_updated_in_place(model: Any) -> str:
 
     if not current_platform.is_cpu():
         return "not needed: not a CPU"
-    if not any(name.endswith(".experts") for name, _ in model.named_modules()):
+    if not has_experts(model):
         return "not needed: no experts"
     try:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     except ImportError:
         return f"{NOT_APPLIED}: this vLLM keeps its experts elsewhere"
     return patch(UnquantizedFusedMoEMethod)
+
+
+def has_experts(model: Any) -> bool:
+    return any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
 def patch(method: Any) -> str:
