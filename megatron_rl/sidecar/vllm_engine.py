@@ -140,7 +140,9 @@ class VllmEngine:
             weights.version,
             self._common("load", answers, "fingerprint"),
             num_compared=min(answer["compared"] for answer in answers),
-            num_parameters=max(answer["parameters"] for answer in answers),
+            # What no worker holds was not compared either.
+            num_parameters=max(answer["parameters"] for answer in answers)
+            + len(set.intersection(*(set(answer["unheld"]) for answer in answers))),
         )
 
     async def commit(self, report: WeightReport) -> None:

@@ -236,10 +236,16 @@ class WorkerExtension:
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Answer:
         """What the load has left in the parameters; NotHeld if that is not what was given."""
         if self.megatron_rl_order is None or record.sight is None:
-            return {"compared": 0, "parameters": len(record.parameters), "shares": {}}
+            return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}
         held = compare(self.megatron_rl_order, record.sight, digests, record.specs)
         shares = {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()}
-        return {"compared": held.num_compared, "parameters": held.num_parameters, "shares": shares}
+        unheld = [name for name in held.unheld if name != _TIED]
+        return {
+            "compared": held.num_compared,
+            "parameters": held.num_parameters,
+            "shares": shares,
+            "unheld": unheld,
+        }
 
     def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
         """Each name is of one worker of the engine."""

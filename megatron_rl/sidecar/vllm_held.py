@@ -81,10 +81,6 @@ class Order:
     unknown: tuple[str, ...]
     """Parameters made of something else."""
 
-    @property
-    def is_whole(self) -> bool:
-        return not self.unknown
-
 
 class Sight(Generic[T]):
     """What a look at each parameter has shown."""
@@ -293,6 +289,8 @@ class Held:
     num_parameters: int
     shares: dict[str, list[tuple[Rectangle, Lanes]]]
     """Digests of the rectangles of tensors that this worker holds only in part: the rest is with other workers."""
+    unheld: tuple[str, ...]
+    """Tensors of which it holds nothing."""
 
 
 @contextlib.contextmanager
@@ -343,7 +341,8 @@ def compare(
             wrong.add(tensor)
     if wrong:
         raise NotHeld(f"{len(wrong)} tensors are held with other numbers than were given: {_first(sorted(wrong))}")
-    return Held(len(digests), len(order.rows) + len(order.unknown), shares)
+    unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
+    return Held(len(digests), len(order.rows) + len(order.unknown), shares, tuple(unheld))
 
 
 def _first(names: Sequence[str]) -> str:

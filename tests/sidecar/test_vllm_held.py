@@ -144,6 +144,14 @@ def test_a_layer_that_does_not_take_over_what_was_loaded_is_named():
         loaded(worker, order, tensors, tensors)
 
 
+def test_a_tensor_that_no_parameter_is_made_of_is_named():
+    worker = Worker(torch.float32)
+    specs = [*specs_of("float32"), TensorSpec("extra", (4, 4), "float32")]
+    order = learn_order(worker.model, specs, torch.float32, worker.load)
+    tensors = drawn(torch.float32) | {"extra": torch.ones(4, 4)}
+    assert loaded(worker, order, tensors, tensors).unheld == ("extra",)
+
+
 def test_numbers_that_are_rounded_are_not_compared_and_those_that_are_widened_are():
     worker = Worker(torch.bfloat16)
     order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)

@@ -19,7 +19,7 @@ TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5,
 MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
 SPECS = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in MANIFEST]
 FINGERPRINT = fingerprint(SPECS, {name: digest(tensor).tolist() for name, tensor in TENSORS.items()})
-COMPARED = {"fingerprint": FINGERPRINT, "compared": 2, "parameters": 2, "shares": {}}
+COMPARED = {"fingerprint": FINGERPRINT, "compared": 2, "parameters": 2, "shares": {}, "unheld": []}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0}
 WEIGHTS = Weights(
