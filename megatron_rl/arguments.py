@@ -14,7 +14,7 @@ from megatron_rl.config import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.flags import Flag, Kind, flags_of, index, meant, nearest
 from megatron_rl.mcore import backend
-from megatron_rl.mcore.flags import checks, model, resolve, table
+from megatron_rl.mcore.flags import checks, idle, model, resolve, table
 from megatron_rl.mcore.flags.given import Given
 from megatron_rl.platforms import Platform
 from megatron_rl.training.settings import RunSettings, resolve_run
@@ -212,6 +212,8 @@ def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> 
         settings = _with_backend(settings, reading)
     if not reading.problems:
         reading.problems += built.refusals
+    if not reading.problems:
+        settings = dataclasses.replace(settings, notes=(*settings.notes, *idle.notes(settings)))
     return settings
 
 

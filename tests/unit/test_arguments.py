@@ -404,6 +404,43 @@ def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
     assert any("--distributed-backend (each platform has one" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--hysteresis 1", "--fp16"),
+        ("--min-loss-scale 2", "--fp16 --loss-scale 8"),
+        ("--disable-bf16-reduced-precision-matmul", "--bf16"),
+        ("--adam-beta1 0.5", "--optimizer sgd"),
+        ("--sgd-momentum 0.5", "--optimizer sgd"),
+        ("--decoupled-min-lr 0.1", "--decoupled-lr 1"),
+        ("--no-pin-cpu-grads", ""),
+        ("--lr-wsd-decay-style cosine", "--lr-decay-style WSD --lr-wsd-decay-iters 3"),
+        ("--apply-wd-to-qk-layernorm", "--qk-layernorm"),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 4",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        ("--ddp-bucket-size 9000", "--overlap-grad-reduce"),
+        ("--ddp-pad-buckets-for-high-nccl-busbw", "--use-distributed-optimizer"),
+        ("--moe-router-dtype fp64", "--qk-layernorm --num-experts 8"),
+        ("--save-interval 2", "--save out"),
+        ("--async-save", "--save out"),
+        ("--finetune", "--load in"),
+    ],
+)
+def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, needed: str) -> None:
+    def said(*more: str) -> list[str]:
+        return [note for note in parse(*DENSE, words, *more).notes if note.startswith(f"{words} has no effect")]
+
+    if words.startswith("--adam"):
+        assert (len(said()), len(said(needed))) == (0, 1)
+    elif words.startswith("--min-loss-scale"):
+        assert (len(said()), len(said("--fp16")), len(said(needed))) == (1, 0, 1)
+    else:
+        assert len(said()) == 1
+        assert not needed or not said(needed)
+
+
 def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
     assert parse(*DENSE, "--bf16").ddp.grad_reduce_in_fp32 is True
     assert parse(*DENSE, "--fp16").ddp.grad_reduce_in_fp32 is True

@@ -400,7 +400,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """Relative folders are the test's, and what a configuration sets for the process is set back."""
     monkeypatch.chdir(tmp_path)
     matmul = torch.backends.cuda.matmul
-    was = matmul.allow_bf16_reduced_precision_reduction
+    was, matmul.allow_bf16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction, True
     yield
     matmul.allow_bf16_reduced_precision_reduction = was
 
