@@ -23,6 +23,12 @@ def duration_problems(flag: str, value: float) -> Iterator[str]:
         yield f"{flag} {value:g} must be a finite duration above 0: write one that is"
 
 
+def bound_problems(flag: str, value: float | None) -> Iterator[str]:
+    """What is wrong with the bound of a difference."""
+    if value is not None and not value > 0:
+        yield f"{flag} {value:g} must be above 0: write a mean difference of log-probs, or inf for no bound"
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Subject):
     """Which prompts are trained on."""
@@ -170,9 +176,19 @@ class PublishConfig(Subject):
     deadline_minutes: Annotated[
         float, Option("How long a publish may take.", names=("--publish-deadline-minutes",), megatron=False)
     ] = 10.0
+    probe_bound: Annotated[
+        float | None,
+        Option(
+            "The mean difference of an engine's and the trainer's log-probs of a version's probe, beyond which the "
+            "publish fails; by precision and device if not given, `inf` for none.",
+            names=("--publish-probe-bound",),
+            megatron=False,
+        ),
+    ] = None
 
     def problems(self) -> Iterator[str]:
         yield from duration_problems("--publish-deadline-minutes", self.deadline_minutes)
+        yield from bound_problems("--publish-probe-bound", self.probe_bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,6 +379,15 @@ class ObserveConfig(Subject):
             megatron=False,
         ),
     ] = None
+    mismatch_error: Annotated[
+        float | None,
+        Option(
+            "The mean difference beyond which an iteration ends the run before its update; five times that of the "
+            "warning, as far as the engines' precision sets it, if not given, `inf` for none.",
+            names=("--rollout-mismatch-error",),
+            megatron=False,
+        ),
+    ] = None
     tensorboard_dir: Annotated[Path | None, Option("The folder of TensorBoard's event files.")] = None
     wandb_project: Annotated[str, Option("The project in Weights & Biases; none if empty.")] = ""
     wandb_exp_name: Annotated[str, Option("The name of the run there.")] = ""
@@ -370,6 +395,7 @@ class ObserveConfig(Subject):
     wandb_entity: Annotated[str, Option("Whose project it is.")] = ""
 
     def problems(self) -> Iterator[str]:
+        yield from bound_problems("--rollout-mismatch-error", self.mismatch_error)
         if self.log_interval < 1:
             yield f"--log-interval {self.log_interval} is below 1: write 1 or more"
         if self.log_samples < 0:

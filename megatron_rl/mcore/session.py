@@ -3,7 +3,7 @@
 import datetime
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron_rl.types import ParallelSizes
 from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Session:
@@ -118,21 +119,31 @@ class Session:
 
         `action` must not wait for other ranks itself.
         """
-        result: T | None = None
+        result, _ = self._agree(action, lambda _: None)
+        return result
+
+    def agree_on(self, action: Callable[[], T]) -> list[T]:
+        """As `agree`, and what every rank's action has returned, on every rank."""
+        _, results = self._agree(action, lambda result: result)
+        return results
+
+    def _agree(self, action: Callable[[], T], share: Callable[[T], U]) -> tuple[T, list[U]]:
+        result: Any = None
         error: Exception | None = None
         try:
             result = action()
         except Exception as caught:
             error = caught
-        failures: list[tuple[type[MegatronRLError], str] | None] = [None] * self.world_size
-        dist.all_gather_object(failures, _failure(error, self.rank), group=self.control_group)
+        outcome = (_failure(error, self.rank), None if error is not None else share(result))
+        outcomes: list[tuple[tuple[type[MegatronRLError], str] | None, Any]] = [outcome] * self.world_size
+        dist.all_gather_object(outcomes, outcome, group=self.control_group)
         if error is not None:
             raise error
-        for failure in failures:
+        for failure, _ in outcomes:
             if failure is not None:
                 kind, text = failure
                 raise kind(text)
-        return result  # type: ignore[return-value] # no error, so action returned
+        return result, [shared for _, shared in outcomes]
 
     def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """The ranks of this rank's pipeline stage, over all replicas."""

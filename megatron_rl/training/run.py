@@ -12,6 +12,7 @@ from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.publish import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.reference import Reference, reference_of
 from megatron_rl.mcore.session import Session
@@ -31,6 +32,7 @@ from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
+from megatron_rl.training.mismatch import bounds_of
 from megatron_rl.training.plan import check_folders, shared_folder
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
@@ -127,9 +129,13 @@ class Run:
         receiver = client if session.rank == 0 else None
         transport, dtype = settings.rollout.transport, settings.publish.dtype
         deadline = datetime.timedelta(minutes=settings.publish.deadline_minutes)
+        sizes, chunks = settings.sizes, self._policy.chunks
+        longest = sizes.longest_prompt + sizes.longest_response
+        probe = Probe(chunks, session, self._name, longest, sizes.multiple_of, settings.publish.probe_bound)
         if transport == "shm":
             folder = shared_folder(settings)
-            return SharedMemoryPublisher(self._policy.weights, session, receiver, self._name, folder, dtype, deadline)
+            weights = self._policy.weights
+            return SharedMemoryPublisher(weights, session, receiver, self._name, folder, dtype, deadline, probe)
         if transport not in session.platform.weight_transports:
             raise UsageError(
                 f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
@@ -137,7 +143,8 @@ class Run:
             )
         session.agree(lambda: vllm_sender.library(transport) if session.rank == 0 else None)
         make = vllm_sender.open_sender
-        return StreamPublisher(self._policy.weights, session, receiver, self._name, transport, make, dtype, deadline)
+        weights = self._policy.weights
+        return StreamPublisher(weights, session, receiver, self._name, transport, make, dtype, deadline, probe)
 
     def tidy(self) -> None:
         """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
@@ -162,6 +169,7 @@ class Run:
             stop=self._stop,
             reference=self._reference,
             largest_micro_batch=self._sizes.largest_micro_batch,
+            mismatch_bounds=bounds_of(self._settings, self._policy.weights.dtype),
         )
         trainer.train(self._version, self._num_iterations)
         self._stop.over()

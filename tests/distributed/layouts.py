@@ -86,11 +86,13 @@ class Model:
         """Log-probs of all packs in their order, on every rank."""
         return self._everywhere(runner.forward(self.wrapped, self.mine(packs), temperature))
 
-    def forward_backward(self, packs: Sequence[Pack], loss: runner.Loss) -> list[torch.Tensor]:
+    def forward_backward(
+        self, packs: Sequence[Pack], loss: runner.Loss, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
         """The same, leaving gradients in `main_grad`."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        results = runner.forward_backward(self.wrapped, self.mine(packs), loss)
+        results = runner.forward_backward(self.wrapped, self.mine(packs), loss, temperature)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
         return self._everywhere(results)

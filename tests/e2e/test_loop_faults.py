@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.rollout.audit_chain import BreachName
+from megatron_rl.rollout.audit_check import verify
 from tests.e2e import loop
 
 PATCH_LOSS = """
@@ -50,6 +52,7 @@ def ended(
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.each_change
 def test_an_exception_on_the_last_stage_ends_the_first_one_too(world):
     fault = PATCH_LOSS.format(fault="raise ZeroDivisionError('planted')")
     ended(world, "last", r"ZeroDivisionError: planted \(rank 1\)", 1, {1: fault}, pipeline_model_parallel_size=2)
@@ -66,12 +69,31 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(world):
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
 
 
+def test_tokens_of_another_policy_end_the_run_before_the_update(world):
+    """Scripted engines sample by chance: held against the trainer's log-probs, they are far off."""
+    fault = """
+        from megatron_rl.training.mismatch import MismatchBounds
+        MismatchBounds.error = lambda self, kind: 0.125
+    """
+    reason = (
+        r"iteration 0: the trainer's log-probs differ .*, beyond 0.125 \(--rollout-mismatch-error\): the update was not"
+    )
+    ended(world, "mismatch", reason, 5, {0: fault, 1: fault})
+    run = world.folder / "mismatch" / "mismatch"
+    assert not (run / "metrics.jsonl").read_text()
+    ends = [json.loads(line)["event"] for line in (run / "audit.jsonl").open()][-2:]
+    assert ends == ["mismatch", "fail"]
+    assert verify(run).breaches[0].name is BreachName.MISMATCH
+
+
+@pytest.mark.each_change
 def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(prompts, completions, completion_ids, **columns):\n    raise KeyError('solution')\n")
     ended(world, "reward", r"iteration 0 failed: .*bad.*KeyError.*solution", 5, reward=f"{reward}:bad")
 
 
+@pytest.mark.each_change
 def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     folder = world.folder / "gone"
     script = world.folder / "slow.json"
@@ -94,6 +116,7 @@ def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     assert "did not answer for 5 s" in reasons(ranks)[0]
 
 
+@pytest.mark.each_change
 def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     folder = world.folder / "stop"
     words = world.words("stop", rollout_folder=folder / "stop", save=folder / "save", train_iters=500)
@@ -106,6 +129,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == str(written)
 
 
+@pytest.mark.each_change
 def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
     script = world.folder / "slowest.json"
@@ -128,6 +152,7 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
+@pytest.mark.each_change
 def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
     reward = tmp_path / "broken.py"
     reward.write_text("import nothing_of_this_name\n")
@@ -138,6 +163,7 @@ def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(
     assert "serving" not in ranks.text()
 
 
+@pytest.mark.each_change
 def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')
@@ -148,6 +174,7 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     assert not (folder / "r").exists()
 
 
+@pytest.mark.each_change
 def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
     folder = world.folder / "weights"
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)

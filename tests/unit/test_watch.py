@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -33,8 +32,7 @@ CODE = """
 """
 
 
-def outcomes(tmp_path, what: str) -> tuple[list[int], list[str], float]:
-    start = time.monotonic()
+def outcomes(tmp_path, what: str) -> tuple[list[int], list[str]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CODE), str(rank), what, str(tmp_path / "store")],
@@ -43,22 +41,22 @@ def outcomes(tmp_path, what: str) -> tuple[list[int], list[str], float]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], errors, time.monotonic() - start
+    return [process.returncode for process in processes], errors
 
 
 def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it(tmp_path):
-    codes, errors, _ = outcomes(tmp_path, "error")
+    codes, errors = outcomes(tmp_path, "error")
     assert codes == [4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
 
 
 def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback(tmp_path):
-    codes, errors, _ = outcomes(tmp_path, "crash")
+    codes, errors = outcomes(tmp_path, "crash")
     assert codes == [1, 1]
     for text in errors:
         assert "the run ended: ZeroDivisionError: division by zero (rank 1)" in text
