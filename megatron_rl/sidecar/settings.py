@@ -25,6 +25,9 @@ _SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-l
 # What engines on a device can be sent weights by, beside files.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
+# What stands before the error of a sidecar that ends: the trainer that started it finds it in the log.
+LAST_WORDS = "megatron_rl.sidecar: "
+
 # Python alone; functions need what they need.
 _LEAST_MEMORY_GIB = 0.125
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Settings
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.flags import Flag, text_of
 from megatron_rl.rollout.append_file import make_private_folder
 from megatron_rl.rollout.client import RolloutClient, RolloutError, read_token
-from megatron_rl.sidecar.launcher import Handle, LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.settings import flags
+from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
+from megatron_rl.sidecar.settings import LAST_WORDS, flags
 
 _LOG = "sidecar.log"
 _ADDRESS = "address"
@@ -23,10 +23,17 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 30.0
 
 
+_NUM_LINES = 20
+
+
 class SidecarFailed(MegatronRLError):
     """A sidecar that this run started did not start, or ended."""
 
     exit_code = ExitCode.RUN
+
+
+# A sidecar that ends by name ends the run with its own kind of error.
+_KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, InputError)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +84,7 @@ class OwnSidecar:
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
         (folder / _ADDRESS).unlink(missing_ok=True)
-        self._handle: Handle = LocalLauncher().start(
+        self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
                 command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings, folder)),
@@ -93,16 +100,25 @@ class OwnSidecar:
         deadline = time.monotonic() + seconds
         path = self._folder / _ADDRESS
         while not path.exists():
-            ended = self._handle.poll()
-            if ended is not None:
-                raise SidecarFailed(f"the sidecar {ended} before it served; the end of its log:\n{self._tail()}")
+            self.check()
             if time.monotonic() > deadline:
                 raise SidecarFailed(
                     f"the sidecar did not serve within {seconds / 60:g} minutes (--rollout-start-minutes); the end of "
-                    f"its log, {self._folder / _LOG}:\n{self._tail()}"
+                    f"its log, {self._handle.log}:\n{self._tail()}"
                 )
             time.sleep(_POLL_SECONDS)
         return Address(path.read_text().strip(), read_token(self._folder / _TOKEN))
+
+    def check(self) -> None:
+        """Raise if it has ended: what it said of that, as an error of its own kind."""
+        ended, code = self._handle.poll(), self._handle.exit_code
+        if ended is None or code is None:
+            return
+        _, is_by_name, said = "\n".join(["", *self._handle.log_lines()]).rpartition(f"\n{LAST_WORDS}")
+        if is_by_name:
+            kind = _KINDS.get(code, SidecarFailed)
+            raise kind(f"{said.strip()}\n(the sidecar {ended}; its log is {self._handle.log})")
+        raise SidecarFailed(f"the sidecar {ended}; the end of its log, {self._handle.log}:\n{self._tail()}")
 
     def close(self) -> None:
         """Ask it to end, and make it."""
@@ -119,7 +135,7 @@ class OwnSidecar:
         self._handle.kill()
 
     def _tail(self) -> str:
-        return self._handle.log_tail(20)
+        return "\n".join(self._handle.log_lines()[-_NUM_LINES:])
 
 
 def _environment() -> dict[str, str]:
