@@ -36,7 +36,7 @@ from megatron_rl.training.learner import Learner
 from megatron_rl.training.plan import Sizes, check_folders, run_folder, shared_folder, sizes_of
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
-from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
+from megatron_rl.training.sidecar import Address, OwnSidecar, given_address, problems
 from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
@@ -54,7 +54,9 @@ def train(settings: Settings, make: "type[Run] | None" = None) -> int:
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with folders, data and weights shows before an engine is started.
+            # What is wrong with flags, folders, data and weights shows before a process is started.
+            if found := list(problems(settings, sizes.longest_prompt + sizes.longest_response)):
+                raise UsageError("\n".join(found))
             check_folders(settings)
             prompts = _prompts(settings, sizes)
             _check_weights(settings)

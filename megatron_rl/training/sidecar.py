@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformEr
 from megatron_rl.flags import Flag, text_of
 from megatron_rl.rollout.append_file import make_private_folder
 from megatron_rl.rollout.client import RolloutClient, RolloutError, read_token
+from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.settings import LAST_WORDS, flags
 
@@ -47,14 +49,32 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
-def check_reach(settings: Settings) -> None:
+def problems(settings: Settings, longest: int) -> Iterator[str]:
+    """Each thing that the sidecar of a run would end for, with prompt and response of `longest` tokens at most."""
+    if settings.service.endpoint is not None:
+        try:
+            given_address(settings)
+        except UsageError as error:
+            yield str(error)
+        return
+    yield from sidecar_settings.problems(sidecar_settings.of_trainer(settings), settings.architecture)
+    yield from _problems_of_reach(settings)
+    room = settings.rollout.max_model_len
+    if room is not None and 0 < room < longest and settings.rollout.engine == "vllm":
+        yield (
+            f"--rollout-max-model-len {room} has no room for the {longest} tokens that a prompt and its response may "
+            f"have: write {longest} or more, or leave it out"
+        )
+
+
+def _problems_of_reach(settings: Settings) -> Iterator[str]:
     """Ranks on other hosts must be able to reach a sidecar on this one."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
     host = settings.rollout.listen.rpartition(":")[0]
     if not is_alone and (host == "localhost" or host.startswith("127.")):
-        raise UsageError(
+        yield (
             f"--rollout-listen {settings.rollout.listen} cannot be reached by the ranks on other hosts: write this "
             "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
         )
@@ -79,7 +99,6 @@ class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
     def __init__(self, settings: Settings, folder: Path):
-        check_reach(settings)
         self._folder = folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.

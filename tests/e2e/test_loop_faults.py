@@ -128,12 +128,29 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
+def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_process_is_started(world, tmp_path):
+    folder = world.folder / "flags"
+    words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
+    words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(60) == [2]
+    for message in (
+        f"--reward {tmp_path}/none.py cannot be read",
+        "\n--rollout-script none.json cannot be read",
+        "--rollout-num-threads 0 must be at least 1",
+        "\n--reward-on-error perhaps: neither stop nor a finite number",
+    ):
+        assert message in ranks.text()
+    assert "Traceback" not in ranks.text()
+    assert not (folder / "r").exists()
+
+
 def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
     reward = tmp_path / "broken.py"
-    reward.write_text("import nothing_of_this_name\n")
+    reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
     folder = world.folder / "broken"
     with loop.running(folder, 1, world.words("broken", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait(60) == [5]
+        assert ranks.wait(60) == [2]
     assert "nothing_of_this_name" in ranks.text()
     assert "serving" not in ranks.text()
 
