@@ -2,28 +2,41 @@
 
 import sys
 
-from megatron_rl.arguments import parse
-from megatron_rl.describe import print_config
 from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.training.watch import Watch
 
 
 def main() -> int:
     """Returns the exit code: docs/operations.md lists them."""
+    watch = Watch()
     try:
-        settings = parse()
-        if settings.run.print_config:
-            print(print_config(settings), end="")
-            return ExitCode.OK
-        # Megatron is imported once the platform is installed, which parsing does.
-        from megatron_rl.training.run import train
-
-        return train(settings)
+        # Before anything that takes time: from here on the other ranks notice when this one is gone.
+        watch = Watch.of_environment()
+        code = _run(watch)
     except MegatronRLError as error:
-        print(f"pretrain_grpo.py: {error}", file=sys.stderr)
+        print(f"pretrain_grpo.py: {error}", file=sys.stderr, flush=True)
+        watch.tell(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("pretrain_grpo.py: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("pretrain_grpo.py: interrupted", file=sys.stderr, flush=True)
+        watch.tell(interrupt)
         return ExitCode.INTERRUPTED
+    watch.close()
+    return code
+
+
+def _run(watch: Watch) -> int:
+    from megatron_rl.arguments import parse
+    from megatron_rl.describe import print_config
+
+    settings = parse()
+    if settings.run.print_config:
+        print(print_config(settings), end="")
+        return ExitCode.OK
+    # Megatron is imported once the platform is installed, which parsing does.
+    from megatron_rl.training.run import train
+
+    return train(settings, watch=watch)
 
 
 # Saving starts processes that import this file again.

@@ -6,7 +6,7 @@ from megatron_rl.config import Settings
 from megatron_rl.mcore.backend import backend_of
 from megatron_rl.mcore.config import packed_config
 from megatron_rl.mcore.model import PackedGPTModel, build_chunks
-from megatron_rl.mcore.session import ParallelSizes, Session
+from megatron_rl.mcore.session import Meet, ParallelSizes, Session
 from megatron_rl.mcore.spec import has_transformer_engine
 from megatron_rl.platforms import Platform, select
 
@@ -24,10 +24,12 @@ def parallel_sizes(settings: Settings) -> ParallelSizes:
     )
 
 
-def session_of(settings: Settings, waiting: datetime.timedelta = datetime.timedelta()) -> Session:
+def session_of(
+    settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
+) -> Session:
     """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
-    return Session(parallel_sizes(settings), select(settings.platform), settings.training.seed, timeout, waiting)
+    return Session(parallel_sizes(settings), select(settings.platform), settings.training.seed, timeout, waiting, meet)
 
 
 def model_of(settings: Settings, platform: Platform) -> list[PackedGPTModel]:

@@ -1,10 +1,12 @@
 """The sidecar that rank 0 starts, with the flags that the trainer was given, and ends."""
 
+import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,27 @@ class OwnSidecar:
             kind = _KINDS.get(code, SidecarFailed)
             raise kind(f"{said.strip()}\n(the sidecar {ended}; its log is {self._handle.log})")
         raise SidecarFailed(f"the sidecar {ended}; the end of its log, {self._handle.log}:\n{self._tail()}")
+
+    @contextlib.contextmanager
+    def watched(self, failed: Callable[[MegatronRLError], object]) -> Iterator[None]:
+        """Within this context, a sidecar that ends is said at once, whatever the caller waits for."""
+        over = threading.Event()
+
+        def poll() -> None:
+            while not over.wait(_POLL_SECONDS):
+                try:
+                    self.check()
+                except MegatronRLError as error:
+                    failed(error)
+                    return
+
+        thread = threading.Thread(target=poll, name="sidecar", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def close(self) -> None:
         """Ask it to end, and make it."""

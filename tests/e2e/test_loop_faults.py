@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -66,6 +67,76 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(world):
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
 
 
+# Where a rank of a run that starts stays, until it is killed.
+MOMENTS = {
+    "before megatron is imported": """
+        from megatron_rl.training.watch import Watch
+        make = Watch.of_environment
+        def stay_here():
+            watch = make()
+            watch._lines.wait_until_told(600)
+            stay()
+        Watch.of_environment = stay_here
+    """,
+    "before the ranks meet": """
+        import megatron_rl.training.plan as plan
+        plan.sizes_of = stay
+    """,
+    "while weights are loaded": """
+        from megatron_rl import platforms
+        platforms.select("cpu").install()
+        from megatron_rl.mcore.weights import ModelWeights
+        ModelWeights.load_hf = stay
+    """,
+    "while engines start": """
+        from megatron_rl.training.sidecar import OwnSidecar
+        OwnSidecar.address = stay
+    """,
+    "while the lease is taken": """
+        from megatron_rl.rollout.client import RolloutClient
+        RolloutClient.take_lease = stay
+    """,
+}
+STAY = """
+    import pathlib, time
+    def stay(*arguments):
+        pathlib.Path({marker!r}).touch()
+        time.sleep(600)
+"""
+_OF_RANK_0 = ("while engines start", "while the lease is taken")
+_FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"), (0, "while weights are loaded"),
+         (1, "while engines start")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        pytest.param(victim, moment, marks=() if (victim, moment) in _FAST else pytest.mark.slow)
+        for moment in MOMENTS
+        for victim in (0, 1)
+    ],
+)
+def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, victim, moment):
+    folder = world.folder / f"{moment} {victim}".replace(" ", "-")
+    folder.mkdir()
+    marker = folder / "there"
+    fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS[moment])
+    # Rank 0 alone waits for the sidecar; the other waits for rank 0 then.
+    staying = 0 if moment in _OF_RANK_0 else victim
+    with loop.running(folder, 2, world.words("start", rollout_folder=folder / "r"), {staying: fault}) as ranks:
+        deadline = time.monotonic() + 120
+        while not marker.exists():
+            assert time.monotonic() < deadline, ranks.text()
+            assert all(process.poll() is None for process in ranks.processes), ranks.text()
+            time.sleep(0.05)
+        ranks.processes[victim].kill()
+        killed = time.monotonic()
+        assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
+        print(f"{moment}: the other rank ended {time.monotonic() - killed:.2f} s after rank {victim}")
+    (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
+    assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
+
+
 def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(prompts, completions, completion_ids, **columns):\n    raise KeyError('solution')\n")
@@ -126,6 +197,20 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
     assert "grace are over" in ranks.text()
     assert list(shared.iterdir()) == []
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_said(world, tmp_path):
+    reward = tmp_path / "broken.py"
+    reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
+    folder = world.folder / "loading"
+    stay = textwrap.dedent(STAY.format(marker=str(tmp_path / "there")))
+    fault = stay + textwrap.dedent(MOMENTS["while weights are loaded"])
+    words = world.words("loading", reward=f"{reward}:f", rollout_folder=folder / "r")
+    with loop.running(folder, 2, words, {0: fault, 1: fault}) as ranks:
+        assert ranks.wait(60) == [2, 2], ranks.text()
+    assert len(set(reasons(ranks))) == 1
+    assert re.search(r"the run ended: --reward: .*broken.py:1 does not import: ModuleNotFoundError", ranks.text())
+    assert re.search(r"\(the sidecar ended with exit code 2; its log is .*sidecar.log\) \(rank 0\)", ranks.text())
 
 
 def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_process_is_started(world, tmp_path):
