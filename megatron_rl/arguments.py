@@ -42,7 +42,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
     settings = _settings(reading, world_size, needs_folder=True)
-    run, problems = resolve_run(settings)
+    run, problems = resolve_run(settings, is_first=os.environ.get("RANK", "0") == "0")
     reading.consider(problems)
     _raise(reading)
     assert run is not None

@@ -25,7 +25,7 @@ QWEN3 = Architecture(
     ffn_hidden_size=128,
     num_attention_heads=8,
     num_query_groups=4,
-    kv_channels=16,
+    kv_channels=32,
     vocab_size=200,
     max_position_embeddings=256,
     rope=Rope(base=1e6),

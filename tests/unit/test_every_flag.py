@@ -27,7 +27,7 @@ from tests.effects import effect
 
 MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
-    kv_channels=16, vocab_size=200, max_position_embeddings=256, rope=Rope(base=1e6), qk_layernorm=True,
+    kv_channels=32, vocab_size=200, max_position_embeddings=256, rope=Rope(base=1e6), qk_layernorm=True,
 )  # fmt: skip
 FOLDERS = {
     "run": MODEL,
