@@ -212,7 +212,7 @@ def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> 
         settings = _with_backend(settings, reading)
     if not reading.problems:
         reading.problems += built.refusals
-    if not reading.problems:
+    if architecture is not None and not reading.problems:
         settings = dataclasses.replace(settings, notes=(*settings.notes, *idle.notes(settings)))
     return settings
 
