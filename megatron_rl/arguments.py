@@ -22,6 +22,8 @@ from megatron_rl.types import Architecture
 
 __all__ = ["RunSettings", "Settings", "parse", "parse_run"]
 
+_NAME = re.compile(r"--[a-z][\w-]*")
+
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
     """The settings that the words of a command line (by default this process's) come to.
@@ -68,11 +70,14 @@ class _Reading:
         self.faulty.add(name)
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add those that do not follow from what is known to be wrong."""
-        pattern = re.compile("|".join(rf"{re.escape(name)}(?![\w-])" for name in self.faulty) or r"(?!)")
+        """Add those that do not follow from what is known to be wrong: they name no flag that is faulty already."""
         for problem in problems:
-            if problem not in self.problems and not pattern.search(problem):
-                self.problems.append(problem)
+            named = _NAME.findall(problem)
+            if problem in self.problems or not self.faulty.isdisjoint(named):
+                continue
+            self.problems.append(problem)
+            if named and problem.startswith(f"{named[0]} is missing"):
+                self.faulty.add(named[0])
 
 
 def _raise(reading: _Reading) -> None:

@@ -51,6 +51,7 @@ def test_ranks_say_once_what_all_of_them_find(folder: Path) -> None:
     assert [line.split(":")[1].strip() for line in lines] == ["--lr much", "unknown flag --no-such-flag"]
 
 
+@pytest.mark.each_change
 def test_what_only_another_rank_finds_is_said_with_its_number(folder: Path) -> None:
     absent = f"{folder}/absent/config.json does not exist: --hf-model wants a folder with config.json and weights"
     assert said(folder, folder / "script.py") == [f"pretrain_grpo.py: on rank 1: {absent}"]

@@ -111,6 +111,7 @@ def test_a_sidecar_that_cannot_be_reached_has_two_mistakes(base: list[str]) -> N
     check([*base, "--rollout-endpoint here"], said)
 
 
+@pytest.mark.each_change
 def test_any_two_mistakes_are_two_errors(base: list[str]) -> None:
     for first, second in itertools.combinations([next(iter(row.items())) for row in MISTAKES], 2):
         check([*base, first[0], second[0]], [first[1], second[1]])
