@@ -242,7 +242,10 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
         reading.consider(error.problems)
         return settings
     attention = dataclasses.replace(settings.attention, backend=choice.name)  # type: ignore[arg-type] # one of them
-    return dataclasses.replace(settings, attention=attention, notes=(*settings.notes, *choice.notes))
+    # What auto takes has its reasons.
+    chosen = {"attention.backend": note for note in choice.notes}
+    notes = (*settings.notes, *choice.notes)
+    return dataclasses.replace(settings, attention=attention, notes=notes, sources={**settings.sources, **chosen})
 
 
 def _world_size() -> int | None:

@@ -468,6 +468,7 @@ def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Pat
     assert lines["params_dtype"][0] == "bfloat16"
     assert lines["moe_token_dispatcher_type"] == ["alltoall", "default of this package"]
     assert lines["variable_seq_lengths"] == ["True", "packed groups differ in length"]
+    assert lines["backend"] == ["merge", "--shared-prompt-backend auto takes merge"]
     assert lines["num_replicas"] == ["1", "the ranks of the launcher"]
     assert lines["longest_prompt"][0] == "64"
     assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
