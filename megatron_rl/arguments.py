@@ -242,10 +242,10 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
         reading.consider(error.problems)
         return settings
     attention = dataclasses.replace(settings.attention, backend=choice.name)  # type: ignore[arg-type] # one of them
-    # What auto takes has its reasons.
-    chosen = {"attention.backend": note for note in choice.notes}
-    notes = (*settings.notes, *choice.notes)
-    return dataclasses.replace(settings, attention=attention, notes=notes, sources={**settings.sources, **chosen})
+    sources = dict(settings.sources)
+    if choice.notes:
+        sources["attention.backend"] = "; ".join(choice.notes)
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
 
 
 def _world_size() -> int | None:

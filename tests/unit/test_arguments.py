@@ -5,6 +5,7 @@ import json
 import re
 import typing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
+from megatron_rl.mcore import build
 from megatron_rl.mcore.flags import checks, generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
@@ -340,6 +342,8 @@ def test_flags_that_agree_with_the_folder_are_fine(tmp_path: Path) -> None:
         ("--norm-epsilon 1e-5", "contradicts rms_norm_eps = 1e-06"),
         ("--use-rope-scaling", "contradicts rope_type = default"),
         ("--position-embedding-type yarn", "contradicts rope_type = default"),
+        ("--rotary-scaling-factor 8", "--rotary-scaling-factor 8 contradicts rope_type = default"),
+        ("--rope-scaling-factor 8", "--rope-scaling-factor 8 contradicts rope_type = default"),
         ("--num-experts 16", "contradicts num_experts = 8"),
         ("--num-experts 0", "contradicts num_experts = 8"),
         ("--moe-router-topk 4", "contradicts num_experts_per_tok = 2"),
@@ -485,3 +489,31 @@ def test_a_command_line_can_be_checked_without_running_anything(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")
+
+
+def test_a_factor_of_rotary_positions_must_be_that_of_the_folder(tmp_path: Path) -> None:
+    rope = Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
+    words = [*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(QWEN3, rope=rope))]
+    assert parse(*words, "--rotary-scaling-factor 4").architecture.rope.factor == 4
+    assert "--rotary-scaling-factor 8 contradicts factor = 4" in error(*words, "--rotary-scaling-factor 8")
+    # Megatron's own value, which scales nothing.
+    assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--rotary-scaling-factor 1").architecture == QWEN3
+
+
+def test_what_only_transformer_engines_layers_compute_anew_is_left_out_and_said() -> None:
+    settings = parse(*DENSE, "--recompute-granularity selective --recompute-modules core_attn mlp layernorm")
+    assert settings.transformer.recompute_modules == ["core_attn"]
+    assert "without effect on the platform cpu: --recompute-modules mlp layernorm" in settings.notes
+
+
+def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
+    settings = parse(*SPARSE, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
+    config = settings.transformer
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
+    with patch.object(build, "build_chunks") as made:
+        build.model_of(settings)
+        build.model_of(settings)
+    copies = [call.args[0] for call in made.call_args_list]
+    assert all(copy == config for copy in copies)
+    # Megatron writes into what a model has.
+    assert len({id(one) for one in (config, *copies)}) == 3
