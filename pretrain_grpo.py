@@ -1,34 +1,46 @@
 """Train a language model with GRPO on Megatron: torchrun pretrain_grpo.py <Megatron's flags and ours, docs/flags.md>"""
 
-import os
 import sys
 
-from megatron_rl.arguments import parse_run
-from megatron_rl.describe import print_config
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.saying import said_once
+from megatron_rl.training.watch import Watch
 
 
 def main() -> int:
     """Returns the exit code: docs/operations.md lists them."""
+    watch = Watch()
     try:
-        with said_once(_say):
-            settings = parse_run()
-        if settings.run.print_config:
-            if os.environ.get("RANK", "0") == "0":
-                print(print_config(settings), end="")
-            return ExitCode.OK
-        # Megatron is imported once the platform is installed, which parsing does.
-        from megatron_rl.training.run import train
-
-        return train(settings)
+        # Before anything that takes time: from here on the other ranks notice when this one is gone.
+        watch = Watch.of_environment()
+        code = _run(watch)
     except MegatronRLError as error:
         for problem in error.problems:
             _say(problem)
+        watch.tell(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _say("interrupted")
+        watch.tell(interrupt)
         return ExitCode.INTERRUPTED
+    watch.close()
+    return code
+
+
+def _run(watch: Watch) -> int:
+    from megatron_rl.arguments import parse_run
+    from megatron_rl.describe import print_config
+    from megatron_rl.saying import said_once
+
+    with said_once(_say):
+        settings = parse_run()
+    if settings.run.print_config:
+        if watch.rank == 0:
+            print(print_config(settings), end="")
+        return ExitCode.OK
+    # Megatron is imported once the platform is installed, which parsing does.
+    from megatron_rl.training.run import train
+
+    return train(settings, watch=watch)
 
 
 def _say(text: str) -> None:

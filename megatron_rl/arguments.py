@@ -14,13 +14,15 @@ from megatron_rl.config import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.flags import Flag, Kind, flags_of, index, meant, nearest
 from megatron_rl.mcore import backend
-from megatron_rl.mcore.flags import checks, model, resolve, table
+from megatron_rl.mcore.flags import checks, idle, model, resolve, table
 from megatron_rl.mcore.flags.given import Given
 from megatron_rl.platforms import Platform
 from megatron_rl.training.settings import RunSettings, resolve_run
 from megatron_rl.types import Architecture
 
 __all__ = ["RunSettings", "Settings", "parse", "parse_run"]
+
+_NAME = re.compile(r"--[a-z][\w-]*")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
@@ -42,7 +44,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
     settings = _settings(reading, world_size, needs_folder=True)
-    run, problems = resolve_run(settings)
+    run, problems = resolve_run(settings, is_first=os.environ.get("RANK", "0") == "0")
     reading.consider(problems)
     _raise(reading)
     assert run is not None
@@ -68,11 +70,14 @@ class _Reading:
         self.faulty.add(name)
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add those that do not follow from what is known to be wrong."""
-        pattern = re.compile("|".join(rf"{re.escape(name)}(?![\w-])" for name in self.faulty) or r"(?!)")
+        """Add those that do not follow from what is known to be wrong: they name no flag that is faulty already."""
         for problem in problems:
-            if problem not in self.problems and not pattern.search(problem):
-                self.problems.append(problem)
+            named = _NAME.findall(problem)
+            if problem in self.problems or not self.faulty.isdisjoint(named):
+                continue
+            self.problems.append(problem)
+            if named and problem.startswith(f"{named[0]} is missing"):
+                self.faulty.add(named[0])
 
 
 def _raise(reading: _Reading) -> None:
@@ -212,6 +217,8 @@ def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> 
         settings = _with_backend(settings, reading)
     if not reading.problems:
         reading.problems += built.refusals
+    if architecture is not None and not reading.problems:
+        settings = dataclasses.replace(settings, notes=(*settings.notes, *idle.notes(settings)))
     return settings
 
 
@@ -235,7 +242,10 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
         reading.consider(error.problems)
         return settings
     attention = dataclasses.replace(settings.attention, backend=choice.name)  # type: ignore[arg-type] # one of them
-    return dataclasses.replace(settings, attention=attention, notes=(*settings.notes, *choice.notes))
+    sources = dict(settings.sources)
+    if choice.notes:
+        sources["attention.backend"] = "; ".join(choice.notes)
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
 
 
 def _world_size() -> int | None:

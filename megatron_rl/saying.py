@@ -3,7 +3,7 @@
 Under torchrun the ranks tell each other what they found, through the launcher's own store, which is there before they
 meet. The first rank that found something waits for what the others have, says all of it, and then every one of them
 ends; torchrun ends the rest. What only another rank can see, as a folder that its host does not have, is said with that
-rank's number. Without a store every rank says what it found: nothing is lost.
+rank's number. Ranks that something else starts say what they find each for itself: nothing is lost.
 """
 
 import contextlib
@@ -23,22 +23,24 @@ _SAID = "said"
 
 @contextlib.contextmanager
 def said_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is wrong with what is done inside, each problem once, and exit with the error's code."""
+    """Say what is wrong with what is done inside, each problem once, and exit with the error's code.
+
+    Without the launcher's store the error is the caller's to say.
+    """
     store, rank = _launchers_store(), int(os.environ.get("RANK", "0"))
+    if store is None:
+        yield
+        return
     try:
         yield
     except MegatronRLError as error:
-        if store is None:
-            problems: Sequence[str] | None = error.problems
-        else:
-            problems = _to_say(store, rank, error.problems)
-        for problem in problems or ():
-            say(problem)
-        if store is not None and problems is not None:
+        problems = _to_say(store, rank, error.problems)
+        if problems is not None:
+            for problem in problems:
+                say(problem)
             _set(store, _SAID, [])
         raise SystemExit(error.exit_code) from None
-    if store is not None:
-        _set(store, _key(rank), [])
+    _set(store, _key(rank), [])
 
 
 def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:

@@ -64,7 +64,7 @@ def _model(settings: Settings) -> dict[str, object]:
 def _session(settings: Settings) -> dict[str, object]:
     with patch.object(build, "Session") as made:
         build.session_of(settings)
-    sizes, platform, seed, timeout, waiting = made.call_args.args
+    sizes, platform, seed, timeout, waiting, _ = made.call_args.args
     return {"sizes": sizes, "platform": platform.name, "seed": seed, "timeout": timeout, "waiting": waiting}
 
 

@@ -33,7 +33,10 @@ OWNERS = {
     "flash_attn": {"ops"},
 }
 # Parts, or files in a part, that must do without torch.
-WITHOUT_TORCH = ("errors", "types", "flags", "versions", "config", "config_loop", "cli", "doctor", "weights.families")
+WITHOUT_TORCH = (
+    "errors", "types", "flags", "versions", "config", "config_loop", "cli", "doctor", "weights.families",
+    "training.lifelines", "training.watch",
+)  # fmt: skip
 # Who may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}
 

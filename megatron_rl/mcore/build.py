@@ -5,14 +5,16 @@ import datetime
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.model import PackedGPTModel, build_chunks
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Meet, Session
 from megatron_rl.platforms import select
 
 
-def session_of(settings: Settings, waiting: datetime.timedelta = datetime.timedelta()) -> Session:
+def session_of(
+    settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
+) -> Session:
     """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
-    return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting)
+    return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting, meet)
 
 
 def model_of(settings: Settings) -> list[PackedGPTModel]:

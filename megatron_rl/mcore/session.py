@@ -16,12 +16,14 @@ from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
 U = TypeVar("U")
+# Within the time that is given.
+Meet = Callable[[datetime.timedelta], dist.Store]
 
 
 class Session:
     """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager.
 
-    The ranks meet within `timeout`, and a collective may take that and `waiting`.
+    The ranks meet within `timeout`, in the store that `meet` gives, and a collective may take that and `waiting`.
     """
 
     def __init__(
@@ -31,10 +33,11 @@ class Session:
         seed: int,
         timeout: datetime.timedelta,
         waiting: datetime.timedelta = datetime.timedelta(),
+        meet: Meet | None = None,
     ):
         self.sizes = sizes
         self.platform = platform
-        self._started_distributed = _start_distributed(platform, timeout, waiting)
+        self._started_distributed = _start_distributed(platform, timeout, waiting, meet or _meet)
         timeout += waiting
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size % sizes.model:
@@ -91,12 +94,6 @@ class Session:
     def replicas_group(self) -> dist.ProcessGroup:
         """The ranks with this rank's place in every replica."""
         return parallel_state.get_data_parallel_group()
-
-    @property
-    def store(self) -> dist.Store:
-        """A connection of its own to the store that the ranks met in: it may be read while collectives wait."""
-        store = dist.distributed_c10d._get_default_store()
-        return store.clone() if hasattr(store, "clone") else store
 
     def gather(self, item: T) -> list[T]:
         """What every rank has, on every rank."""
@@ -167,26 +164,33 @@ def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError],
     return MegatronRLError, f"rank {rank} failed: {type(error).__name__}: {error}"
 
 
-def _start_distributed(platform: Platform, timeout: datetime.timedelta, waiting: datetime.timedelta) -> bool:
+def _start_distributed(
+    platform: Platform, timeout: datetime.timedelta, waiting: datetime.timedelta, meet: Meet
+) -> bool:
     """Join the ranks that the environment names, or be alone; False if somebody did so already."""
     if dist.is_initialized():
         return False
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store: dist.Store = dist.HashStore()
+    rank, world_size = 0, 1
     if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
         try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except dist.DistError as error:
+            store = meet(timeout)
+        except (dist.DistError, TimeoutError) as error:
             raise PlatformError(
-                f"rank {os.environ['RANK']} has not met the others within {timeout.total_seconds():g} s ({error}): "
-                f"see whether all {os.environ.get('WORLD_SIZE')} ranks were started, and reach MASTER_ADDR"
+                f"rank {rank} has not met the others within {timeout.total_seconds():g} s ({error}): see whether all "
+                f"{world_size} ranks were started, and reach MASTER_ADDR"
             ) from None
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1
     store.set_timeout(timeout + waiting)
     dist.init_process_group(
         platform.collective_backend, store=store, rank=rank, world_size=world_size, timeout=timeout + waiting
     )
     return True
+
+
+def _meet(timeout: datetime.timedelta) -> dist.Store:
+    return next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
 def _coordinates() -> Coordinates:

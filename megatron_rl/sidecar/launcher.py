@@ -5,7 +5,8 @@ Invariants of local processes:
 - an engine's processes are one process group, and a session, of their own;
 - each ends when the process that started it ends (`sidecar/parent.py`), so that nothing outlives the sidecar, whatever
   killed it;
-- what an engine prints is kept in a file that never grows beyond a bound, and its last lines are at hand for errors.
+- what an engine prints is kept in files whose number and size are bounded, and its last lines are at hand for errors.
+  One that is started again begins a new file: the one that says why it died stays.
 """
 
 import collections
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -23,13 +25,16 @@ from typing import IO, Protocol
 
 from megatron_rl.sidecar import parent
 
-LOG_BYTES = 16 << 20
-LOG_FILES = 3
-TAIL_LINES = 40
+LOG_BYTES = 8 << 20
+# More than the deaths in a row after which an engine is given up: the log of the first one is still there.
+LOG_FILES = 8
+LOG_LINES = 1000
 # The processes of an engine follow each other's death; then the one that tracks its shared memory removes what they
 # left, hundreds of megabytes. It must not be killed before, and a busy host gives it its turn late.
 GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
+# As much as a pipe holds.
+_PIPE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Handle(Protocol):
     """Something that was started."""
 
     address: str
+    log: Path
+    """Where its output is kept."""
 
     def poll(self) -> str | None:
         """How it ended; None while it runs."""
@@ -59,8 +66,8 @@ class Handle(Protocol):
         """End it with all it started; returns when nothing of it is left."""
         ...
 
-    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
-        """The last lines it printed."""
+    def log_lines(self) -> list[str]:
+        """The last lines that it has printed by now."""
         ...
 
 
@@ -98,11 +105,17 @@ class LocalHandle:
     def __init__(self, process: "subprocess.Popen[bytes]", address: str, log: "Log") -> None:
         self.address = address
         self.pid = process.pid
+        self.log = log.path
         self._process = process
         self._log = log
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that ended it."""
+        return self._process.poll()
+
     def poll(self) -> str | None:
-        code = self._process.poll()
+        code = self.exit_code
         if code is None:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -124,54 +137,82 @@ class LocalHandle:
             path.unlink(missing_ok=True)
         self._log.close()
 
-    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
-        return self._log.tail(num_lines)
+    def log_lines(self) -> list[str]:
+        return self._log.last_lines()
 
 
 class Log:
     """Copies what a process prints into a file; a full one is renamed, and the oldest goes."""
 
     def __init__(self, source: IO[bytes], path: Path, max_bytes: int = LOG_BYTES, num_files: int = LOG_FILES) -> None:
+        self.path = path
         self._source = source
-        self._path = path
         self._max_bytes = max_bytes
         self._num_files = num_files
-        self._lines: collections.deque[bytes] = collections.deque(maxlen=1000)
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=LOG_LINES)
+        self._unfinished = b""
+        self._file: IO[bytes] | None = None
+        self._size = 0
+        # Whoever asks for the last lines reads what is in the pipe himself: an answer is never behind an event.
+        self._lock = threading.Lock()
+        os.set_blocking(source.fileno(), False)
         self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
         self._thread.start()
 
-    def tail(self, num_lines: int) -> str:
-        lines = list(self._lines)[-num_lines:]
-        return b"".join(lines).decode(errors="replace")
+    def last_lines(self) -> list[str]:
+        with self._lock:
+            self._read()
+            return [line.decode(errors="replace") for line in (*self._lines, *filter(None, [self._unfinished]))]
 
     def close(self) -> None:
         """Wait for what is still in the pipe; nobody writes to it any more."""
         self._thread.join(GRACE_SECONDS)
 
     def _copy(self) -> None:
-        size = self._max_bytes
-        file: IO[bytes] | None = None
-        with self._source:
-            for line in self._source:
-                self._lines.append(line)
-                # A disk that is full costs the log, not the engine, which would stop at a pipe that nobody reads.
-                with contextlib.suppress(OSError):
-                    if size >= self._max_bytes or file is None:
-                        file, size = self._rotate(file), 0
-                    file.write(line)
-                    file.flush()
-                    size += len(line)
-        if file is not None:
-            file.close()
+        readable = select.poll()
+        readable.register(self._source, select.POLLIN)
+        is_open = True
+        while is_open:
+            readable.poll()
+            with self._lock:
+                is_open = self._read()
+        with self._lock:
+            self._write(self._unfinished)
+            self._source.close()
+            if self._file is not None:
+                self._file.close()
+
+    def _read(self) -> bool:
+        """Copy what is in the pipe now; False at its end."""
+        if self._source.closed:
+            return False
+        try:
+            data = os.read(self._source.fileno(), _PIPE_BYTES)
+        except BlockingIOError:
+            return True
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in lines:
+            self._lines.append(line)
+            self._write(line + b"\n")
+        return bool(data)
+
+    def _write(self, line: bytes) -> None:
+        # A disk that is full costs the log, not the engine, which would stop at a pipe that nobody reads.
+        with contextlib.suppress(OSError):
+            if self._file is None or self._size >= self._max_bytes:
+                self._file, self._size = self._rotate(self._file), 0
+            self._file.write(line)
+            self._file.flush()
+            self._size += len(line)
 
     def _rotate(self, file: IO[bytes] | None) -> IO[bytes]:
         if file is not None:
             file.close()
-        names = [self._path, *(self._path.with_suffix(f".log.{number}") for number in range(1, self._num_files))]
+        names = [self.path, *(self.path.with_suffix(f".log.{number}") for number in range(1, self._num_files))]
         for newer, older in reversed(list(itertools.pairwise(names))):
             with contextlib.suppress(FileNotFoundError):
                 newer.rename(older)
-        return os.fdopen(os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb")
+        return os.fdopen(os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb")
 
 
 def _shared_memory(group: int) -> set[Path]:

@@ -27,7 +27,7 @@ from megatron_rl.sidecar.script_file import read_script
 from megatron_rl.sidecar.scripted import ScriptedFactory
 from megatron_rl.sidecar.server import serve
 from megatron_rl.sidecar.service import RolloutService
-from megatron_rl.sidecar.settings import SidecarSettings, parse
+from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.vllm_factory import VllmFactory
 from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
@@ -36,6 +36,7 @@ from megatron_rl.weights.families import read_architecture
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
 REWARDS_LOG = "rewards.log"
+ENGINE_LOGS = "logs"
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
@@ -48,7 +49,7 @@ def main(words: list[str]) -> int:
     try:
         asyncio.run(run(parse(words)))
     except MegatronRLError as error:
-        print(f"megatron_rl.sidecar: {error}", file=sys.stderr)
+        print(f"{LAST_WORDS}{error}", file=sys.stderr)
         return error.exit_code
     return ExitCode.OK
 
@@ -138,7 +139,9 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
     )
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings))
+    logs = settings.folder / ENGINE_LOGS
+    make_private_folder(logs)
+    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), logs=logs)
 
 
 def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:

@@ -67,9 +67,9 @@ class ScriptedEngine:
         """There at once, without weights."""
         self.state = EngineState.WAITING
 
-    def log_tail(self) -> str:
-        """It prints nothing."""
-        return ""
+    def last_words(self) -> str:
+        """It has no log."""
+        return "it is a scripted engine"
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         await self._running.wait()

@@ -3,14 +3,19 @@
 import argparse
 import dataclasses
 import glob
-import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_rl.config import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
-from megatron_rl.errors import UsageError
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flags import Flag, flags_of, nearest
+from megatron_rl.rollout.rewards import checks as reward_checks
+from megatron_rl.sidecar import vllm_support
+from megatron_rl.sidecar.script_file import read_script
+from megatron_rl.types import Architecture
+from megatron_rl.weights.families import read_architecture
 
 _SUBJECTS: dict[str, type] = {
     "run": RunConfig,
@@ -25,8 +30,8 @@ SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-le
 # What engines on a device can be sent weights by, beside files.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
-# Python alone; functions need what they need.
-_LEAST_MEMORY_GIB = 0.125
+# What stands before the error of a sidecar that ends: the trainer that started it finds it in the log.
+LAST_WORDS = "megatron_rl.sidecar: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +86,9 @@ def flags() -> list[Flag]:
 
 def parse(words: Sequence[str]) -> SidecarSettings:
     """The settings; a UsageError that says what to write otherwise."""
-    known = flags()
-    values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
-    namespace, rest = _parser(known).parse_known_args(list(words))
-    if rest:
-        names = {name: None for flag in known for name in flag.names}
-        raise UsageError(f"unknown flag {rest[0]}{nearest(rest[0], names)}: the sidecar takes its own flags only")
-    for flag in known:
-        said = getattr(namespace, flag.name, None)
-        if said is not None:
-            subject, _, field = flag.targets[0].partition(".")
-            if flag.nargs is None and len(set(said)) > 1:
-                raise UsageError(f"{flag.name} is given twice, with {' and '.join(said)}: drop one of them")
-            value = flag.value(said)
-            values[subject][field] = list(value) if isinstance(value, tuple) else value
+    values, found = _read(words)
+    if found:
+        raise UsageError(*found)
     settings = SidecarSettings(
         platform=values["run"].get("platform", "auto"),
         hf_model=values["model"].get("hf_model"),
@@ -102,10 +96,43 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
     )
-    if problems := [*settings.rollout.problems(), *settings.reward.problems()]:
-        raise UsageError(*problems)
-    _check(settings)
+    architecture, unreadable = None, None
+    try:
+        architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
+    except InputError as error:
+        unreadable = error
+    of_values = (*settings.rollout.problems(), *settings.reward.problems())
+    found = [*_missing(settings), *of_values, *problems(settings, architecture)]
+    if unreadable is not None and not found:
+        raise unreadable
+    if found:
+        raise UsageError(*found, *([] if unreadable is None else [str(unreadable)]))
     return settings
+
+
+def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The values by subject and field, and what is wrong with the words."""
+    known = flags()
+    values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
+    namespace, rest = _parser(known).parse_known_args(list(words))
+    names = {name: None for flag in known for name in flag.names}
+    unknown = [word for word in rest if word.startswith("--")] or rest[:1]
+    found = [f"unknown flag {word}{nearest(word, names)}: the sidecar takes its own flags only" for word in unknown]
+    for flag in known:
+        said = getattr(namespace, flag.name, None)
+        if said is None:
+            continue
+        subject, _, field = flag.targets[0].partition(".")
+        if flag.nargs is None and len(set(said)) > 1:
+            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one of them")
+            continue
+        try:
+            value = flag.value(said)
+        except UsageError as error:
+            found.append(str(error))
+        else:
+            values[subject][field] = list(value) if isinstance(value, tuple) else value
+    return values, found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,54 +158,87 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(settings: SidecarSettings) -> None:
-    rollout = settings.rollout
-    if rollout.folder is None:
-        raise UsageError("--rollout-folder is missing: name the run's folder")
-    host, _, port = rollout.listen.rpartition(":")
+def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
+    """Each thing that a sidecar with these settings would end for; the architecture is that of --hf-model.
+
+    Nothing of what flags name is run, and what only a running sidecar can see is not here: whether a port is free,
+    whether a file of rewards imports, how far the kernel can confine it.
+    """
+    yield from _problems_of_numbers(settings.rollout)
+    yield from _problems_of_engines(settings, architecture)
+    host, _, port = settings.rollout.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"--rollout-listen {rollout.listen} is no HOST:PORT: write 127.0.0.1:0, or another address")
+        yield f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
+    yield from reward_checks.problems(settings.reward)
+
+
+def _missing(settings: SidecarSettings) -> Iterator[str]:
+    """What a trainer finds by itself."""
+    if settings.rollout.folder is None:
+        yield "--rollout-folder is missing: name the run's folder"
+
+
+def _problems_of_numbers(rollout: RolloutConfig) -> Iterator[str]:
     for name, value in (
         ("--rollout-num-engines", rollout.num_engines),
         ("--rollout-tensor-parallel-size", rollout.tensor_parallel_size),
+        ("--rollout-num-threads", rollout.num_threads),
+        ("--rollout-max-model-len", rollout.max_model_len),
         ("--rollout-max-num-seqs", rollout.max_num_seqs),
+        ("--rollout-max-in-flight", rollout.max_in_flight),
         ("--rollout-retain-journals", rollout.retain_journals),
-        ("--reward-workers", settings.reward.workers),
     ):
-        if value < 1:
-            raise UsageError(f"{name} {value}: it must be at least 1")
+        if value is not None and value < 1:
+            yield f"{name} {value} must be at least 1: write 1 or more"
+
+
+def _problems_of_engines(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
+    rollout, device = settings.rollout, settings.device
     wanted = rollout.num_engines * rollout.tensor_parallel_size
-    if rollout.devices is not None and len(rollout.devices) != wanted:
-        raise UsageError(
-            f"--rollout-devices names {len(rollout.devices)} devices, and {rollout.num_engines} engines of "
-            f"{rollout.tensor_parallel_size} take {wanted}: name as many"
-        )
-    if rollout.script is not None and rollout.engine != "scripted":
-        raise UsageError(
+    if rollout.devices is not None:
+        named = " ".join(map(str, rollout.devices))
+        if len(rollout.devices) != wanted:
+            yield (
+                f"--rollout-devices names {len(rollout.devices)} devices, and {rollout.num_engines} engines of "
+                f"{rollout.tensor_parallel_size} take {wanted}: name as many"
+            )
+        if min(rollout.devices) < 0 or len(set(rollout.devices)) < len(rollout.devices):
+            yield f"--rollout-devices {named} must be different numbers from 0 on: write each device once"
+        if device == "cpu" and rollout.engine == "vllm":
+            yield f"--rollout-devices {named} are accelerators, and the engines compute on the CPU: drop the flag"
+    if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
+        kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
+        yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
+    if rollout.engine == "vllm":
+        yield from _problems_of_vllm(settings, architecture)
+    else:
+        yield from _problems_of_script(rollout.script, architecture)
+
+
+def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
+    rollout = settings.rollout
+    length = rollout.max_model_len or settings.seq_length
+    if rollout.script is not None:
+        yield (
             f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
             f"drop one of them"
         )
-    if rollout.transport not in ("shm", _STREAMS[settings.device] if rollout.engine == "vllm" else None):
-        kind = f"vLLM on {settings.device}" if rollout.engine == "vllm" else "a scripted engine"
-        raise UsageError(f"--rollout-transport {rollout.transport} does not reach {kind}: write shm")
-    if rollout.engine == "vllm":
-        if settings.hf_model is None:
-            raise UsageError("--hf-model is missing: engines start from a Hugging Face folder")
-        if rollout.max_model_len is None and settings.seq_length is None:
-            raise UsageError("--rollout-max-model-len is missing: write it, or --seq-length")
-    _check_rewards(settings.reward)
-
-
-def _check_rewards(reward: RewardConfig) -> None:
-    if reward.functions is None:
-        raise UsageError("--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one")
-    if not 0 < reward.timeout < math.inf:
-        raise UsageError(f"--reward-timeout {reward.timeout:g}: write seconds above 0")
-    if reward.memory_gib is not None and not _LEAST_MEMORY_GIB <= reward.memory_gib < math.inf:
-        raise UsageError(
-            f"--reward-memory-gib {reward.memory_gib:g}: a process that functions run in needs {_LEAST_MEMORY_GIB:g} "
-            f"at least; write more, or leave it out"
+    if settings.hf_model is None:
+        yield "--hf-model is missing: engines start from a Hugging Face folder"
+    if length is None:
+        yield "--rollout-max-model-len is missing: write it, or --seq-length"
+    python = rollout.python
+    if python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
+        yield (
+            f"--rollout-python {python} must be a program: name the interpreter of the environment that vLLM is "
+            "installed in, its bin/python"
         )
-    for path in reward.readable or ():
-        if not path.exists():
-            raise UsageError(f"--reward-readable {path}: there is no such file or folder; name one that exists")
+    if architecture is not None:
+        yield from vllm_support.problems(architecture, settings.device, rollout.tensor_parallel_size, length)
+
+
+def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:
+    try:
+        read_script(script, architecture.vocab_size if architecture else None)
+    except InputError as error:
+        yield str(error)

@@ -75,8 +75,8 @@ class SupervisedEngine(Engine, Protocol):
         """End it, whatever state it is in."""
         ...
 
-    def log_tail(self) -> str:
-        """The last lines it printed."""
+    def last_words(self) -> str:
+        """What is known of why it ended."""
         ...
 
 
@@ -343,8 +343,7 @@ class Supervisor:
         is_alive = await engine.is_alive()
         # In a publish every step has its own deadline.
         if not is_alive and member.engine is engine and engine.state in _UP and not self._lock.locked():
-            lines = engine.log_tail()
-            self._revive(member, f"engine {member.name} is gone, or does not get on; its last lines:\n{lines}")
+            self._revive(member, f"engine {member.name} is gone, or does not get on\n{engine.last_words()}")
 
     def _lost(self, engine: Engine, error: EngineLost) -> None:
         member = self._members.get(engine.name)

@@ -26,6 +26,7 @@ from megatron_rl.sidecar.engine import (
 )
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses, wrongly_shared
+from megatron_rl.sidecar.vllm_log import cause
 from megatron_rl.sidecar.vllm_moe_patch import NOT_APPLIED
 from megatron_rl.sidecar.vllm_server import EXTENSION
 
@@ -92,8 +93,7 @@ class VllmEngine:
                 await self._check_updates()
         except TimeoutError:
             raise EngineLost(
-                f"engine {self.name} was not ready after {self._deadlines.start:g} s; its last lines:\n"
-                f"{self.log_tail()}"
+                f"engine {self.name} was not ready after {self._deadlines.start:g} s\n{self.last_words()}"
             ) from None
         self.state = EngineState.WAITING
 
@@ -207,9 +207,11 @@ class VllmEngine:
     def num_workers(self) -> int:
         return int(self.facts["world_size"])
 
-    def log_tail(self) -> str:
-        """The last lines it printed."""
-        return self._handle.log_tail() if self._handle else "(started by somebody else: its output is not here)"
+    def last_words(self) -> str:
+        """What its log says of why it ended, and where that log is."""
+        if self._handle is None:
+            return "somebody else has started it: its log is there"
+        return f"{cause(self._handle.log_lines())}\nits log is {self._handle.log}"
 
     async def _prepare(self) -> None:
         try:
@@ -235,7 +237,7 @@ class VllmEngine:
     async def _until_healthy(self) -> None:
         while not await self._answers_health():
             if self._handle and (end := self._handle.poll()):
-                raise EngineLost(f"engine {self.name} {end} before it was ready; its last lines:\n{self.log_tail()}")
+                raise EngineLost(f"engine {self.name} {end} before it was ready\n{self.last_words()}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_updates(self) -> None:
@@ -334,13 +336,15 @@ class VllmEngine:
         except (httpx.HTTPError, RuntimeError) as error:
             raise await self._failure(f"{step} got no answer: {self._end() or repr(error)}") from None
         if answer.status_code != 200:
-            raise await self._failure(f"{step} was answered {answer.status_code}: {answer.text[:1000]}")
+            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000])
         return answer.content
 
-    async def _failure(self, text: str) -> EngineLost | EngineRefused:
-        """It is the engine that failed, not the request, when it is not healthy either."""
-        kind = EngineRefused if await self._answers_health() else EngineLost
-        return kind(f"engine {self.name}: {text}")
+    async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
+        """It is the engine that failed, not the request, when it is not healthy either; then its log says more."""
+        said = f": {answer}" if answer else ""
+        if await self._answers_health():
+            return EngineRefused(f"engine {self.name}: {text}{said}")
+        return EngineLost(f"engine {self.name}: {text}{'' if self._handle else said}\n{self.last_words()}")
 
     async def _answers_health(self) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -32,27 +33,33 @@ from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
+from megatron_rl.training.meeting import meet
 from megatron_rl.training.mismatch import bounds_of
 from megatron_rl.training.plan import check_folders, shared_folder
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
 from megatron_rl.training.settings import RunSettings
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
-from megatron_rl.training.stop import StopRequest
+from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
 from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
 
 
-def train(settings: RunSettings, make: "type[Run] | None" = None) -> int:
-    """One rank of a run, from start to end; returns the exit code. `make` puts other parts in, for benchmarks."""
+def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch | None = None) -> int:
+    """One rank of a run, from start to end; returns the exit code. `make` puts other parts in, for benchmarks.
+
+    `watch` is there where the ranks have watched each other since their processes began.
+    """
+    watch = watch or Watch.of_environment()
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds).install()
+    stop.tidy = functools.partial(watch.tell, OutOfGrace())
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with folders, data and weights shows before an engine is started.
+            # What is wrong with folders, data and weights shows before a process is started.
             check_folders(settings)
             prompts = _prompts(settings)
             _check_weights(settings)
@@ -63,12 +70,23 @@ def train(settings: RunSettings, make: "type[Run] | None" = None) -> int:
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
-        session = stack.enter_context(session_of(settings, waiting))
-        watch = stack.enter_context(Watch(session.store, session.rank))
-        run = (make or Run)(settings, session, prompts, stop, stack)
-        run.connect(sidecar)
-        watch.tidy = stop.tidy = run.tidy
-        return run.train()
+        with watch, contextlib.ExitStack() as parts:
+            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail):
+                session = session_of(settings, waiting, functools.partial(meet, watch))
+                run = (make or Run)(settings, session, prompts, stop, parts)
+                run.connect(sidecar)
+            watch.tidy = run.tidy
+            stop.tidy = functools.partial(_leave, run, watch)
+            code = run.train()
+        session.close()
+        return code
+
+
+def _leave(run: "Run", watch: Watch) -> None:
+    try:
+        run.tidy()
+    finally:
+        watch.tell(OutOfGrace())
 
 
 class Run:

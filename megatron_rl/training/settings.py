@@ -9,6 +9,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.mcore.flags.model_checks import countable_sizes
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.training.plan import Sizes, resolve_sizes, run_folder
+from megatron_rl.training.sidecar import problems as sidecar_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,25 +23,32 @@ class RunSettings(Settings):
     """Of the sidecar that rank 0 starts; None with one that is running."""
 
 
-def resolve_run(settings: Settings) -> tuple[RunSettings | None, list[str]]:
-    """The settings of the run, and everything that is wrong with it beside what is wrong with any command."""
+def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
+    """The settings of the run, and everything that is wrong with it beside what is wrong with any command.
+
+    What the sidecar needs is on the host of the first rank, which starts it.
+    """
     replicas = None
     if settings.world_size is not None:
         # Too few ranks are a problem of their own.
         replicas = max(1, settings.world_size // countable_sizes(settings).model)
     sizes, problems = resolve_sizes(settings, replicas)
+    folder = None
     try:
         folder = run_folder(settings)
     except UsageError as error:
-        return None, [*problems, *error.problems]
-    if sizes is None:
-        return None, problems
+        problems += error.problems
     sidecar = None if settings.service.endpoint is not None else sidecar_of(settings, folder)
+    if is_first:
+        longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
+        problems += sidecar_problems(settings, sidecar, longest)
+    if sizes is None or folder is None:
+        return None, problems
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings)}
     return RunSettings(**given, sizes=sizes, folder=folder, sidecar=sidecar), problems
 
 
-def sidecar_of(settings: Settings, folder: Path) -> SidecarSettings:
+def sidecar_of(settings: Settings, folder: Path | None) -> SidecarSettings:
     """What a run says to the sidecar that it starts."""
     platform: Any = settings.platform
     # A run that is killed goes on from its checkpoint: the groups since then are not generated again.

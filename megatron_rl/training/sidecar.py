@@ -1,17 +1,21 @@
 """The sidecar that rank 0 starts, with the flags that the trainer was given, and ends."""
 
+import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 from megatron_rl.config import Settings
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.flags import Flag, text_of
 from megatron_rl.rollout.append_file import make_private_folder
 from megatron_rl.rollout.client import RolloutClient, RolloutError, read_token
-from megatron_rl.sidecar.launcher import Handle, LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.settings import SHARED, SidecarSettings, flags
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
+from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, flags
 
 _LOG = "sidecar.log"
 _ADDRESS = "address"
@@ -21,10 +25,17 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 30.0
 
 
+_NUM_LINES = 20
+
+
 class SidecarFailed(MegatronRLError):
     """A sidecar that this run started did not start, or ended."""
 
     exit_code = ExitCode.RUN
+
+
+# A sidecar that ends by name ends the run with its own kind of error.
+_KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, InputError)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +49,35 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
-def check_reach(listen: str) -> None:
+def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int | None) -> Iterator[str]:
+    """Each thing that the sidecar of a run would end for, with prompt and response of `longest` tokens at most.
+
+    Of the one that runs already, where none is started; where the lengths are not known they are not compared.
+    """
+    if sidecar is None:
+        try:
+            given_address(settings)
+        except UsageError as error:
+            yield from error.problems
+        return
+    yield from sidecar_settings.problems(sidecar, settings.architecture)
+    yield from _problems_of_reach(sidecar.rollout.listen)
+    room = sidecar.rollout.max_model_len
+    if room is not None and longest is not None and 0 < room < longest and sidecar.rollout.engine == "vllm":
+        yield (
+            f"--rollout-max-model-len {room} has no room for the {longest} tokens that a prompt and its response may "
+            f"have: write {longest} or more, or leave it out"
+        )
+
+
+def _problems_of_reach(listen: str) -> Iterator[str]:
     """Ranks on other hosts must be able to reach a sidecar on this one."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
     host = listen.rpartition(":")[0]
     if not is_alone and (host == "localhost" or host.startswith("127.")):
-        raise UsageError(
+        yield (
             f"--rollout-listen {listen} cannot be reached by the ranks on other hosts: write this "
             "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
         )
@@ -70,12 +102,11 @@ class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
     def __init__(self, settings: SidecarSettings):
-        check_reach(settings.rollout.listen)
         folder = self._folder = settings.folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
         (folder / _ADDRESS).unlink(missing_ok=True)
-        self._handle: Handle = LocalLauncher().start(
+        self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
                 command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings)),
@@ -91,16 +122,46 @@ class OwnSidecar:
         deadline = time.monotonic() + seconds
         path = self._folder / _ADDRESS
         while not path.exists():
-            ended = self._handle.poll()
-            if ended is not None:
-                raise SidecarFailed(f"the sidecar {ended} before it served; the end of its log:\n{self._tail()}")
+            self.check()
             if time.monotonic() > deadline:
                 raise SidecarFailed(
                     f"the sidecar did not serve within {seconds / 60:g} minutes (--rollout-start-minutes); the end of "
-                    f"its log, {self._folder / _LOG}:\n{self._tail()}"
+                    f"its log, {self._handle.log}:\n{self._tail()}"
                 )
             time.sleep(_POLL_SECONDS)
         return Address(path.read_text().strip(), read_token(self._folder / _TOKEN))
+
+    def check(self) -> None:
+        """Raise if it has ended: what it said of that, as an error of its own kind."""
+        ended, code = self._handle.poll(), self._handle.exit_code
+        if ended is None or code is None:
+            return
+        _, is_by_name, said = "\n".join(["", *self._handle.log_lines()]).rpartition(f"\n{LAST_WORDS}")
+        if is_by_name:
+            kind = _KINDS.get(code, SidecarFailed)
+            raise kind(f"{said.strip()}\n(the sidecar {ended}; its log is {self._handle.log})")
+        raise SidecarFailed(f"the sidecar {ended}; the end of its log, {self._handle.log}:\n{self._tail()}")
+
+    @contextlib.contextmanager
+    def watched(self, failed: Callable[[MegatronRLError], object]) -> Iterator[None]:
+        """Within this context, a sidecar that ends is said at once, whatever the caller waits for."""
+        over = threading.Event()
+
+        def poll() -> None:
+            while not over.wait(_POLL_SECONDS):
+                try:
+                    self.check()
+                except MegatronRLError as error:
+                    failed(error)
+                    return
+
+        thread = threading.Thread(target=poll, name="sidecar", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def close(self) -> None:
         """Ask it to end, and make it."""
@@ -117,7 +178,7 @@ class OwnSidecar:
         self._handle.kill()
 
     def _tail(self) -> str:
-        return self._handle.log_tail(20)
+        return "\n".join(self._handle.log_lines()[-_NUM_LINES:])
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,16 @@ import sys
 import threading
 from collections.abc import Callable
 
-from megatron_rl.errors import ExitCode
+from megatron_rl.errors import ExitCode, MegatronRLError
+
+
+class OutOfGrace(MegatronRLError):
+    """Why the other ranks end with one that was asked to, and could not end in time."""
+
+    exit_code = ExitCode.OUT_OF_GRACE
+
+    def __init__(self) -> None:
+        super().__init__("it was asked to stop, and its grace is over")
 
 
 class StopRequest:
@@ -20,8 +29,8 @@ class StopRequest:
 
     def __init__(self, grace_seconds: float):
         self._grace_seconds = grace_seconds
-        self.tidy: Callable[[], None] = lambda: None
-        """What is done last where the grace runs out; not more than a moment's work."""
+        self.tidy: Callable[[], object] = lambda: None
+        """What is done last where the grace runs out; not more than some seconds' work."""
         self._asked = threading.Event()
         self._over = threading.Event()
         self._reader, self._writer = socket.socketpair()

@@ -1,12 +1,13 @@
-"""A rank that fails ends all of them, with one reason: no rank is left waiting in a collective for one that is gone.
+"""A rank that fails, or is lost, ends all of them, with one reason: none is left waiting for one that is gone.
 
-The first rank that fails writes its reason into the store that the ranks met in. A thread of every rank reads that
-store, and ends its process when it finds one, whatever the rank is doing.
+Every rank has a connection to rank 0 (`lifelines.py`), made before anything else. The first reason that reaches rank 0
+is the run's; it tells all of them, and each ends its process when it is told, whatever it is doing. That a rank is lost
+is said by its connection, which breaks.
 """
 
 import contextlib
-import json
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -14,24 +15,28 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol
 
-from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
+from megatron_rl.training.lifelines import Hub, Lines, Message, Spoke, listen
 
-_KEY = "megatron_rl/failure"
-_POLL_SECONDS = 0.5
-# The others' connections break when a rank goes: it stays until they have had time to read why.
-_FAREWELL_SECONDS = 3 * _POLL_SECONDS
-# Losing the store once may be the network; losing it this often in a row is losing the rank that keeps it.
-_MOST_LOST = 5
+_LOST = "its process is gone without a word: it was killed, or its host cannot be reached"
+_KEY = "megatron_rl/watch"
+# A broken connection is what a rank sees of another's failure; the other's own reason is on its way.
+_REASON_SECONDS = 1.0
+# Rank 0 answers at once, unless it is gone too.
+_ANSWER_SECONDS = 3.0
+_MISSING_SECONDS = 20.0
+# Ranks that are started together are there in a moment; imports that follow leave other threads little time.
+_GREETING_SECONDS = 2.0
+# Ranks of one run are started together: those that are not there yet hear of a failure for so long.
+_LATE_SECONDS = 10.0
 
 
 class Store(Protocol):
     """What torch.distributed's stores offer."""
 
-    def check(self, keys: list[str]) -> bool: ...
-
     def get(self, key: str) -> bytes: ...
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def set(self, key: str, value: str) -> None: ...
 
 
 class Failure(NamedTuple):
@@ -46,18 +51,88 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """A context around everything that ranks do together."""
+    """A context around everything that ranks do together; from its making on a rank hears of the others' failures."""
 
-    def __init__(self, store: Store, rank: int):
-        self._store = store
-        self._rank = rank
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
         self.tidy: Callable[[], None] = lambda: None
         """What is done last in a process that is ended; not more than a moment's work."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
+        self._lines: Lines | None = None
+        self._lock = threading.Lock()
+        self._first: Failure | None = None
+        self._decided = threading.Event()
+        self._done: set[int] = set()
+        self._store_port = 0
+        self._has_store = threading.Event()
+
+    @classmethod
+    def of_environment(cls) -> "Watch":
+        """Of the rank that the environment says this process is. Without torchrun it is connected from now on."""
+        watch = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        if watch.world_size > 1 and not meets_in_an_agent() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            watch.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            if watch._lines is not None and watch.rank != 0:
+                watch._lines.wait_until_told(_GREETING_SECONDS)
+        return watch
+
+    def connect(self, host: str, port: int) -> None:
+        """Rank 0 listens there, and the others connect to it, as soon as it does."""
+        if self.rank == 0:
+            try:
+                listener = listen(host, port)
+            except OSError as error:
+                raise PlatformError(
+                    f"MASTER_PORT {port}: rank 0 cannot listen there ({error}): choose a free port of this host"
+                ) from None
+            self._lines = Hub(listener, self.world_size - 1, self)
+        else:
+            self._lines = Spoke(host, port, self.rank, self)
+        waiting = threading.Thread(target=self._name_missing, args=(self._lines, f"{host}:{port}"), daemon=True)
+        waiting.start()
+
+    def connect_through(self, store: Store) -> None:
+        """Where torchrun's store is at MASTER_PORT, rank 0 says in it where it listens."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if self.rank != 0:
+            own_host, _, own_port = store.get(_KEY).decode().rpartition(":")
+            self.connect(own_host, int(own_port))
+            return
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as to_the_store:
+            to_the_store.connect((host, port))
+            own = to_the_store.getsockname()[0]
+        # Who reaches the store by the loopback is on its host, which the others know by its name.
+        own = host if own.startswith("127.") else own
+        listener = listen(own, 0)
+        self._lines = Hub(listener, self.world_size - 1, self)
+        store.set(_KEY, f"{own}:{listener.getsockname()[1]}")
+
+    def _name_missing(self, lines: Lines, place: str) -> None:
+        """Whoever has never been there may come yet, and cannot be told from one that ended before it came."""
+        if not lines.wait_until_told(_MISSING_SECONDS):
+            ranks = ", ".join(map(str, lines.missing))
+            print(
+                f"megatron_rl: rank {self.rank} has waited {_MISSING_SECONDS:g} s at {place} for rank {ranks}, never "
+                "there yet: see whether it was started, and what it printed",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the other ranks are told of this one."""
+        return self._lines is not None
+
+    def say_store(self, port: int) -> None:
+        """Rank 0 tells the others where torch's store is."""
+        assert self._lines is not None
+        self._lines.tell("store", port)
+
+    def store_port(self, seconds: float) -> int | None:
+        """Where rank 0 says that torch's store is; None if it has not within this time."""
+        return self._store_port if self._has_store.wait(seconds) else None
 
     def __enter__(self) -> "Watch":
-        self._thread.start()
         return self
 
     def __exit__(
@@ -65,42 +140,82 @@ class Watch:
     ) -> None:
         if error is not None:
             self.fail(error)
-        self._ended.set()
-        self._thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """This rank has nothing more to do with the others."""
+        if self._lines is not None:
+            self._lines.tell("done", self.rank)
+            self._lines.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank, and by that all: with the reason of the rank that failed first."""
-        if isinstance(error, KeyboardInterrupt):
-            text, code = "interrupted", ExitCode.INTERRUPTED
-        elif isinstance(error, MegatronRLError):
-            text, code = str(error), error.exit_code
-        else:
-            # A broken connection is what a rank sees of another's failure; the other's own reason is on its way.
-            self._ended.wait(2 * _POLL_SECONDS)
-            print(traceback.format_exc(), file=sys.stderr)
-            text, code = f"{type(error).__name__}: {error}", ExitCode.CRASH
-        own = Failure(text, self._rank, int(code))
-        with contextlib.suppress(Exception):
-            own = _decode(self._store.compare_set(_KEY, "", json.dumps(own)))
-        if own.rank == self._rank:
-            threading.Event().wait(_FAREWELL_SECONDS)
-        self._end(own)
+        if not isinstance(error, MegatronRLError | KeyboardInterrupt):
+            self._decided.wait(_REASON_SECONDS)
+            print("".join(traceback.format_exception(error)), file=sys.stderr)
+        self._end(self.tell(error))
 
-    def _poll(self) -> None:
-        lost = 0
-        while not self._ended.wait(_POLL_SECONDS):
-            try:
-                found = _decode(self._store.get(_KEY)) if self._store.check([_KEY]) else None
-                lost = 0
-            except Exception as error:
-                found, lost = None, lost + 1
-                if lost == _MOST_LOST:
-                    self._end(Failure(f"the store of the ranks is gone: {error}", self._rank, int(ExitCode.RUN)))
-            if found is not None and found.rank != self._rank:
-                self._end(found)
+    def tell(self, error: BaseException) -> Failure:
+        """Tell the other ranks why this one ends; the reason that all of them end for."""
+        if isinstance(error, KeyboardInterrupt):
+            own = Failure("interrupted", self.rank, int(ExitCode.INTERRUPTED))
+        elif isinstance(error, MegatronRLError):
+            own = Failure(str(error), self.rank, int(error.exit_code))
+        else:
+            own = Failure(f"{type(error).__name__}: {error}", self.rank, int(ExitCode.CRASH))
+        if self._lines is None:
+            return own
+        if self.rank == 0:
+            return self._decide(own)
+        self._lines.tell("failed", *own)
+        self._decided.wait(_ANSWER_SECONDS)
+        return self._first or own
+
+    # What the connections say, in a thread of theirs.
+
+    def heard(self, message: Message) -> None:
+        match message:
+            case ["failed", str(reason), int(rank), int(exit_code)]:
+                self._failed(Failure(reason, rank, exit_code))
+            case ["done", int(rank)]:
+                self._done.add(rank)
+            case ["store", int(port)]:
+                self._store_port = port
+                self._has_store.set()
+
+    def lost(self, rank: int) -> None:
+        if rank not in self._done:
+            self._failed(Failure(_LOST, rank, int(ExitCode.RUN)))
+
+    def _failed(self, failure: Failure) -> None:
+        if self.rank == 0:
+            # Not in this thread: it has to let in those who are late.
+            threading.Thread(target=lambda: self._obey(self._decide(failure)), daemon=True).start()
+            return
+        self._first = self._first or failure
+        self._decided.set()
+        self._obey(self._first)
+
+    def _obey(self, failure: Failure) -> None:
+        # The rank that failed first ends itself.
+        if failure.rank != self.rank:
+            self._end(failure)
+
+    def _decide(self, failure: Failure) -> Failure:
+        """On rank 0: the first failure is the run's, and everybody is told."""
+        assert self._lines is not None
+        with self._lock:
+            if self._first is None:
+                self._first = failure
+                self._lines.tell("failed", *failure)
+        self._decided.set()
+        self._lines.wait_until_told(_LATE_SECONDS)
+        return self._first
 
     def _end(self, failure: Failure) -> NoReturn:
         """At once: what waits in a collective cannot be asked to leave it."""
+        # Whoever else wants to end this process waits for it to end.
+        self._lock.acquire()
         print(f"megatron_rl: the run ended: {failure}", file=sys.stderr)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -109,5 +224,6 @@ class Watch:
         os._exit(failure.exit_code)
 
 
-def _decode(data: bytes) -> Failure:
-    return Failure(*json.loads(data))
+def meets_in_an_agent() -> bool:
+    """Whether torchrun keeps the store, and the port of it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -103,6 +103,7 @@ def never_read(flags: Iterable[Flag], read: set[str]) -> dict[str, str]:
     }
 
 
+@pytest.mark.each_change
 def test_every_field_that_a_used_flag_sets_is_read_when_a_model_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -86,6 +87,77 @@ def test_tokens_of_another_policy_end_the_run_before_the_update(world):
     assert verify(run).breaches[0].name is BreachName.MISMATCH
 
 
+# Where a rank of a run that starts stays, until it is killed.
+MOMENTS = {
+    "before megatron is imported": """
+        from megatron_rl.training.watch import Watch
+        make = Watch.of_environment
+        def stay_here():
+            watch = make()
+            watch._lines.wait_until_told(600)
+            stay()
+        Watch.of_environment = stay_here
+    """,
+    "before the ranks meet": """
+        import megatron_rl.training.settings as settings
+        settings.resolve_sizes = stay
+    """,
+    "while weights are loaded": """
+        from megatron_rl import platforms
+        platforms.select("cpu").install()
+        from megatron_rl.mcore.weights import ModelWeights
+        ModelWeights.load_hf = stay
+    """,
+    "while engines start": """
+        from megatron_rl.training.sidecar import OwnSidecar
+        OwnSidecar.address = stay
+    """,
+    "while the lease is taken": """
+        from megatron_rl.rollout.client import RolloutClient
+        RolloutClient.take_lease = stay
+    """,
+}
+STAY = """
+    import pathlib, time
+    def stay(*arguments):
+        pathlib.Path({marker!r}).touch()
+        time.sleep(600)
+"""
+_OF_RANK_0 = ("while engines start", "while the lease is taken")
+_FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"), (0, "while weights are loaded"),
+         (1, "while engines start")}  # fmt: skip
+
+
+@pytest.mark.each_change
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        pytest.param(victim, moment, marks=() if (victim, moment) in _FAST else pytest.mark.slow)
+        for moment in MOMENTS
+        for victim in (0, 1)
+    ],
+)
+def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, victim, moment):
+    folder = world.folder / f"{moment} {victim}".replace(" ", "-")
+    folder.mkdir()
+    marker = folder / "there"
+    fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS[moment])
+    # Rank 0 alone waits for the sidecar; the other waits for rank 0 then.
+    staying = 0 if moment in _OF_RANK_0 else victim
+    with loop.running(folder, 2, world.words("start", rollout_folder=folder / "r"), {staying: fault}) as ranks:
+        deadline = time.monotonic() + 120
+        while not marker.exists():
+            assert time.monotonic() < deadline, ranks.text()
+            assert all(process.poll() is None for process in ranks.processes), ranks.text()
+            time.sleep(0.05)
+        ranks.processes[victim].kill()
+        killed = time.monotonic()
+        assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
+        print(f"{moment}: the other rank ended {time.monotonic() - killed:.2f} s after rank {victim}")
+    (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
+    assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
+
+
 @pytest.mark.each_change
 def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
     reward = tmp_path / "bad.py"
@@ -153,12 +225,45 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
 
 
 @pytest.mark.each_change
+def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_said(world, tmp_path):
+    reward = tmp_path / "broken.py"
+    reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
+    folder = world.folder / "loading"
+    stay = textwrap.dedent(STAY.format(marker=str(tmp_path / "there")))
+    fault = stay + textwrap.dedent(MOMENTS["while weights are loaded"])
+    words = world.words("loading", reward=f"{reward}:f", rollout_folder=folder / "r")
+    with loop.running(folder, 2, words, {0: fault, 1: fault}) as ranks:
+        assert ranks.wait(60) == [2, 2], ranks.text()
+    assert len(set(reasons(ranks))) == 1
+    assert re.search(r"the run ended: --reward: .*broken.py:1 does not import: ModuleNotFoundError", ranks.text())
+    assert re.search(r"\(the sidecar ended with exit code 2; its log is .*sidecar.log\) \(rank 0\)", ranks.text())
+
+
+@pytest.mark.each_change
+def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_process_is_started(world, tmp_path):
+    folder = world.folder / "flags"
+    words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
+    words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(60) == [2]
+    for message in (
+        f"--reward {tmp_path}/none.py cannot be read",
+        "pretrain_grpo.py: --rollout-script none.json cannot be read",
+        "--rollout-num-threads 0 must be at least 1",
+        "pretrain_grpo.py: --reward-on-error perhaps: neither stop nor a finite number",
+    ):
+        assert message in ranks.text()
+    assert "Traceback" not in ranks.text()
+    assert not (folder / "r").exists()
+
+
+@pytest.mark.each_change
 def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
     reward = tmp_path / "broken.py"
-    reward.write_text("import nothing_of_this_name\n")
+    reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
     folder = world.folder / "broken"
     with loop.running(folder, 1, world.words("broken", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait(60) == [5]
+        assert ranks.wait(60) == [2]
     assert "nothing_of_this_name" in ranks.text()
     assert "serving" not in ranks.text()
 

@@ -41,7 +41,7 @@ class FakeEngine(ScriptedEngine):
         self.is_closed = True
         await super().close()
 
-    def log_tail(self) -> str:
+    def last_words(self) -> str:
         return f"last words of {self.name}"
 
     async def is_alive(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sidecar.engine import EngineRefused, EngineState
+from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
@@ -279,6 +279,30 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
     finally:
         run(engine.close())
         shutil.rmtree(folder)
+
+
+def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_keeps_its_log(run, tmp_path):
+    # The sidecar refuses this model before it starts an engine; vLLM starts, and fails when it attends.
+    models = vllm_models.draw("qwen3", tmp_path / "models", head_dim=16)
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
+    folder, logs = run_folder(), tmp_path / "logs"
+    logs.mkdir()
+    factory = VllmFactory(config, folder, LocalLauncher(), logs=logs)
+    try:
+        for _ in range(2):
+            engine = factory.create("engine-0")
+            with pytest.raises(EngineLost) as raised:
+                run(engine.start())
+            run(engine.close())
+            text = str(raised.value)
+            assert "engine engine-0: probe was answered 500\nin its worker:\n" in text
+            assert "RuntimeError: Unsupported CPU attention configuration: head_dim=16" in text
+            assert "see stack trace" not in text.lower()
+            assert text.endswith(f"its log is {logs / 'engine-0.log'}")
+    finally:
+        shutil.rmtree(folder)
+    for name in ("engine-0.log", "engine-0.log.1"):
+        assert "head_dim=16" in (logs / name).read_text()
 
 
 def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):

@@ -39,7 +39,7 @@ class Models:
 
 
 def draw(family: str, folder: Path, **changes: Any) -> Models:
-    first, second = (hf_models.draw(family, folder / str(seed), seed, **SIZES, **changes) for seed in (0, 1))
+    first, second = (hf_models.draw(family, folder / str(seed), seed, **{**SIZES, **changes}) for seed in (0, 1))
     return Models(first, second)
 
 

@@ -17,7 +17,7 @@ from tests.command_lines import CPU, RUN, parse, parse_run, run_problems, withou
 
 MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
-    kv_channels=16, vocab_size=200, max_position_embeddings=256, qk_layernorm=True,
+    kv_channels=32, vocab_size=200, max_position_embeddings=256, qk_layernorm=True,
 )  # fmt: skip
 # Words that are wrong for themselves, and what is said of them. Those of one row are not to be combined.
 MISTAKES = (
@@ -43,9 +43,11 @@ MISTAKES = (
     {"--lr-warmup-fraction 3": "--lr-warmup-fraction 3 is not from 0"},
     {"--start-weight-decay 1": "need --weight-decay-incr-style"},
     {"--ckpt-step 3": "--ckpt-step needs --load"},
-    {"--rollout-endpoint here": "--rollout-endpoint here must be an address"},
     {"--grpo-clamp-eps-lower 4": "--grpo-clamp-eps-lower 4 is not between 0 and 1"},
     {"--rollout-patience-seconds -1": "--rollout-patience-seconds -1 must be a finite duration"},
+    {"--rollout-num-threads 0": "--rollout-num-threads 0 must be at least 1"},
+    {"--rollout-listen here": "--rollout-listen here must be HOST:PORT"},
+    {"--reward-on-error perhaps": "--reward-on-error perhaps"},
     {"--rollout-temperature 0": "--rollout-temperature 0: what is trained on is sampled"},
     {"--eval-num-samples 0": "--eval-num-samples 0 is below 1"},
     {"--grpo-ref-interval 2": "--grpo-ref-interval 2 moves a reference"},
@@ -63,6 +65,7 @@ MISSING = {
     "--rollout-max-tokens": "--rollout-max-tokens is missing",
     "--grpo-prompts-per-step": "--grpo-prompts-per-step is missing",
     "--rollout-folder": "--rollout-folder is missing",
+    "--reward": "--reward is missing",
 }
 
 
@@ -103,6 +106,12 @@ def test_each_mistake_is_one_error(base: list[str]) -> None:
         check(without(base, flag), [said])
 
 
+def test_a_sidecar_that_cannot_be_reached_has_two_mistakes(base: list[str]) -> None:
+    said = ["--rollout-endpoint here must be an address", "--rollout-token-file run/token does not exist"]
+    check([*base, "--rollout-endpoint here"], said)
+
+
+@pytest.mark.each_change
 def test_any_two_mistakes_are_two_errors(base: list[str]) -> None:
     for first, second in itertools.combinations([next(iter(row.items())) for row in MISTAKES], 2):
         check([*base, first[0], second[0]], [first[1], second[1]])

@@ -5,6 +5,7 @@ import json
 import re
 import typing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
+from megatron_rl.mcore import build
 from megatron_rl.mcore.flags import checks, generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
@@ -25,7 +27,7 @@ QWEN3 = Architecture(
     ffn_hidden_size=128,
     num_attention_heads=8,
     num_query_groups=4,
-    kv_channels=16,
+    kv_channels=32,
     vocab_size=200,
     max_position_embeddings=256,
     rope=Rope(base=1e6),
@@ -340,6 +342,8 @@ def test_flags_that_agree_with_the_folder_are_fine(tmp_path: Path) -> None:
         ("--norm-epsilon 1e-5", "contradicts rms_norm_eps = 1e-06"),
         ("--use-rope-scaling", "contradicts rope_type = default"),
         ("--position-embedding-type yarn", "contradicts rope_type = default"),
+        ("--rotary-scaling-factor 8", "--rotary-scaling-factor 8 contradicts rope_type = default"),
+        ("--rope-scaling-factor 8", "--rope-scaling-factor 8 contradicts rope_type = default"),
         ("--num-experts 16", "contradicts num_experts = 8"),
         ("--num-experts 0", "contradicts num_experts = 8"),
         ("--moe-router-topk 4", "contradicts num_experts_per_tok = 2"),
@@ -404,6 +408,43 @@ def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
     assert any("--distributed-backend (each platform has one" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--hysteresis 1", "--fp16"),
+        ("--min-loss-scale 2", "--fp16 --loss-scale 8"),
+        ("--disable-bf16-reduced-precision-matmul", "--bf16"),
+        ("--adam-beta1 0.5", "--optimizer sgd"),
+        ("--sgd-momentum 0.5", "--optimizer sgd"),
+        ("--decoupled-min-lr 0.1", "--decoupled-lr 1"),
+        ("--no-pin-cpu-grads", ""),
+        ("--lr-wsd-decay-style cosine", "--lr-decay-style WSD --lr-wsd-decay-iters 3"),
+        ("--apply-wd-to-qk-layernorm", "--qk-layernorm"),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 4",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        ("--ddp-bucket-size 9000", "--overlap-grad-reduce"),
+        ("--ddp-pad-buckets-for-high-nccl-busbw", "--use-distributed-optimizer"),
+        ("--moe-router-dtype fp64", "--qk-layernorm --num-experts 8"),
+        ("--save-interval 2", "--save out"),
+        ("--async-save", "--save out"),
+        ("--finetune", "--load in"),
+    ],
+)
+def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, needed: str) -> None:
+    def said(*more: str) -> list[str]:
+        return [note for note in parse(*DENSE, words, *more).notes if note.startswith(f"{words} has no effect")]
+
+    if words.startswith("--adam"):
+        assert (len(said()), len(said(needed))) == (0, 1)
+    elif words.startswith("--min-loss-scale"):
+        assert (len(said()), len(said("--fp16")), len(said(needed))) == (1, 0, 1)
+    else:
+        assert len(said()) == 1
+        assert not needed or not said(needed)
+
+
 def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
     assert parse(*DENSE, "--bf16").ddp.grad_reduce_in_fp32 is True
     assert parse(*DENSE, "--fp16").ddp.grad_reduce_in_fp32 is True
@@ -431,6 +472,7 @@ def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Pat
     assert lines["params_dtype"][0] == "bfloat16"
     assert lines["moe_token_dispatcher_type"] == ["alltoall", "default of this package"]
     assert lines["variable_seq_lengths"] == ["True", "packed groups differ in length"]
+    assert lines["backend"] == ["merge", "--shared-prompt-backend auto takes merge"]
     assert lines["num_replicas"] == ["1", "the ranks of the launcher"]
     assert lines["longest_prompt"][0] == "64"
     assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
@@ -447,3 +489,31 @@ def test_a_command_line_can_be_checked_without_running_anything(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")
+
+
+def test_a_factor_of_rotary_positions_must_be_that_of_the_folder(tmp_path: Path) -> None:
+    rope = Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
+    words = [*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(QWEN3, rope=rope))]
+    assert parse(*words, "--rotary-scaling-factor 4").architecture.rope.factor == 4
+    assert "--rotary-scaling-factor 8 contradicts factor = 4" in error(*words, "--rotary-scaling-factor 8")
+    # Megatron's own value, which scales nothing.
+    assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--rotary-scaling-factor 1").architecture == QWEN3
+
+
+def test_what_only_transformer_engines_layers_compute_anew_is_left_out_and_said() -> None:
+    settings = parse(*DENSE, "--recompute-granularity selective --recompute-modules core_attn mlp layernorm")
+    assert settings.transformer.recompute_modules == ["core_attn"]
+    assert "without effect on the platform cpu: --recompute-modules mlp layernorm" in settings.notes
+
+
+def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
+    settings = parse(*SPARSE, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
+    config = settings.transformer
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
+    with patch.object(build, "build_chunks") as made:
+        build.model_of(settings)
+        build.model_of(settings)
+    copies = [call.args[0] for call in made.call_args_list]
+    assert all(copy == config for copy in copies)
+    # Megatron writes into what a model has.
+    assert len({id(one) for one in (config, *copies)}) == 3

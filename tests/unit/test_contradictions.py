@@ -34,6 +34,10 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
             "gives wrong results without an error: drop the flag",
         ),
+        (
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication with virtual pipeline stages (--num-virtual-stages-per-pipeline-rank 2)",
+        ),
         ("--context-parallel-size 3", "attention heads of a tensor-parallel rank: write one of 1, 2, 4, 8"),
         ("--context-parallel-size 4 --tensor-model-parallel-size 4", "does not divide the 2 attention heads"),
         ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type p2p: context-parallel ranks exchange"),

@@ -27,7 +27,7 @@ from tests.effects import effect
 
 MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
-    kv_channels=16, vocab_size=200, max_position_embeddings=256, rope=Rope(base=1e6), qk_layernorm=True,
+    kv_channels=32, vocab_size=200, max_position_embeddings=256, rope=Rope(base=1e6), qk_layernorm=True,
 )  # fmt: skip
 FOLDERS = {
     "run": MODEL,
@@ -400,7 +400,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """Relative folders are the test's, and what a configuration sets for the process is set back."""
     monkeypatch.chdir(tmp_path)
     matmul = torch.backends.cuda.matmul
-    was = matmul.allow_bf16_reduced_precision_reduction
+    was, matmul.allow_bf16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction, True
     yield
     matmul.allow_bf16_reduced_precision_reduction = was
 

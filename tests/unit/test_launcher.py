@@ -1,7 +1,6 @@
 """Engines' processes: tied to whoever started them, logged within bounds, started in private folders. Without vLLM."""
 
 import dataclasses
-import io
 import os
 import signal
 import subprocess
@@ -14,7 +13,8 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.launcher import LocalLauncher, Log, ProcessSpec
+from megatron_rl.sidecar.launcher import LOG_FILES, LocalLauncher, Log, ProcessSpec
+from megatron_rl.sidecar.supervisor import SupervisorConfig
 from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder, spec
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
@@ -62,11 +62,11 @@ def started(config: ServerConfig, folder: Path, packages: Path):
 def pids(handle, seconds: float = 60) -> list[int]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for line in handle.log_tail().splitlines():
+        for line in handle.log_lines():
             if line.startswith("pids "):
                 return [int(pid) for pid in line.split()[1:]]
         time.sleep(0.02)
-    raise AssertionError(handle.log_tail())
+    raise AssertionError(handle.log_lines())
 
 
 def gone(members: list[int], seconds: float = 60) -> bool:
@@ -125,21 +125,51 @@ def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
     while handle.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     handle.kill()
-    assert set(handle.log_tail().splitlines()) == {"first", "no such model"}
+    assert set(handle.log_lines()) == {"first", "no such model"}
     assert handle.poll() == "ended with exit code 1"
+
+
+def log_of(path: Path, text: bytes, **bounds: int) -> Log:
+    """The log of a process that printed this and ended."""
+    reader, writer = os.pipe()
+    log = Log(os.fdopen(reader, "rb", buffering=0), path, **bounds)
+    with os.fdopen(writer, "wb") as file:
+        file.write(text)
+    log.close()
+    return log
 
 
 def test_a_log_is_rotated_by_size_and_keeps_its_last_files(tmp_path):
     lines = b"".join(b"line %05d\n" % number for number in range(1000))
-    log = Log(io.BytesIO(lines), tmp_path / "engine-0.log", max_bytes=2000, num_files=3)
-    log.close()
+    log = log_of(tmp_path / "engine-0.log", lines, max_bytes=2000, num_files=3)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(sizes) == {"engine-0.log", "engine-0.log.1", "engine-0.log.2"}
     assert max(sizes.values()) <= 2000 + 11
     kept = b"".join((tmp_path / f"engine-0.log{suffix}").read_bytes() for suffix in (".2", ".1", ""))
     assert lines.endswith(kept)
-    assert log.tail(2) == "line 00998\nline 00999\n"
+    assert log.last_lines()[-2:] == ["line 00998", "line 00999"]
     assert (tmp_path / "engine-0.log").stat().st_mode & 0o077 == 0
+
+
+def test_the_log_of_the_first_death_is_there_until_an_engine_is_given_up(tmp_path):
+    num_lives = 1 + SupervisorConfig().max_failures
+    for life in range(num_lives):
+        log_of(tmp_path / "engine-0.log", b"life %d" % life)
+    assert (tmp_path / f"engine-0.log.{num_lives - 1}").read_text() == "life 0"
+    assert (tmp_path / "engine-0.log").read_text() == f"life {num_lives - 1}"
+    for _ in range(20):
+        log_of(tmp_path / "engine-0.log", b"another")
+    assert len(list(tmp_path.iterdir())) == LOG_FILES
+
+
+def test_what_a_process_has_printed_is_in_its_log_at_once(tmp_path):
+    reader, writer = os.pipe()
+    log = Log(os.fdopen(reader, "rb", buffering=0), tmp_path / "engine-0.log")
+    with os.fdopen(writer, "wb", buffering=0) as file:
+        for number in range(2000):
+            file.write(b"line %d\nunfin" % number)
+            assert log.last_lines()[-2:] == [f"{'unfin' if number else ''}line {number}", "unfin"]
+    log.close()
 
 
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):

@@ -1,18 +1,38 @@
-"""The sidecar's command line."""
+"""The sidecar's command line, and what of it the trainer checks before it starts one."""
 
+import ast
+import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import UsageError
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.sidecar.settings import parse
+from megatron_rl.sidecar.vllm_support import CPU_HEAD_SIZES
+from tests import hf_models
 
 SCRIPTED = "--rollout-engine scripted --rollout-folder /nowhere/run"
+VLLM = "--rollout-folder /nowhere/run --reward exact --platform cpu --seq-length 64"
 
 
-def test_flags_become_settings_and_lists_join() -> None:
-    settings = parse(f"{SCRIPTED} --reward exact=0.5 --reward f.py:g --rollout-num-engines 3".split())
-    assert settings.reward.functions == ["exact=0.5", "f.py:g"]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Heads of 32 columns, 8 of queries and 4 of keys, an MLP of 96; 256 positions."""
+    return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def problems(words: str) -> list[str]:
+    with pytest.raises(UsageError) as raised:
+        parse(words.split())
+    return str(raised.value).splitlines()
+
+
+def test_flags_become_settings_and_lists_join(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def g(completions): ...")
+    function = f"{tmp_path}/f.py:g"
+    settings = parse(f"{SCRIPTED} --reward exact=0.5 --reward {function} --rollout-num-engines 3".split())
+    assert settings.reward.functions == ["exact=0.5", function]
     assert settings.rollout.num_engines == 3
     assert settings.folder == Path("/nowhere/run")
     assert settings.run == "run"
@@ -23,39 +43,175 @@ def test_flags_become_settings_and_lists_join() -> None:
     ("words", "message"),
     [
         ("--rollout-num-engines 1 --rollout-num-engines 2", "given twice, with 1 and 2"),
-        ("--rollout-num-engines 0", "at least 1"),
+        ("--rollout-num-engines 0", "--rollout-num-engines 0 must be at least 1"),
+        ("--rollout-num-threads 0", "--rollout-num-threads 0 must be at least 1"),
+        ("--rollout-max-in-flight -1", "--rollout-max-in-flight -1 must be at least 1"),
         ("--rollout-num-engines many", "--rollout-num-engines many"),
-        ("--rollout-listen 127.0.0.1:99999", "no HOST:PORT"),
+        ("--rollout-listen 127.0.0.1:99999", "must be HOST:PORT"),
         ("--rollout-devices 0 1 2 --rollout-num-engines 2", "names 3 devices"),
+        ("--rollout-devices 1 1 --rollout-num-engines 2", "--rollout-devices 1 1 must be different numbers"),
         ("--rollout-engine scripted --rollout-transport nccl", "does not reach a scripted engine"),
+        ("--reward-on-error perhaps", "--reward-on-error perhaps: neither stop nor a finite number"),
+        ("--reward-workers 0", "--reward-workers 0 must be at least 1"),
         ("--reward-timeout 0", "--reward-timeout 0: write seconds above 0"),
         ("--reward-timeout inf", "--reward-timeout inf"),
         ("--reward-memory-gib 0.01", "--reward-memory-gib 0.01: a process that functions run in needs 0.125 at least"),
         ("--reward-readable /no/such/path", "--reward-readable /no/such/path: there is no such file or folder"),
+        ("--reward-environment NO_SUCH", "--reward-environment NO_SUCH: it is not set here"),
+        ("--reward-environment HOME", "--reward-environment HOME: functions have a value of their own"),
+        ("--rollout-script /no/script.json", "--rollout-script /no/script.json cannot be read"),
+        ("--reward gsm9k", "--reward gsm9k: neither FILE.py:FUNCTION nor one of"),
+        ("--reward exact=1 exact=2", "--reward exact is given 3 times"),
         ("--num-layers 4", "unknown flag --num-layers"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(words: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse(f"{SCRIPTED} --reward exact {words}".split())
+    found = problems(f"{SCRIPTED} --reward exact {words}")
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_all_that_cannot_be_is_said_at_once_a_line_each(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completions): ...")
+    found = problems(
+        f"--platform cpu --rollout-num-engines 0 --rollout-listen nowhere --rollout-python {tmp_path} "
+        f"--reward {tmp_path}/mine.py:scores gsm9k --reward-on-error perhaps --reward-environment NO_SUCH"
+    )
+    expected = (
+        "--rollout-folder is missing", "--rollout-num-engines 0", "--hf-model is missing",
+        "--rollout-max-model-len is missing", f"--rollout-python {tmp_path}", "--rollout-listen nowhere",
+        f"--reward {tmp_path}/mine.py:scores", "--reward gsm9k", "--reward-on-error perhaps",
+        "--reward-environment NO_SUCH",
+    )  # fmt: skip
+    assert len(found) == len(expected), found
+    for line, text in zip(found, expected, strict=True):
+        assert line.startswith(text)
+    unknown = problems("--rollout-num-engins 2 --rewards x --rollout-num-threads many")
+    assert [line.split()[:3] for line in unknown] == [
+        ["unknown", "flag", "--rollout-num-engins"],
+        ["unknown", "flag", "--rewards"],
+        ["--rollout-num-threads", "many:", "not"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (None, "cannot be read: [Errno 2]"),
+        ("def score(completions):\n    return (", "mine.py:2 does not import: SyntaxError"),
+        ("def scores(completions): ...", "mine.py has no function score; did you mean scores?"),
+        ("def outer():\n    def score(completions): ...", "mine.py has no function score"),
+        ("'a' + chr(0)\0", "mine.py"),
+    ],
+)
+def test_a_function_that_its_file_cannot_have_is_refused(code: str | None, message: str, tmp_path: Path) -> None:
+    if code is not None:
+        (tmp_path / "mine.py").write_text(code)
+    found = problems(f"{SCRIPTED} --reward {tmp_path}/mine.py:score")
+    assert len(found) == 1, found
+    assert found[0].startswith("--reward")
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def score(completions): ...",
+        "async def score(completions): ...",
+        "class score: ...",
+        "from elsewhere import other as score",
+        "import score.of",
+        "from elsewhere import *",
+        "if True:\n    score = lambda completions: 1",
+        "try:\n    from fast import score\nexcept ImportError:\n    def score(completions): ...",
+        "for name in ('score',):\n    globals()[name] = print",
+        "def make():\n    global score\n    score = print\nmake()",
+        "first, (score, *rest) = [print] * 2",
+        "with open('x') as score: ...",
+        "raise SystemExit('this file is run')\ndef score(completions): ...",
+    ],
+)
+def test_a_file_is_read_and_not_run_and_what_it_may_have_is_left_to_the_worker(code: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    assert parse(f"{SCRIPTED} --reward {tmp_path}/mine.py:score".split()).reward.functions
 
 
 @pytest.mark.parametrize(("platform", "transport"), [("cpu", "nccl"), ("cuda", "hccl"), ("npu", "nccl")])
-def test_weights_are_streamed_only_by_what_the_engines_devices_have(platform: str, transport: str) -> None:
-    words = f"--rollout-folder /nowhere/run --reward exact --platform {platform} --rollout-transport {transport}"
-    with pytest.raises(UsageError, match=f"--rollout-transport {transport} does not reach vLLM on {platform}"):
-        parse(words.split())
+def test_weights_are_streamed_only_by_what_the_engines_devices_have(platform: str, transport: str, model: Path) -> None:
+    words = f"{VLLM} --hf-model {model} --platform {platform} --rollout-transport {transport}"
+    words = words.replace("--platform cpu ", "")
+    (found,) = problems(words)
+    assert f"--rollout-transport {transport} does not reach vLLM on {platform}" in found
 
 
-def test_a_script_is_for_scripted_engines_only() -> None:
-    words = "--rollout-folder run --reward exact --hf-model model --seq-length 64 --rollout-script s.json"
-    with pytest.raises(UsageError, match="--rollout-script s.json is for --rollout-engine scripted, and this is vllm"):
-        parse(words.split())
-    assert parse(f"{SCRIPTED} --reward exact --rollout-script s.json".split()).rollout.script == Path("s.json")
+def test_a_script_is_for_scripted_engines_only(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "s.json"
+    script.write_text("{}")
+    (found,) = problems(f"{VLLM} --hf-model {model} --rollout-script {script}")
+    assert f"--rollout-script {script} is for --rollout-engine scripted, and this is vllm" in found
+    assert parse(f"{SCRIPTED} --reward exact --rollout-script {script}".split()).rollout.script == script
 
 
-def test_a_vllm_sidecar_wants_a_length() -> None:
-    words = "--rollout-folder run --reward exact --hf-model model"
-    with pytest.raises(UsageError, match="--rollout-max-model-len is missing"):
-        parse(words.split())
+def test_a_vllm_sidecar_wants_a_length(model: Path) -> None:
+    words = f"--rollout-folder run --reward exact --platform cpu --hf-model {model}"
+    (found,) = problems(words)
+    assert "--rollout-max-model-len is missing" in found
     assert parse(f"{words} --seq-length 64".split()).seq_length == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rollout-tensor-parallel-size 3", "--rollout-tensor-parallel-size 3: the model's 8 attention heads"),
+        ("--rollout-tensor-parallel-size 3", "--rollout-tensor-parallel-size 3: the model's 4 heads of keys"),
+        ("--rollout-tensor-parallel-size 64", "--rollout-tensor-parallel-size 64: the model's 96 columns of the MLP"),
+        ("--rollout-max-model-len 257", "--rollout-max-model-len 257 is above the model's longest sequence, 256"),
+        ("--rollout-devices 0", "--rollout-devices 0 are accelerators, and the engines compute on the CPU"),
+        ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),
+    ],
+)
+def test_what_vllm_cannot_do_with_a_model_is_said(words: str, message: str, model: Path) -> None:
+    assert any(line.startswith(message) for line in problems(f"{VLLM} --hf-model {model} {words}"))
+    assert parse(f"{VLLM} --hf-model {model} --rollout-tensor-parallel-size 2 --rollout-max-model-len 256".split())
+
+
+def test_a_size_of_heads_that_a_cpu_has_no_kernel_for_is_said_and_is_no_matter_elsewhere(tmp_path: Path) -> None:
+    words = f"{VLLM} --hf-model {hf_models.draw('qwen3', tmp_path / 'model', head_dim=16)}"
+    (found,) = problems(words)
+    assert "the model's heads have 16 columns (head_dim), and vLLM's attention on a CPU takes 32, 48," in found
+    assert parse(words.replace("--platform cpu", "--platform cuda").split())
+    assert parse(f"{words} --rollout-engine scripted".split())
+
+
+def test_the_sizes_of_heads_are_those_that_the_installed_vllm_lists_and_48() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse((Path(found.origin).parent / "v1/attention/backends/cpu_attn.py").read_text())
+    (function,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
+    (answer,) = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+    assert answer.value is not None
+    assert set(CPU_HEAD_SIZES) == {48, *ast.literal_eval(answer.value)}
+
+
+def test_linear_positions_reach_further_than_the_trained_ones(tmp_path: Path) -> None:
+    folder = hf_models.draw("llama_biased", tmp_path / "model", head_dim=32)
+    assert parse(f"{VLLM} --hf-model {folder} --rollout-max-model-len 640".split())
+    (found,) = problems(f"{VLLM} --hf-model {folder} --rollout-max-model-len 641")
+    assert "longest sequence, 640" in found
+
+
+def test_a_model_that_cannot_be_read_is_said_with_all_else_and_alone_is_an_error_of_input() -> None:
+    with pytest.raises(InputError, match="/no/model/config.json does not exist"):
+        parse(f"{VLLM} --hf-model /no/model".split())
+    found = problems(f"{VLLM} --hf-model /no/model --rollout-num-threads 0")
+    assert len(found) == 2
+    assert "/no/model/config.json does not exist" in found[1]
+
+
+def test_a_program_is_taken_as_the_interpreter_of_vllm(model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\n")
+    assert "must be a program" in problems(f"{VLLM} --hf-model {model} --rollout-python {program}")[0]
+    os.chmod(program, 0o700)
+    assert parse(f"{VLLM} --hf-model {model} --rollout-python {program}".split())

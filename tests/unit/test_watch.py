@@ -1,86 +1,252 @@
-"""One rank that fails ends all of them, with its reason."""
+"""One rank that fails, or is lost, ends all of them, with its reason."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
+import torch.distributed as dist
 
-from megatron_rl.training import watch
+from megatron_rl.errors import PlatformError
+from megatron_rl.training import lifelines, watch
+from megatron_rl.training.lifelines import Hub, Spoke, listen
 from megatron_rl.training.stop import StopRequest
-from tests.ranks import ROOT
+from tests.ranks import ROOT, free_port
 
+# No test asks how soon: it waits so long at most.
+DEADLINE = 60
 CODE = """
     import os, sys, time
-    import torch.distributed as dist
     from megatron_rl.errors import InputError
     from megatron_rl.training.watch import Watch
 
-    rank, what = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=2)
-    store = dist.distributed_c10d._get_default_store()
-    with Watch(store, rank):
-        dist.barrier()
+    rank, what = int(os.environ["RANK"]), sys.argv[1]
+    watch = Watch.of_environment()
+    with watch:
+        if rank == 0:
+            watch._lines.wait_until_told(60)
+            watch.say_store(1)
+        else:
+            watch.store_port(60)
+        print("there", flush=True)
         if rank == 1 and what == "error":
             raise InputError("row 7 has no prompt")
         if rank == 1 and what == "crash":
             raise ZeroDivisionError("division by zero")
+        if what == "fork" and rank == 1 and os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
         if what != "nothing":
-            dist.barrier()
+            time.sleep(600)
 """
 
 
-def outcomes(tmp_path, what: str) -> tuple[list[int], list[str]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(CODE), str(rank), what, str(tmp_path / "store")],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
+class Ranks:
+    """Processes that watch each other; killed at the end."""
+
+    def __init__(self, what: str, world_size: int = 2) -> None:
+        place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(CODE), what],
+                cwd=ROOT, env={**os.environ, **place, "RANK": str(rank)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
             process.kill()
-    return [process.returncode for process in processes], errors
+            process.wait()
+
+    def wait_until_there(self) -> None:
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+
+    def ends(self) -> tuple[list[int], list[str]]:
+        errors = [process.communicate(timeout=DEADLINE)[1] for process in self.processes]
+        return [process.returncode for process in self.processes], errors
 
 
-def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it(tmp_path):
-    codes, errors = outcomes(tmp_path, "error")
-    assert codes == [4, 4]
+def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it():
+    with Ranks("error", 3) as ranks:
+        codes, errors = ranks.ends()
+    assert codes == [4, 4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
 
 
-def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback(tmp_path):
-    codes, errors = outcomes(tmp_path, "crash")
+def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
+    with Ranks("crash") as ranks:
+        codes, errors = ranks.ends()
     assert codes == [1, 1]
     for text in errors:
         assert "the run ended: ZeroDivisionError: division by zero (rank 1)" in text
     assert "Traceback" in errors[1]
 
 
-def test_a_run_without_a_failure_ends_as_it_would(tmp_path):
-    assert outcomes(tmp_path, "nothing")[0] == [0, 0]
+def test_a_run_without_a_failure_ends_as_it_would():
+    with Ranks("nothing", 3) as ranks:
+        assert ranks.ends()[0] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(victim):
+    with Ranks("wait", 3) as ranks:
+        ranks.wait_until_there()
+        ranks.processes[victim].kill()
+        codes, errors = ranks.ends()
+    assert codes == [-signal.SIGKILL if rank == victim else 5 for rank in range(3)]
+    reason = "the run ended: its process is gone without a word: it was killed, or its host cannot be reached"
+    for rank in {0, 1, 2} - {victim}:
+        assert f"{reason} (rank {victim})" in errors[rank]
+
+
+def test_a_process_that_a_rank_forked_off_does_not_hide_that_it_is_gone():
+    with Ranks("fork") as ranks:
+        ranks.wait_until_there()
+        ranks.processes[1].kill()
+        assert ranks.processes[0].wait(DEADLINE) == 5
+
+
+def test_a_rank_that_is_stopped_for_a_while_is_not_lost():
+    with Ranks("wait") as ranks:
+        ranks.wait_until_there()
+        ranks.processes[1].send_signal(signal.SIGSTOP)
+        # The other goes on: it answers that it is interrupted, and nothing else.
+        ranks.processes[0].send_signal(signal.SIGINT)
+        assert ranks.processes[0].wait(DEADLINE) == 130
+        ranks.processes[1].send_signal(signal.SIGCONT)
+        codes, errors = ranks.ends()
+    assert codes == [130, 130]
+    assert "the run ended: interrupted (rank 0)" in errors[1]
+
+
+def test_a_host_that_is_gone_is_noticed_within_twenty_seconds():
+    assert lifelines.NOTICED_SECONDS <= 20
+    assert watch._MISSING_SECONDS <= 20
+    reader = listen("127.0.0.1", 0)
+    with reader, socket.create_connection(reader.getsockname()) as connection:
+        lifelines._Line(connection)
+        idle, interval, count = (
+            connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle + interval * count == lifelines.NOTICED_SECONDS
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * lifelines.NOTICED_SECONDS
+
+
+class Peer:
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+        self.losses: list[int] = []
+        self.event = threading.Event()
+
+    def heard(self, message) -> None:
+        self.messages.append(message)
+        self.event.set()
+
+    def lost(self, rank) -> None:
+        self.losses.append(rank)
+        self.event.set()
+
+
+def test_a_rank_that_comes_late_hears_what_was_said_before():
+    first, second = Peer(), Peer()
+    listener = listen("127.0.0.1", 0)
+    hub = Hub(listener, 1, first)
+    hub.tell("failed", "no prompts", 0, 4)
+    spoke = Spoke("127.0.0.1", listener.getsockname()[1], 1, second)
+    assert second.event.wait(DEADLINE)
+    assert second.messages == [["failed", "no prompts", 0, 4]]
+    hub.wait_until_told(DEADLINE)
+    assert hub._all_there.is_set()
+    spoke.tell("done", 1)
+    assert first.event.wait(DEADLINE)
+    assert first.messages == [["done", 1]]
+    hub.close()
+    spoke.close()
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.1\r\n\r\n", b'["failed", "nonsense", 1, 4]\n', b"[]\n", b'["rank", "x"]\n']
+)
+def test_whoever_is_no_rank_is_not_heard_and_not_missed(words):
+    peer, other = Peer(), Peer()
+    listener = listen("127.0.0.1", 0)
+    hub = Hub(listener, 1, peer)
+    with socket.create_connection(listener.getsockname()) as connection:
+        connection.sendall(words)
+        # Connections are read in the order in which they speak.
+        spoke = Spoke("127.0.0.1", listener.getsockname()[1], 1, other)
+        spoke.tell("done", 1)
+        assert peer.event.wait(DEADLINE)
+    assert peer.messages == [["done", 1]]
+    spoke.close()
+    hub.close()
+    assert peer.losses in ([], [1])
+
+
+def test_ranks_of_torchrun_find_each_other_in_its_store(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert not watch.Watch.of_environment().is_connected
+    store = dist.HashStore()
+    first, second = watch.Watch(0, 2), watch.Watch(1, 2)
+    first.connect_through(store)
+    second.connect_through(store)
+    first.say_store(77)
+    assert second.store_port(DEADLINE) == 77
+    for one in (second, first):
+        one.close()
+
+
+def test_ranks_that_have_never_been_there_are_named_after_a_while(monkeypatch, capsys):
+    monkeypatch.setattr(watch, "_MISSING_SECONDS", 0.0)
+    listener = listen("127.0.0.1", 0)
+    hub = Hub(listener, 3, Peer())
+    peer = Peer()
+    spoke = Spoke("127.0.0.1", listener.getsockname()[1], 2, peer)
+    hub.tell("store", 1)
+    assert peer.event.wait(DEADLINE)
+    watch.Watch(0, 4)._name_missing(hub, "here:1")
+    assert "rank 0 has waited 0 s at here:1 for rank 1, 3, never there yet" in capsys.readouterr().err
+    watch.Watch(2, 4)._name_missing(spoke, "here:1")
+    assert capsys.readouterr().err == ""
+    spoke.close()
+    hub.close()
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_environment(monkeypatch):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PlatformError, match=f"MASTER_PORT {port}: rank 0 cannot listen there .*free port"):
+            watch.Watch(0, 2).connect("127.0.0.1", port)
 
 
 def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, capsys):
-    class Store:
-        def check(self, keys):
-            return False
-
-        def compare_set(self, key, expected, desired):
-            return desired.encode()
-
     def leave(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(watch, "_FAREWELL_SECONDS", 0)
     monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(SystemExit, match="130"), watch.Watch(Store(), 3):
+    with pytest.raises(SystemExit, match="130"), watch.Watch(3):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
 

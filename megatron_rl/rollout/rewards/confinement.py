@@ -8,13 +8,15 @@ one's other entries, each for itself.
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
 from megatron_rl.rollout.rewards import kernel
 from megatron_rl.rollout.rewards.kernel import Access
 
+# Of the environment of every worker, beside its folders.
+_FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 # What programs read to run at all: libraries, certificates, names of hosts and users; nothing that holds a secret.
 _SYSTEM = (
     "/usr",
@@ -133,23 +135,27 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
         del missing[SIGNALS]
 
 
+def environment_problems(names: Iterable[str]) -> Iterator[str]:
+    """What is wrong with the variables that functions are to be given."""
+    for name in names:
+        if name in ("HOME", "TMPDIR", "PYTHONPATH", *_FIXED):
+            yield f"--reward-environment {name}: functions have a value of their own for it; leave it out"
+        elif name not in os.environ:
+            yield f"--reward-environment {name}: it is not set here; export it first, or leave it out"
+
+
 def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
     """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
+    if found := list(environment_problems(names)):
+        raise UsageError("\n".join(found))
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     fixed = {
         "HOME": str(scratch),
         "TMPDIR": str(scratch),
         "PYTHONPATH": os.pathsep.join(python_path),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1",
+        **_FIXED,
     }
-    for name in names:
-        if name in fixed:
-            raise UsageError(f"--reward-environment {name}: functions have a value of their own for it; leave it out")
-        if name not in os.environ:
-            raise UsageError(f"--reward-environment {name}: it is not set here; export it first, or leave it out")
     return environment | fixed
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
+from megatron_rl.rollout.rewards.checks import read_source
 from megatron_rl.rollout.rewards.confinement import child_environment, confinement, python_path
 from megatron_rl.rollout.rewards.log import OutputLog
 from megatron_rl.rollout.rewards.process import Answer, RewardWorker, WorkerFault
@@ -58,7 +59,7 @@ class RewardPool:
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-rewards-"))
         try:
             self._log = OutputLog(self._settings.log)
-            self._sources = {spec.source: _source(spec.source) for spec in self._specs if spec.is_file}
+            self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
             path = python_path()
             self._environment = child_environment(self._settings.environment, self._scratch, path)
             self._setup = self._setup_line(path)
@@ -270,10 +271,3 @@ class _Scoring:
 
 def _with_full_path(spec: RewardSpec) -> RewardSpec:
     return dataclasses.replace(spec, source=os.path.realpath(spec.source)) if spec.is_file else spec
-
-
-def _source(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--reward {file} cannot be read: {error}") from None

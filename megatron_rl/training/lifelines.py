@@ -1,0 +1,257 @@
+"""A connection between rank 0 and every other rank, for as long as their processes live.
+
+The kernel closes a process's connections when it ends, whatever ends it, and keepalive breaks those to a host that is
+gone: a rank that is lost is noticed within NOTICED_SECONDS. One that is slow, or stopped, keeps its connections. Needs
+nothing but the standard library, so that it is there before the imports that take seconds.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+from typing import Any, Protocol
+
+# Until the first question to a peer that says nothing, between questions, and how many stay without an answer.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 4}
+# A peer that is gone without closing its connection, with its host or the network, is noticed after so long.
+NOTICED_SECONDS = _KEEPALIVE[socket.TCP_KEEPIDLE] + (_KEEPALIVE[socket.TCP_KEEPINTVL] * _KEEPALIVE[socket.TCP_KEEPCNT])
+_POLL_SECONDS = 0.1
+_MOST_BYTES = 1 << 20
+
+Message = list[Any]
+
+
+class Peer(Protocol):
+    """Whoever listens to the other ranks, from a thread of the connections."""
+
+    def heard(self, message: Message) -> None:
+        """A rank says this."""
+        ...
+
+    def lost(self, rank: int) -> None:
+        """The connection to a rank broke; it may have said before that it is done."""
+        ...
+
+
+class Lines(Protocol):
+    """The connections of a rank."""
+
+    def tell(self, *message: Any) -> None:
+        """Say it to whoever is connected, and to whoever connects later."""
+        ...
+
+    def wait_until_told(self, seconds: float) -> bool:
+        """Wait, but not longer, until everybody is connected; whether that is so."""
+        ...
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have never been there, of those that this one is connected to."""
+        ...
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        ...
+
+
+class Hub:
+    """Rank 0's end of all connections."""
+
+    def __init__(self, listener: socket.socket, num_others: int, peer: Peer) -> None:
+        self._listener = listener
+        self._never_there = set(range(1, num_others + 1))
+        self._peer = peer
+        self._lines: dict[_Line, int | None] = {}
+        self._said: list[Message] = []
+        self._lock = threading.Lock()
+        self._all_there = threading.Event()
+        self._closed = threading.Event()
+        listener.setblocking(False)
+        os.register_at_fork(after_in_child=listener.close)
+        threading.Thread(target=self._listen, name="lifelines", daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        with self._lock:
+            self._said.append(list(message))
+            for line, rank in self._lines.items():
+                if rank is not None:
+                    line.send(list(message))
+
+    def wait_until_told(self, seconds: float) -> bool:
+        return self._all_there.wait(seconds)
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(self._never_there)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in selector.select(_POLL_SECONDS):
+                    if key.data is None:
+                        self._accept(selector)
+                    elif not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data)
+            for line in self._lines:
+                line.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            line = _Line(connection)
+            with self._lock:
+                self._lines[line] = None
+            selector.register(connection, selectors.EVENT_READ, line)
+
+    def _read(self, line: "_Line") -> bool:
+        """Hear what is there; False at the end of the connection, and of one that no rank made."""
+        messages = line.receive()
+        for message in messages or ():
+            if self._lines[line] is not None:
+                self._peer.heard(message)
+            elif message[0] == "rank" and message[1:] and isinstance(message[1], int):
+                self._welcome(line, message[1])
+            else:
+                return False
+        return messages is not None
+
+    def _welcome(self, line: "_Line", rank: int) -> None:
+        with self._lock:
+            self._lines[line] = rank
+            self._never_there.discard(rank)
+            for message in self._said:
+                line.send(message)
+            if not self._never_there:
+                self._all_there.set()
+
+    def _lose(self, line: "_Line") -> None:
+        line.close()
+        with self._lock:
+            rank = self._lines.pop(line)
+        # Whoever never said a rank is not one.
+        if rank is not None and not self._closed.is_set():
+            self._peer.lost(rank)
+
+
+class Spoke:
+    """Another rank's end of its connection to rank 0, which may not be there yet."""
+
+    def __init__(self, host: str, port: int, rank: int, peer: Peer) -> None:
+        self._address = host, port
+        self._peer = peer
+        self._line: _Line | None = None
+        self._said: list[Message] = [["rank", rank]]
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        with self._lock:
+            self._said.append(list(message))
+            if self._line is not None:
+                self._line.send(list(message))
+
+    def wait_until_told(self, seconds: float) -> bool:
+        return self._connected.wait(seconds)
+
+    @property
+    def missing(self) -> list[int]:
+        return [] if self._connected.is_set() else [0]
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
+
+    def _listen(self) -> None:
+        line = self._connect()
+        while not self._closed.is_set():
+            messages = line.receive() if line is not None else None
+            if messages is None:
+                if not self._closed.is_set():
+                    self._peer.lost(0)
+                return
+            for message in messages:
+                self._peer.heard(message)
+
+    def _connect(self) -> "_Line | None":
+        while not self._closed.is_set():
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(self._address, timeout=NOTICED_SECONDS)
+                # On one host a port that nobody listens on may be given to the caller itself.
+                if connection.getsockname() != connection.getpeername():
+                    return self._begin(connection)
+                connection.close()
+            self._closed.wait(_POLL_SECONDS)
+        return None
+
+    def _begin(self, connection: socket.socket) -> "_Line":
+        connection.settimeout(None)
+        with self._lock:
+            self._line = _Line(connection)
+            for message in self._said:
+                self._line.send(message)
+        self._connected.set()
+        return self._line
+
+
+class _Line:
+    """One end of a connection: messages, each a line of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        # What was sent and never acknowledged breaks a connection as silence does.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * NOTICED_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A process that is forked off would keep the connection of one that is gone.
+        os.register_at_fork(after_in_child=connection.close)
+        self._connection = connection
+        self._unfinished = b""
+
+    def send(self, message: Message) -> None:
+        """Say it; a peer that is gone is noticed by whoever receives."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """What the other end says next; None when the connection is broken, or speaks another language."""
+        try:
+            data = self._connection.recv(1 << 16)
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+        except (OSError, ValueError):
+            return None
+        is_language = all(isinstance(message, list) and message for message in messages)
+        return messages if data and is_language and len(self._unfinished) < _MOST_BYTES else None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that the other ranks reach at `host`: open no further than they need."""
+    try:
+        return socket.create_server((_bound(host), port))
+    except OSError:
+        # The name is of this host to the others only: what they reach is not known here.
+        return socket.create_server(("", port))
+
+
+def _bound(host: str) -> str:
+    """The address to listen on; every one where this host calls itself by its loopback and others have to reach it."""
+    address = socket.gethostbyname(host)
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "" if address.startswith("127.") and not is_alone else address
