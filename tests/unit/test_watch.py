@@ -42,6 +42,10 @@ CODE = """
             os._exit(0)
         if what != "nothing":
             time.sleep(600)
+        while rank == 0 and len(watch._done) < watch.world_size - 1:
+            time.sleep(0.01)
+        # Those that are done close their connections.
+        time.sleep(0.5 if rank == 0 else 0)
 """
 
 
