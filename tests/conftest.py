@@ -1,13 +1,18 @@
 """What all tests share."""
 
 import hypothesis
+import pytest
 
 from megatron_rl import platforms
+from megatron_rl.platforms.base import KNOWN_WARNINGS
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Any test module may import megatron, which must not happen before its platform is there."""
     platforms.select("cpu").install()
+    # pytest has filters of its own for each test.
+    for message in KNOWN_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
     # How long an example takes is the machine's load.
     hypothesis.settings.register_profile("without_deadline", deadline=None)
     hypothesis.settings.load_profile("without_deadline")

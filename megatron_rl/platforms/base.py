@@ -18,13 +18,19 @@ from megatron_rl.platforms.megatron_import import Patch
 # The platform that this process is set up for; a process can be set up for one only.
 _installed: "Platform | None" = None
 
-# What megatron says at every import where an optional package is missing (`megatron-rl doctor` says it once), and of
-# defaults of its own.
-_KNOWN_WARNINGS = (
+# What megatron says at every import where an optional package is missing (`megatron-rl doctor` says it once), of
+# defaults of its own, and of modules and functions of its own and of torch that it still uses. Beginnings of messages.
+KNOWN_WARNINGS = (
     ".*(Apex|Transformer Engine).*not installed.*",
     "full scope is deprecated.*",
     "Please use DTensor instead.*",
     "`load_state_dict` is deprecated.*",
+    "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    "The following imports from `dynamic_context.py` will be removed",
+    "The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "If you are using transformer_engine as the transformer implementation, the core_attn is from",
+    "MLP requires ffn_hidden_size, but it was not provided",
+    "Warning. tp_group is None, using default tp group",
 )
 
 
@@ -63,7 +69,7 @@ class Platform(abc.ABC):
                 f"megatron_rl.platforms.select({self.name!r}).install() before the first import of megatron"
             )
         versions.check()
-        for message in _KNOWN_WARNINGS:
+        for message in KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         self._prepare()
         megatron_import.install([*megatron_fixes.FIXES, *self._megatron_patches()])

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_rl.sidecar.vllm_extension import _mapped, _specs
 from megatron_rl.sidecar.vllm_server import ServerConfig
 from megatron_rl.weights.fingerprint import digest, fingerprint
 from tests import hf_models
+from tests.truth import error_over_bound, everything_in
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 512
@@ -104,26 +105,34 @@ def request(number: int = 0, group_size: int = 1, length: int = 9, **sampling: A
 
 
 class Reference:
-    """The same weights in transformers."""
+    """The same weights in transformers, in float32 and in float64."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        self._models = {}
+        for dtype in (torch.float32, torch.float64):
+            with everything_in(dtype):
+                self._models[dtype] = hf_models.load(folder, dtype)
 
     def num_greedy(self, request: GroupRequest, response: Response) -> int:
         """How many of the response's tokens transformers would have chosen in their place."""
         tokens = torch.from_numpy(tokens_of(response.tokens).copy())
-        return int((self._logits(request, response).argmax(-1) == tokens).sum())
+        return int((self._logits(request, response, torch.float64).argmax(-1) == tokens).sum())
 
-    def worst_log_prob(self, request: GroupRequest, response: Response) -> float:
-        """The greatest difference between the engine's log-probs and those of logits/T."""
+    def error_over_bound(self, pairs: Iterable[tuple[GroupRequest, Response]]) -> float:
+        """Of the engine's log-probs, which are those of logits/T."""
+        pairs = list(pairs)
+        ours = [torch.from_numpy(log_probs_of(response.log_probs).copy()) for _, response in pairs]
+        theirs, truth = (torch.cat([self._log_probs(*pair, dtype) for pair in pairs]) for dtype in self._models)
+        error = error_over_bound(torch.cat(ours), theirs, truth)
+        print(f"log-probs of {len(truth)} tokens: error / bound: {error:.2f}")
+        return error
+
+    def _log_probs(self, request: GroupRequest, response: Response, dtype: torch.dtype) -> torch.Tensor:
         tokens = torch.from_numpy(tokens_of(response.tokens).copy()).long()
-        logits = self._logits(request, response) / request.sampling.temperature
-        expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        return float((expected - torch.from_numpy(log_probs_of(response.log_probs).copy())).abs().max())
+        logits = self._logits(request, response, dtype) / request.sampling.temperature
+        return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
-    def _logits(self, request: GroupRequest, response: Response) -> torch.Tensor:
+    def _logits(self, request: GroupRequest, response: Response, dtype: torch.dtype) -> torch.Tensor:
         ids = torch.tensor([[*request.prompt_tokens, *tokens_of(response.tokens).tolist()]])
-        with torch.no_grad():
-            return self._model(ids).logits[0, len(request.prompt_tokens) - 1 : -1]
+        with torch.no_grad(), everything_in(dtype):
+            return self._models[dtype](ids).logits[0, len(request.prompt_tokens) - 1 : -1]
