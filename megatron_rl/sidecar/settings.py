@@ -13,7 +13,6 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flags import Flag, flags_of, nearest
 from megatron_rl.rollout.rewards import checks as reward_checks
 from megatron_rl.sidecar import vllm_support
-from megatron_rl.sidecar.script_file import read_script
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 
@@ -238,6 +237,9 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:
+    # Imported here: a start with vLLM does without numpy's random numbers.
+    from megatron_rl.sidecar.script_file import read_script
+
     try:
         read_script(script, architecture.vocab_size if architecture else None)
     except InputError as error:
