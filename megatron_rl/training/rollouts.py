@@ -92,8 +92,9 @@ class Rollouts:
             self._schedule.wait(slots)
             yield slots
         except MismatchBeyond as error:
-            if self._session.rank == 0:
-                self._client.refuse(version, error.mismatch)
+            refused = error.mismatch
+            # Every rank found it, and the first that ends ends all: not before it is written down.
+            self._session.agree(lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None)
             raise
         finally:
             slots.close()
