@@ -1,5 +1,6 @@
 """Train a language model with GRPO on Megatron: torchrun pretrain_grpo.py <Megatron's flags and ours, docs/flags.md>"""
 
+import os
 import sys
 
 from megatron_rl.errors import ExitCode, MegatronRLError
@@ -14,29 +15,42 @@ def main() -> int:
         watch = Watch.of_environment()
         code = _run(watch)
     except MegatronRLError as error:
-        print(f"pretrain_grpo.py: {error}", file=sys.stderr, flush=True)
+        for problem in error.problems:
+            _say(problem)
         watch.tell(error)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        print("pretrain_grpo.py: interrupted", file=sys.stderr, flush=True)
+        _say("interrupted")
         watch.tell(interrupt)
         return ExitCode.INTERRUPTED
+    except SystemExit as ended:
+        # What is wrong was said.
+        if ended.__cause__ is not None:
+            watch.tell(ended.__cause__)
+        raise
     watch.close()
     return code
 
 
 def _run(watch: Watch) -> int:
-    from megatron_rl.arguments import parse
+    from megatron_rl.arguments import parse_run
     from megatron_rl.describe import print_config
+    from megatron_rl.saying import said_once
 
-    settings = parse()
+    with said_once(_say):
+        settings = parse_run()
     if settings.run.print_config:
-        print(print_config(settings), end="")
+        if os.environ.get("RANK", "0") == "0":
+            print(print_config(settings), end="")
         return ExitCode.OK
     # Megatron is imported once the platform is installed, which parsing does.
     from megatron_rl.training.run import train
 
     return train(settings, watch=watch)
+
+
+def _say(text: str) -> None:
+    print(f"pretrain_grpo.py: {text}", file=sys.stderr, flush=True)
 
 
 # Saving starts processes that import this file again.

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megatron_rl.arguments import parse
+from megatron_rl.arguments import parse_run
 from megatron_rl.observe.metrics import read
 
 
 def main() -> None:
     out, schedules, *words = sys.argv[1:]
-    settings = parse(words)
+    settings = parse_run(words)
     from megatron_rl.data.slots import IterationSlots
     from megatron_rl.training.learner import Learned, Learner
     from megatron_rl.training.rollouts import Periodic, Rollouts, Sync

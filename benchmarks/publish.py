@@ -55,7 +55,7 @@ def main() -> None:
 
 def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl import platforms
-    from megatron_rl.mcore.config import packed_config
+    from megatron_rl.mcore.config import transformer_config
     from megatron_rl.mcore.model import build_chunks
     from megatron_rl.mcore.publish import SharedMemoryPublisher
     from megatron_rl.mcore.session import ParallelSizes, Session
@@ -70,7 +70,7 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
         Session(ParallelSizes(), platform, seed=1, timeout=datetime.timedelta(minutes=5)) as session,
         RolloutClient((run / "address").read_text().strip(), read_token(run / "token")) as client,
     ):
-        chunks = build_chunks(packed_config(architecture, overrides, platform), architecture)
+        chunks = build_chunks(transformer_config(architecture, overrides, platform), architecture)
         weights = ModelWeights(chunks, session)
         weights.load_hf(model)
         client.take_lease(run.name)

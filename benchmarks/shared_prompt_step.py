@@ -3,6 +3,7 @@
 Letters: B sequences, S tokens of the longest.
 """
 
+import copy
 import dataclasses
 import tempfile
 import time
@@ -115,11 +116,10 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_rl.mcore import runner
-    from megatron_rl.mcore.config import packed_config
     from megatron_rl.mcore.model import wrap
-    from megatron_rl.mcore.optimizer import apply_update, ddp_config_of, optimizer_of, schedule_of
+    from megatron_rl.mcore.optimizer import apply_update, optimizer_of, schedule_of
 
-    config = packed_config(ARCHITECTURE, settings.transformer, session.platform)
+    config = copy.copy(settings.transformer)
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
@@ -131,7 +131,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    wrapped = wrap([model], config, ddp_config_of(settings))
+    wrapped = wrap([model], settings.ddp)
     optimizer = optimizer_of(settings, wrapped)
     schedule = schedule_of(settings, optimizer, settings.training.train_iters)
     batch = Sequences.of(slot)

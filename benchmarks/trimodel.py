@@ -146,7 +146,7 @@ class _Bench:
         self._batcher = batcher_of(settings, session.device)
         self.policy = policy_of(settings, session, 1)
         self.reference = reference_of(settings, session, problem.reference).chunks
-        self.old = frozen(model_of(settings, session.platform))
+        self.old = frozen(model_of(settings))
         copy_weights(self.policy.wrapped, self.old)
         self._objective = Objective(settings.algorithm, sizes.longest_response)
         self._identity = Identity("run", 0, "fingerprint")

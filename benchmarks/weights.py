@@ -60,7 +60,7 @@ def main() -> None:
 def _measure(source: Path, out: Path, rounds: int) -> dict:
     from megatron_rl import platforms
     from megatron_rl.mcore import model
-    from megatron_rl.mcore.config import packed_config
+    from megatron_rl.mcore.config import transformer_config
     from megatron_rl.mcore.session import ParallelSizes, Session
     from megatron_rl.mcore.weights import ModelWeights
 
@@ -68,7 +68,7 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
     sizes = ParallelSizes(tensor=NUM_RANKS)
     results: dict = {name: [] for name in ("copy", "import", "write", "export", "memory")}
     with Session(sizes, platform, seed=1, timeout=datetime.timedelta(minutes=10)) as session:
-        config = packed_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
+        config = transformer_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
 
         def timed(name: str, action: Callable, *action_arguments: Any) -> Any:
             session.barrier()

@@ -95,6 +95,11 @@ def _print(report: Report) -> None:
             f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
             f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
         )
+    proofs = report.proofs
+    print(
+        f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
+        f"{proofs.num_probed} with the trainer's log-probs (furthest {proofs.furthest:.3g} on the average)"
+    )
     _print_breaches(report, report.breaches)
     num_complete = sum(item.outcome == "complete" for item in report.iterations)
     print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _load(command)(rest)
     except MegatronRLError as error:
-        print(f"megatron-rl {command}: {error}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"megatron-rl {command}: {problem}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"megatron-rl {command}: interrupted", file=sys.stderr)

@@ -5,7 +5,7 @@ subject is a dataclass and a field of `Subjects`; Megatron's own dataclasses are
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,14 +18,15 @@ from megatron_rl.config_loop import (
     PublishConfig,
     SamplingConfig,
     ServiceConfig,
-    check_duration,
+    Subject,
+    duration_problems,
 )
 from megatron_rl.flags import Option
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, ParallelSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Subject):
     """Where the run happens."""
 
     platform: Annotated[
@@ -36,7 +37,7 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Subject):
     """Which model is trained."""
 
     hf_model: Annotated[
@@ -49,7 +50,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Subject):
     """How the responses of a group see their prompt."""
 
     backend: Annotated[
@@ -71,7 +72,7 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Subject):
     """How much is trained, in which portions."""
 
     micro_batch_size: Annotated[int, Option("Responses in a micro-batch.")] = 1
@@ -82,7 +83,7 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Subject):
     """How learning rate and weight decay change from update to update."""
 
     lr_decay_style: Annotated[
@@ -125,7 +126,7 @@ class ScheduleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Subject):
     """What is saved and loaded, in Megatron's distributed format."""
 
     save: Annotated[Path | None, Option("The folder that checkpoints are written to.")] = None
@@ -185,13 +186,9 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Subject):
     """How ranks find and reach each other."""
 
-    distributed_backend: Annotated[
-        Literal["nccl", "gloo", "hccl"] | None,
-        Option("The backend of collectives; each platform has one."),
-    ] = None
     distributed_timeout_minutes: Annotated[int, Option("How long a collective may take.")] = 10
     use_gloo_process_groups: Annotated[
         bool,
@@ -200,7 +197,7 @@ class DistributedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Subject):
     """The sidecar: its engines, and how it is reached."""
 
     engine: Annotated[
@@ -308,12 +305,12 @@ class RolloutConfig:
         ),
     ] = 60.0
 
-    def __post_init__(self) -> None:
-        check_duration("--rollout-lease-seconds", self.lease_seconds)
+    def problems(self) -> Iterator[str]:
+        yield from duration_problems("--rollout-lease-seconds", self.lease_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Subject):
     """What responses are rewarded for."""
 
     functions: Annotated[
@@ -400,15 +397,31 @@ class Subjects:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Subjects):
-    """Everything that a command line said, checked."""
+    """Everything that a command line said, checked, and what follows from it."""
 
     platform: str
+    # The ranks of the run; None where it is not known yet: no launcher has started this process.
+    world_size: int | None
     architecture: Architecture
-    # Fields of megatron's dataclasses that flags, or Megatron's scripts, give a value other than the field's default.
-    transformer: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    ddp: Mapping[str, Any]
+    # megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Whoever builds something of
+    # them takes a copy: Megatron writes into its own.
+    transformer: Any
+    optimizer: Any
+    ddp: Any
     # Where a value came from, under "subject.field"; what is not here is a default.
     sources: Mapping[str, str]
     # What was asked for and has no effect, to be said once at start.
     notes: tuple[str, ...] = ()
+
+    @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """Over how many ranks each dimension is divided."""
+        config = self.transformer
+        return ParallelSizes(
+            tensor=config.tensor_model_parallel_size,
+            pipeline=config.pipeline_model_parallel_size,
+            virtual_pipeline=config.virtual_pipeline_model_parallel_size,
+            context=config.context_parallel_size,
+            expert=config.expert_model_parallel_size,
+            expert_tensor=config.expert_tensor_parallel_size,
+        )

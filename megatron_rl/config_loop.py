@@ -2,21 +2,35 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from megatron_rl.errors import UsageError
 from megatron_rl.flags import Option
 
 
-def check_duration(flag: str, value: float) -> None:
-    """A UsageError unless so much time can pass."""
+class Subject:
+    """Values that belong together. They may be anything; what is wrong with them is said by `problems`."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values for themselves, whatever the other subjects say."""
+        return iter(())
+
+
+def duration_problems(flag: str, value: float) -> Iterator[str]:
+    """What is wrong with a time to wait."""
     if not 0 < value < math.inf:
-        raise UsageError(f"{flag} {value:g} is no time that can pass: write a finite number above 0")
+        yield f"{flag} {value:g} must be a finite duration above 0: write one that is"
+
+
+def bound_problems(flag: str, value: float | None) -> Iterator[str]:
+    """What is wrong with the bound of a difference."""
+    if value is not None and not value > 0:
+        yield f"{flag} {value:g} must be above 0: write a mean difference of log-probs, or inf for no bound"
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Subject):
     """Which prompts are trained on."""
 
     prompts: Annotated[
@@ -70,7 +84,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Subject):
     """How responses are sampled for training."""
 
     max_tokens: Annotated[
@@ -98,7 +112,7 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServiceConfig:
+class ServiceConfig(Subject):
     """How the trainer reaches its sidecar."""
 
     endpoint: Annotated[
@@ -133,14 +147,14 @@ class ServiceConfig:
         ),
     ] = 60.0
 
-    def __post_init__(self) -> None:
-        check_duration("--rollout-start-minutes", self.start_minutes)
-        check_duration("--rollout-deadline-minutes", self.deadline_minutes)
-        check_duration("--rollout-patience-seconds", self.patience_seconds)
+    def problems(self) -> Iterator[str]:
+        yield from duration_problems("--rollout-start-minutes", self.start_minutes)
+        yield from duration_problems("--rollout-deadline-minutes", self.deadline_minutes)
+        yield from duration_problems("--rollout-patience-seconds", self.patience_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
-class PublishConfig:
+class PublishConfig(Subject):
     """How weights reach the engines."""
 
     folder: Annotated[
@@ -162,13 +176,23 @@ class PublishConfig:
     deadline_minutes: Annotated[
         float, Option("How long a publish may take.", names=("--publish-deadline-minutes",), megatron=False)
     ] = 10.0
+    probe_bound: Annotated[
+        float | None,
+        Option(
+            "The mean difference of an engine's and the trainer's log-probs of a version's probe, beyond which the "
+            "publish fails; by precision and device if not given, `inf` for none.",
+            names=("--publish-probe-bound",),
+            megatron=False,
+        ),
+    ] = None
 
-    def __post_init__(self) -> None:
-        check_duration("--publish-deadline-minutes", self.deadline_minutes)
+    def problems(self) -> Iterator[str]:
+        yield from duration_problems("--publish-deadline-minutes", self.deadline_minutes)
+        yield from bound_problems("--publish-probe-bound", self.probe_bound)
 
 
 @dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Subject):
     """Group-relative policy optimization: what is maximized, and how far an update may go."""
 
     group_size: Annotated[int, Option("Responses to a prompt.", names=("--grpo-group-size",))] = 8
@@ -233,34 +257,30 @@ class AlgorithmConfig:
         Option("The largest such weight.", names=("--rl-importance-sampling-truncation-coef",)),
     ] = None
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if not 0 <= self.clamp_eps_lower <= 1:
-            raise UsageError(
+            yield (
                 f"--grpo-clamp-eps-lower {self.clamp_eps_lower:g} is not between 0 and 1: write how far below 1 a "
                 "ratio counts"
             )
         if not self.clamp_eps_upper >= 0:
-            raise UsageError(
-                f"--grpo-clamp-eps-upper {self.clamp_eps_upper:g} is below 0: write how far above 1 a ratio counts"
-            )
+            yield (f"--grpo-clamp-eps-upper {self.clamp_eps_upper:g} is below 0: write how far above 1 a ratio counts")
         if not 0 <= self.kl_beta < math.inf:
-            raise UsageError(
-                f"--grpo-kl-beta {self.kl_beta:g} weighs a divergence that is to become smaller: write 0 or more"
-            )
+            yield (f"--grpo-kl-beta {self.kl_beta:g} weighs a divergence that is to become smaller: write 0 or more")
         if self.is_truncation is None:
             return
         flag = f"--rl-importance-sampling-truncation-coef {self.is_truncation:g}"
         if not self.is_truncation > 0:
-            raise UsageError(f"{flag} would weigh tokens with nothing or turn them round: write more than 0")
+            yield f"{flag} would weigh tokens with nothing or turn them round: write more than 0"
         if not self.is_correction:
-            raise UsageError(
+            yield (
                 f"{flag} bounds weights that there are with --rl-inference-logprobs-is-correction only: add it, or "
                 "drop the flag"
             )
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopConfig:
+class LoopConfig(Subject):
     """How generation and training share an iteration."""
 
     schedule: Annotated[
@@ -308,16 +328,16 @@ class LoopConfig:
         ),
     ] = 60.0
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if not 0 <= self.grace_seconds < math.inf:
-            raise UsageError(
+            yield (
                 f"--exit-grace-seconds {self.grace_seconds:g} is below 0, or never over: write 0 to end at once, "
                 "or more"
             )
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Subject):
     """How the policy is evaluated on held-out prompts."""
 
     interval: Annotated[
@@ -339,7 +359,7 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ObserveConfig:
+class ObserveConfig(Subject):
     """What a person sees of a run."""
 
     log_interval: Annotated[int, Option("Iterations from one printed line to the next.")] = 1
@@ -359,14 +379,24 @@ class ObserveConfig:
             megatron=False,
         ),
     ] = None
+    mismatch_error: Annotated[
+        float | None,
+        Option(
+            "The mean difference beyond which an iteration ends the run before its update; five times that of the "
+            "warning, as far as the engines' precision sets it, if not given, `inf` for none.",
+            names=("--rollout-mismatch-error",),
+            megatron=False,
+        ),
+    ] = None
     tensorboard_dir: Annotated[Path | None, Option("The folder of TensorBoard's event files.")] = None
     wandb_project: Annotated[str, Option("The project in Weights & Biases; none if empty.")] = ""
     wandb_exp_name: Annotated[str, Option("The name of the run there.")] = ""
     wandb_save_dir: Annotated[str, Option("The folder of its local files.")] = ""
     wandb_entity: Annotated[str, Option("Whose project it is.")] = ""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        yield from bound_problems("--rollout-mismatch-error", self.mismatch_error)
         if self.log_interval < 1:
-            raise UsageError(f"--log-interval {self.log_interval} is below 1: write 1 or more")
+            yield f"--log-interval {self.log_interval} is below 1: write 1 or more"
         if self.log_samples < 0:
-            raise UsageError(f"--log-samples {self.log_samples} is below 0: write 0 for none")
+            yield f"--log-samples {self.log_samples} is below 0: write 0 for none"

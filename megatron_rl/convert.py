@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_rl import arguments, platforms
+from megatron_rl import arguments
 from megatron_rl.config import Settings
 from megatron_rl.errors import ExitCode, InputError, UsageError
 
@@ -45,7 +45,7 @@ def _convert(settings: Settings) -> str:
 
     checkpoint, hf_model = settings.checkpoint, settings.model.hf_model
     with session_of(settings) as session:
-        chunks = model_of(settings, platforms.select(settings.platform))
+        chunks = model_of(settings)
         weights = ModelWeights(chunks, session)
         iteration = 0
         if checkpoint.load is not None:

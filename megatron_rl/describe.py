@@ -1,20 +1,20 @@
 """Settings and flags as text: what --print-config prints, and docs/flags.md."""
 
 import dataclasses
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
-from megatron_rl import platforms
-from megatron_rl.config import Settings, Subjects
+from megatron_rl.config import Subjects
 from megatron_rl.flags import Flag, Kind, text_of
-from megatron_rl.mcore.flags import generated, table
+from megatron_rl.mcore.flags import generated, resolve, table
+from megatron_rl.training.settings import RunSettings
+from megatron_rl.training.sidecar import words_of
 
 # The name of a value, the value, and where it came from.
 Row = tuple[str, str, str]
 
 
-def print_config(settings: Settings) -> str:
+def print_config(settings: RunSettings) -> str:
     """Every value with where it came from: a flag, the Hugging Face folder, or a default."""
     lines = [f"platform = {settings.platform}"]
     for title, rows in _sections(settings):
@@ -27,18 +27,16 @@ def print_config(settings: Settings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(settings: Settings) -> Iterator[tuple[str, Iterator[Row]]]:
+def _sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
     yield "architecture", _architecture_rows(settings)
     for name in get_type_hints(Subjects):
         yield name, _rows(name, getattr(settings, name), settings.sources)
-    # Found by name, because importing it imports megatron, which must come after the platform is installed.
-    built = importlib.import_module("megatron_rl.mcore.config")
-    platform = platforms.select(settings.platform)
-    transformer = built.transformer_config(settings.architecture, settings.transformer, platform)
-    yield "transformer", _built_rows("transformer", transformer, settings.transformer, settings)
-    classes = generated.configs()
-    for name, fields in (("optimizer", settings.optimizer), ("ddp", settings.ddp)):
-        yield name, _built_rows(name, classes[name](**fields), fields, settings)
+    for name in resolve.SUBJECTS:
+        yield name, _built_rows(name, getattr(settings, name), settings.sources)
+    yield "iteration", _iteration_rows(settings)
+    if settings.sidecar is not None:
+        words = words_of(settings.sidecar)
+        yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
 
 
 def _rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
@@ -46,32 +44,41 @@ def _rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row
         yield field.name, _text(getattr(config, field.name)), sources.get(f"{subject}.{field.name}", "default")
 
 
-def _built_rows(subject: str, config: Any, given: Mapping[str, Any], settings: Settings) -> Iterator[Row]:
+def _built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
     """The fields of one of megatron-core's dataclasses as it is built, those that are not its defaults first."""
     rows: dict[bool, list[Row]] = {True: [], False: []}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if callable(value) and not isinstance(value, type):
             continue
-        is_default = value == field.default and field.name not in given
-        if is_default:
-            source = "default of megatron-core"
-        elif field.name not in given:
-            source = "follows from the model and the other values"
-        elif given[field.name] != value:
-            source = f"platform {settings.platform}"
-        else:
-            source = settings.sources[f"{subject}.{field.name}"]
+        source = sources.get(f"{subject}.{field.name}")
+        is_default = source is None and value == field.default
+        if source is None:
+            source = "default of megatron-core" if is_default else "follows from the model and the other values"
         rows[is_default].append((field.name, _text(value), source))
     yield from sorted(rows[False])
     yield from sorted(rows[True])
 
 
-def _architecture_rows(settings: Settings) -> Iterator[Row]:
+def _architecture_rows(settings: RunSettings) -> Iterator[Row]:
     origin = settings.sources.get("architecture", "default")
     for path, value in _leaves("", settings.architecture):
         source = settings.sources.get(f"architecture.{path}", origin)
         yield path, _text(value), source
+
+
+def _iteration_rows(settings: RunSettings) -> Iterator[Row]:
+    sizes, division = settings.sizes, settings.sizes.division
+    ranks = "the ranks of the launcher" if settings.world_size is not None else "no launcher says how many there are"
+    yield "num_replicas", _text(sizes.plan.num_replicas), ranks
+    follows = "follows from the batch sizes"
+    yield "prompts_per_update", _text(division.prompts_per_update), follows
+    yield "updates", _text(sizes.plan.num_updates), follows
+    yield "micro_batches_per_update", _text(division.slots_per_update), follows + ", of a replica"
+    yield "longest_prompt", _text(sizes.longest_prompt), "follows from the lengths"
+    yield "longest_response", _text(sizes.longest_response), "follows from the lengths"
+    yield "largest_micro_batch", _text(sizes.largest_micro_batch), "tokens, padding counted in"
+    yield "folder", _text(settings.folder), "--rollout-folder, or follows from --save"
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -93,9 +100,10 @@ _INTRODUCTION = """\
 Generated by `make flags` for megatron-core {version}; do not edit.
 
 Flags have Megatron's names. They are written in full, each followed by its value, and a flag said twice must say the
-same. A flag that is unknown, refused, or contradicts another ends the command with exit code 2 and says what to write
-instead; `--print-config` shows what all of them come to, and `python -m megatron_rl.arguments FLAGS` checks a command
-line without running anything.
+same. What is wrong with a command line is said at once, a line each with what to write instead, and ends the command
+with exit code 2. `--print-config` shows what all flags come to: the configurations that the run is made of, each value
+with where it came from. `python -m megatron_rl.arguments FLAGS` checks the command line of a run without running
+anything.
 
 With `--hf-model` the architecture comes from the folder's config.json, and flags that describe the model must agree
 with it. Without it they describe the model, as in Megatron's scripts.

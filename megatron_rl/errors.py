@@ -26,11 +26,24 @@ class MegatronRLError(Exception):
 
     exit_code = ExitCode.RUN
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, each a line of its own."""
+        return (str(self),)
+
 
 class UsageError(MegatronRLError, ValueError):
-    """A flag is unknown, contradicts another, or asks for what is not supported."""
+    """Flags are unknown, contradict each other, or ask for what is not supported: all that is known to be wrong."""
 
     exit_code = ExitCode.USAGE
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self._problems = problems
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._problems
 
 
 class PlatformError(MegatronRLError, RuntimeError):

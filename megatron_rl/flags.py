@@ -11,6 +11,9 @@ from typing import Any
 
 from megatron_rl.errors import UsageError
 
+# How alike two words are, of 1, where one is a slip of the pen for the other.
+_NEAR = 0.85
+
 
 class Kind(enum.StrEnum):
     """What becomes of a flag that Megatron's scripts know."""
@@ -60,13 +63,22 @@ class Flag:
         items = tuple(self._item(word, name) for word in words)
         return items[0] if self.nargs is None else items
 
+    def check_count(self, words: Sequence[str], name: str) -> None:
+        """A UsageError unless as many words follow the flag as it takes."""
+        if self.convert is None and words:
+            raise UsageError(f"unexpected {words[0]!r}: {name} takes no value; drop it")
+        if self.convert is not None and not words and self.nargs != "*":
+            raise UsageError(f"{name}: expected one argument; write {name} {self.value_text()}")
+        if self.convert is not None and self.nargs is None and len(words) > 1:
+            raise UsageError(f"unexpected {words[1]!r}: {name} takes one value; write {name} {self.value_text()}")
+
     def _item(self, word: str, name: str) -> object:
         assert self.convert is not None
         try:
             item = self.convert(word)
             if item != item:
                 raise ValueError("nan")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, SyntaxError):
             raise UsageError(f"{name} {word}: not a valid value; write {name} {self.value_text()}") from None
         if self.choices and item not in self.choices:
             raise UsageError(
@@ -89,9 +101,23 @@ class Flag:
 
 
 def nearest(word: str, among: Iterable[object]) -> str:
-    """ ", did you mean ...?" where something is near, else nothing."""
-    near = difflib.get_close_matches(word, [text_of(item) for item in among], n=1, cutoff=0.6)
-    return f" (the nearest is {near[0]})" if near else ""
+    """ " (the nearest is ...)" where something is near, else nothing."""
+    near = meant(word, among)
+    return "" if near is None else f" (the nearest is {near})"
+
+
+def meant(word: str, among: Iterable[object]) -> str | None:
+    """What was probably meant: a slip of the pen away, dashes aside."""
+    plain = {_plain(text_of(item)): text_of(item) for item in among}
+    written = _plain(word)
+    # One wrong letter is more of a short word.
+    cutoff = min(_NEAR, 1 - 1 / max(len(written), 4))
+    near = difflib.get_close_matches(written, plain, n=1, cutoff=cutoff)
+    return plain[near[0]] if near else None
+
+
+def _plain(word: str) -> str:
+    return word.strip("-").replace("_", "-")
 
 
 def text_of(value: object) -> str:

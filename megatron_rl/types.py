@@ -69,3 +69,20 @@ class Architecture:
     sliding_window: int | None = None
     # The dtype of the stored weights: "float32", "bfloat16" or "float16".
     dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSizes:
+    """Over how many ranks each dimension is divided; the data-parallel size is what is left."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def model(self) -> int:
+        """The ranks of one data-parallel replica."""
+        return self.tensor * self.pipeline * self.context

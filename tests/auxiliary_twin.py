@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 
+from tests import hf_models
 from tests.grpo_twin import Group, Tensors
+from tests.truth import everything_in
 
 MicroBatch = list[tuple[list[int], list[list[int]]]]
 """Prompts with the responses that are there."""
@@ -20,11 +21,11 @@ MicroBatch = list[tuple[list[int], list[list[int]]]]
 
 @dataclasses.dataclass(frozen=True)
 class Auxiliary:
-    """What the auxiliary losses of an update come to; means are over layers and micro-batches."""
+    """What the auxiliary losses of an update come to, of each layer and micro-batch."""
 
     gradients: Tensors
-    balancing: float
-    z: float
+    balancing: torch.Tensor
+    z: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,26 +60,29 @@ def auxiliary(
     coefficients: Coefficients,
     is_shared: bool = True,
     multiple_of: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Auxiliary:
     """The mean over micro-batches by their shares, of the sum over layers of both losses by their coefficients.
 
     A prompt's tokens count once with all of its responses, or once with each of them; the tokens that fill a
     micro-batch up to a multiple count as a sequence of their own.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    balancing = z = 0.0
-    for batch, share in zip(batches, shares, strict=True):
-        layers = _router_logits(model, batch, is_shared, multiple_of)
-        losses = [(_balancing(logits_TX, model.config.num_experts_per_tok), _z(logits_TX)) for logits_TX in layers]
-        total = sum(coefficients.balancing * of_balancing + coefficients.z * of_z for of_balancing, of_z in losses)
-        (total * (share / sum(shares))).backward()
-        balancing += sum(one.item() for one, _ in losses) / len(losses) / len(batches)
-        z += sum(one.item() for _, one in losses) / len(losses) / len(batches)
+    with everything_in(dtype):
+        model = hf_models.load(folder, dtype)
+        found: list[list[torch.Tensor]] = [[], []]
+        for batch, share in zip(batches, shares, strict=True):
+            layers = _router_logits(model, batch, is_shared, multiple_of)
+            balancing = [_balancing(logits_TX, model.config.num_experts_per_tok) for logits_TX in layers]
+            z = [_z(logits_TX) for logits_TX in layers]
+            total = coefficients.balancing * sum(balancing) + coefficients.z * sum(z)
+            (total * (share / sum(shares))).backward()
+            found[0] += [one.detach() for one in balancing]
+            found[1] += [one.detach() for one in z]
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
     }
-    return Auxiliary(as_saved(gradients), balancing, z)
+    return Auxiliary(as_saved(gradients), *(torch.stack(of_layers) for of_layers in found))
 
 
 def as_saved(tensors: Tensors) -> Tensors:

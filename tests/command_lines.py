@@ -1,5 +1,8 @@
 """Command lines for tests, and what becomes of them."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 
 from megatron_rl import arguments, config
@@ -14,19 +17,55 @@ DENSE = (
 )
 SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"])
 
+# What a run wants to know beyond its model.
+RUN = (
+    *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
+    *["--grpo-prompts-per-step", "16", "--rollout-folder", "run", "--reward", "exact"],
+)
+
+
+def without(words: Sequence[str], flag: str) -> list[str]:
+    """The words but for a flag and what follows it."""
+    if flag not in words:
+        return [*words]
+    at = words.index(flag)
+    end = next((i for i in range(at + 1, len(words)) if words[i].startswith("--")), len(words))
+    return [*words[:at], *words[end:]]
+
 
 def parse(*words: str, world_size: int | None = None) -> config.Settings:
     """The settings, as one of so many ranks, or as no rank of a launcher."""
+    with _ranks(world_size):
+        return arguments.parse([word for text in words for word in text.split()])
+
+
+def parse_run(*words: str, world_size: int | None = None) -> arguments.RunSettings:
+    """The same of a run that trains."""
+    with _ranks(world_size):
+        return arguments.parse_run([word for text in words for word in text.split()])
+
+
+@contextlib.contextmanager
+def _ranks(world_size: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
         if world_size is not None:
             patch.setenv("WORLD_SIZE", str(world_size))
-        return arguments.parse([word for text in words for word in text.split()])
+        yield
 
 
 def error(*words: str, world_size: int | None = None) -> str:
     """The text of the usage error that the words end in."""
+    return "\n".join(_problems(parse, words, world_size))
+
+
+def run_problems(*words: str, world_size: int | None = None) -> tuple[str, ...]:
+    """Everything that is wrong with the words as those of a run."""
+    return _problems(parse_run, words, world_size)
+
+
+def _problems(parser: Callable[..., object], words: Sequence[str], world_size: int | None) -> tuple[str, ...]:
     with pytest.raises(UsageError) as raised:
-        parse(*words, world_size=world_size)
+        parser(*words, world_size=world_size)
     assert raised.value.exit_code == ExitCode.USAGE
-    return str(raised.value)
+    return raised.value.problems

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
+
+from tests import hf_models
+from tests.truth import everything_in
 
 Tensors = dict[str, torch.Tensor]
 # Sequences that go through the model together: fewer leave less padding.
@@ -56,6 +58,8 @@ class Update:
     gradient_norm: float
     num_tokens: int
     means: dict[str, float]
+    per_token: Tensors
+    """What the means are of, and the loss."""
     num_clipped: int
     """Tokens whose gradient the clipping ends."""
     margin: float
@@ -72,15 +76,24 @@ class _Padded:
 
 
 class Twin:
-    """A policy and its reference, in an iteration of several updates, each over its own groups."""
+    """A policy and its reference, in an iteration of several updates, each over its own groups, in one precision."""
 
-    def __init__(self, policy: Path, reference: Path, updates: Sequence[Sequence[Group]], rules: Rules):
+    def __init__(
+        self,
+        policy: Path,
+        reference: Path,
+        updates: Sequence[Sequence[Group]],
+        rules: Rules,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.rules = rules
-        self._policy = _load(policy)
-        self._batches = [_pad(groups) for groups in updates]
+        self._dtype = dtype
+        self._policy = self._load(policy)
+        self._batches = [_pad(groups, dtype) for groups in updates]
         # Old is the policy that the iteration starts with, whatever the updates make of it.
         self._old = [self._log_probs(self._policy, batch) for batch in self._batches]
-        self._reference = [self._log_probs(_load(reference), batch) for batch in self._batches]
+        frozen = self._load(reference)
+        self._reference = [self._log_probs(frozen, batch) for batch in self._batches]
 
     def load(self, weights: Tensors) -> None:
         """Go on from these weights."""
@@ -107,14 +120,16 @@ class Twin:
             surrogate_BL = surrogate_BL * weight_BL.clamp(max=rules.truncation)
         away_BL = self._reference[number] - logp_BL
         kl_BL = torch.exp(away_BL) - away_BL - 1
-        loss = self._aggregate(rules.beta * kl_BL - surrogate_BL, mask_BL)
+        loss_BL = rules.beta * kl_BL - surrogate_BL
+        loss = self._aggregate(loss_BL, mask_BL)
         loss.backward()
         gradients = {name: value.grad.clone() for name, value in self._policy.named_parameters()}
         with torch.no_grad():
             bounds = [(ratio_BL, 1 - rules.lower), (ratio_BL, 1 + rules.upper)]
             if rules.is_corrected:
                 bounds.append((weight_BL, rules.truncation))
-            per_token = {
+            found = {
+                "loss": loss_BL,
                 "ratio": ratio_BL,
                 "clipped_low": (advantage_BL < 0) & (ratio_BL < 1 - rules.lower),
                 "clipped_high": (advantage_BL > 0) & (ratio_BL > 1 + rules.upper),
@@ -123,18 +138,24 @@ class Twin:
                 "mismatch": (old_BL - batch.engine_BL).abs(),
                 "mismatch_kl": weight_BL - torch.log(weight_BL) - 1,
             }
+            per_token = {name: value[mask_BL].to(self._dtype) for name, value in found.items()}
         return Update(
             loss=loss.item(),
             gradients=gradients,
             gradient_norm=torch.stack([value.double().norm() for value in gradients.values()]).norm().item(),
             num_tokens=int(mask_BL.sum()),
-            means={name: value[mask_BL].double().mean().item() for name, value in per_token.items()},
-            num_clipped=int(sum(per_token[name][mask_BL].sum() for name in ("clipped_low", "clipped_high"))),
+            means={name: value.double().mean().item() for name, value in per_token.items()},
+            per_token=per_token,
+            num_clipped=int(sum(per_token[name].sum() for name in ("clipped_low", "clipped_high"))),
             margin=min((value_BL - bound)[mask_BL].abs().min().item() for value_BL, bound in bounds),
         )
 
+    def _load(self, folder: Path) -> torch.nn.Module:
+        with everything_in(self._dtype):
+            return hf_models.load(folder, self._dtype)
+
     def _log_probs(self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False) -> torch.Tensor:
-        with torch.set_grad_enabled(with_gradients):
+        with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
             parts = [
                 log_probs(model, ids_BL, attention_BL, self.rules.temperature)
                 for ids_BL, attention_BL in zip(batch.ids_BL.split(_ROWS), batch.attention_BL.split(_ROWS), strict=True)
@@ -162,7 +183,7 @@ def log_probs(
 
 def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[list[int]]]], temperature: float) -> list:
     """Of every token of every response to every prompt, one sequence at a time; as lists."""
-    model = _load(folder)
+    model = hf_models.load(folder)
 
     def of(prompt: list[int], response: list[int]) -> list[float]:
         ids_1L = torch.tensor([prompt + response])
@@ -172,11 +193,7 @@ def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[lis
         return [[of(prompt, response) for response in responses] for prompt, responses in groups]
 
 
-def _load(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-
-
-def _pad(groups: Sequence[Group]) -> _Padded:
+def _pad(groups: Sequence[Group], dtype: torch.dtype) -> _Padded:
     """A row for each response, behind a copy of its prompt; what is missing on the right is masked."""
     length = max(len(group.prompt) + len(response) for group in groups for response in group.responses)
     ids, attention, is_response, engine, advantages = [], [], [], [], []
@@ -194,6 +211,6 @@ def _pad(groups: Sequence[Group]) -> _Padded:
         torch.tensor(ids),
         torch.tensor(attention),
         torch.tensor(is_response),
-        torch.tensor(engine),
-        torch.tensor(advantages)[:, None],
+        torch.tensor(engine, dtype=dtype),
+        torch.tensor(advantages, dtype=dtype)[:, None],
     )

@@ -1,10 +1,14 @@
 """Small transformers models, drawn so that a fault in a conversion shows, and what they say of a sequence."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
+
+from tests.truth import everything_in
 
 VOCAB_SIZE = 131
 _SIZES: dict[str, Any] = {
@@ -60,16 +64,40 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def log_probs(folder: Path, sequences: list[list[int]], temperature: float = 1.0) -> list[torch.Tensor]:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """transformers' model of that folder; what it computes is wholly in float64 inside `everything_in(float64)`."""
+    # Its default for experts is a product that float64 does not have.
+    experts = "eager" if dtype == torch.float64 else None
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation=experts
+    )
+
+
+def log_probs_of(model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0) -> list[torch.Tensor]:
+    """Of each token of each sequence but the first, with gradients, the softmax in float32 at least."""
+    # No token sees what fills the shorter ones up behind it.
+    ids_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
+    logits_BLV = model(ids_BL).logits[:, :-1]
+    scaled_BLV = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32)) / temperature
+    chosen_BL = scaled_BLV.log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]
+    return [row[: len(tokens) - 1] for row, tokens in zip(chosen_BL, sequences, strict=True)]
+
+
+def log_probs(
+    folder: Path, sequences: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """transformers' log-prob of each token of each sequence but the first."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    results = []
-    with torch.no_grad():
-        for tokens in sequences:
-            ids = torch.tensor([tokens])
-            logits = model(ids).logits[0, :-1] / temperature
-            results.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return results
+    with torch.no_grad(), everything_in(dtype):
+        return log_probs_of(load(folder, dtype), sequences, temperature)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Under the names and in the shapes of the checkpoint: they are saved as if they were weights."""
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:

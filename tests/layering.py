@@ -19,7 +19,7 @@ LAYERS = (
     {"algorithm"},
     {"mcore", "sidecar", "observe", "plan"},
     {"training"},
-    {"arguments", "audit", "cli", "convert", "describe", "doctor", "rescore"},
+    {"arguments", "audit", "cli", "convert", "describe", "doctor", "rescore", "saying"},
 )
 # The files at the top may import one another.
 ENTRY = LAYERS[-1]

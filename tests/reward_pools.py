@@ -72,10 +72,10 @@ def open_files() -> dict[int, str]:
     return found
 
 
-def leftovers(marker: str | None = None) -> list[str]:
-    """Workers of this process that still run, and whatever else has the marker in its command line."""
+def leftovers(marker: str | None = None, seconds: float = 60) -> list[str]:
+    """Workers of this process that still run after that time, and what else has the marker in its command line."""
     marks = [f"rewards.worker {os.getpid()} ", *([marker] if marker else [])]
-    deadline = time.monotonic() + 0.2
+    deadline = time.monotonic() + seconds
     while True:
         lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
         left = [line for line in lines if any(mark in line for mark in marks)]

@@ -56,7 +56,7 @@ class IterationSlots:
         self.division = division
         self._fetch = fetch
         self._batcher = batcher
-        self._identity = identity
+        self.identity = identity
         self._device = device
         self._waiting = waiting
         self._num_ahead = num_ahead
@@ -107,7 +107,7 @@ class IterationSlots:
 
     def _make(self, index: int) -> Batch:
         slot = self._fetch(index)
-        check(slot, self._identity)
+        check(slot, self.identity)
         return self._batcher.batch(slot).to(self._device)
 
 

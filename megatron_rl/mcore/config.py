@@ -1,14 +1,26 @@
-"""megatron-core's configuration of the model, from what the model is, what flags say and what the platform can do."""
+"""megatron-core's configuration of the model, from what the model is, what flags say and what the platform can do.
+
+Imported before megatron, which must come after the platform is installed: flags are read with it.
+"""
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.mcore.flags import generated
 from megatron_rl.types import Architecture
+
+Reasons = dict[str, tuple[Any, str]]
+"""Values of fields, each with why it holds."""
+
+# Modules that megatron-core computes anew through a class that it has only with TransformerEngine.
+_ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
+# Kernels of TransformerEngine, which only its layers call.
+_ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
 
 
 class HasFusions(Protocol):
@@ -21,31 +33,15 @@ class HasFusions(Protocol):
     def unsupported_fusions(self) -> Mapping[str, bool]: ...
 
 
-def transformer_config(
-    architecture: Architecture, overrides: Mapping[str, Any], platform: HasFusions
-) -> TransformerConfig:
-    """Fields of the architecture, then overrides, then what the platform cannot do."""
-    fields = architecture_fields(architecture) | _dtypes(overrides) | dict(overrides)
-    return TransformerConfig(**fields | _limits(platform))
+def transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
+    """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
+    settled = {field: value for field, (value, _) in settled_fields(asked, platform).items()}
+    return generated.configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
 
 
-def packed_config(architecture: Architecture, overrides: Mapping[str, Any], platform: HasFusions) -> TransformerConfig:
-    """`transformer_config` for the way in which models are run here: packs of any length, weights from elsewhere."""
-    fixed: dict[str, Any] = {
-        "variable_seq_lengths": True,
-        # Megatron wants it for variable lengths, in models without experts too.
-        "moe_token_dispatcher_type": "alltoall",
-        "perform_initialization": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
-        "moe_z_loss_coeff": overrides.get("moe_z_loss_coeff") or None,
-        # Interleaved stages deadlock or compute nonsense unless they send and receive this way.
-        "overlap_p2p_comm": bool(overrides.get("virtual_pipeline_model_parallel_size")),
-        "batch_p2p_comm": not overrides.get("virtual_pipeline_model_parallel_size"),
-        "deallocate_pipeline_outputs": not overrides.get("virtual_pipeline_model_parallel_size"),
-    }
-    return transformer_config(architecture, {**overrides, **fixed}, platform)
+def settled_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+    """What holds whatever is asked for: packs have any length, weights are loaded, and kernels are there or not."""
+    return _precision(asked) | _packed(asked) | _limits(asked, platform)
 
 
 def architecture_fields(architecture: Architecture) -> dict[str, Any]:
@@ -80,24 +76,51 @@ def architecture_fields(architecture: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _dtypes(overrides: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    dtype = torch.float32
-    if overrides.get("bf16"):
-        dtype = torch.bfloat16
-    elif overrides.get("fp16"):
-        dtype = torch.float16
-    return {"params_dtype": dtype, "pipeline_dtype": dtype}
+def _precision(asked: Mapping[str, Any]) -> Reasons:
+    dtype, source = torch.float32, "neither --bf16 nor --fp16"
+    if asked.get("bf16"):
+        dtype, source = torch.bfloat16, "that of --bf16"
+    elif asked.get("fp16"):
+        dtype, source = torch.float16, "that of --fp16"
+    return {"params_dtype": (dtype, source), "pipeline_dtype": (dtype, source)}
 
 
-def _limits(platform: HasFusions) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    limits: dict[str, Any] = {field: value for field, value in platform.unsupported_fusions.items() if field in known}
-    if platform.name == "cpu":
-        # Without TransformerEngine there is no other; grouped GEMM and the fused permutation are its kernels.
-        limits |= {
-            "transformer_impl": "local",
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
-            "moe_router_fusion": False,
-        }
-    return limits
+def _packed(asked: Mapping[str, Any]) -> Reasons:
+    is_interleaved = bool(asked.get("virtual_pipeline_model_parallel_size"))
+    # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
+    # that they still need.
+    interleaving = "as virtual pipeline stages need it" if is_interleaved else "there are no virtual pipeline stages"
+    return {
+        "variable_seq_lengths": (True, "packed groups differ in length"),
+        # Megatron wants it for variable lengths, in models without experts too.
+        "moe_token_dispatcher_type": ("alltoall", "packed groups differ in length"),
+        "perform_initialization": (False, "weights are loaded"),
+        "hidden_dropout": (0.0, "the policy is the one that the engines sample from"),
+        "attention_dropout": (0.0, "the policy is the one that the engines sample from"),
+        # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
+        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "without a weight there is no such loss"),
+        "overlap_p2p_comm": (is_interleaved, interleaving),
+        "batch_p2p_comm": (not is_interleaved, interleaving),
+        "deallocate_pipeline_outputs": (not is_interleaved, interleaving),
+    }
+
+
+def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+    source = f"platform {platform.name}"
+    limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
+    if platform.name != "cpu" and has_transformer_engine():
+        source = "--transformer-impl local" if asked.get("transformer_impl") == "local" else ""
+    elif platform.name != "cpu":
+        source = "TransformerEngine is not installed"
+    if source:
+        limits |= {"transformer_impl": ("local", source)} | dict.fromkeys(_ENGINE_ONLY, (False, source))
+        modules = asked.get("recompute_modules")
+        if modules is not None:
+            limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
+    known = {field.name for field in dataclasses.fields(generated.configs()["transformer"])}
+    return {field: reason for field, reason in limits.items() if field in known}
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None

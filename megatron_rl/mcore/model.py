@@ -4,6 +4,7 @@ Letters: T tokens of the pack, R rows of it that this rank computes, N targets, 
 hidden size.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,7 +106,6 @@ def build_chunks(
     config: TransformerConfig,
     architecture: Architecture,
     vocab_divisible_by: int = 128,
-    use_transformer_engine: bool = False,
     attention_backend: str = "naive",
 ) -> list[PackedGPTModel]:
     """This rank's pipeline stages: one, or one for each virtual stage. Weights are allocated, not initialized."""
@@ -116,9 +116,7 @@ def build_chunks(
         chunk = PackedGPTModel(
             config,
             architecture,
-            transformer_layer_spec=block_spec(
-                config, architecture, vp_stage, use_transformer_engine, attention_backend
-            ),
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend),
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
             ),
@@ -135,10 +133,11 @@ def build_chunks(
     return chunks
 
 
-def wrap(
-    chunks: list[PackedGPTModel], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
-) -> list[DistributedDataParallel]:
+def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
     """Mixed precision, then gradient buffers and their reduction, around each chunk."""
+    config = chunks[0].config
+    # Megatron writes the size of buckets into it.
+    ddp_config = copy.copy(ddp_config)
     is_half = config.bf16 or config.fp16
     halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
     return [

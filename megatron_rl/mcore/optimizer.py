@@ -1,13 +1,14 @@
 """The optimizer and its schedule: Megatron's own, fed with gradient sums and counted in updates."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
@@ -40,21 +41,10 @@ class NonFiniteGradient(MegatronRLError):
     """Gradients that no update can be made of."""
 
 
-def ddp_config_of(settings: Settings) -> DistributedDataParallelConfig:
-    """Of gradient buffers and their reduction.
-
-    Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
-    norm of the reduced gradients, which `apply_update` checks, is the same on all of them.
-    """
-    return DistributedDataParallelConfig(**{**settings.ddp, "check_for_nan_in_grad": False})
-
-
 def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer of the chunks that `wrap` returned, and what the schedules need to know of it."""
-    # A parameter group has the rate's bounds from here, and None is no bound.
-    fields = {"min_lr": 0.0, **settings.optimizer}
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(**fields),
+        copy.copy(settings.optimizer),
         list(wrapped),
         use_gloo_process_groups=settings.distributed.use_gloo_process_groups,
     )
@@ -66,13 +56,11 @@ def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel])
 
 def schedule_of(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
     """Megatron's schedule of learning rate and weight decay, over all of a run's updates, one step an update."""
-    schedule, fields = settings.schedule, settings.optimizer
-    config = optimizer.config
+    schedule, config = settings.schedule, settings.optimizer
     decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
     warmup: float = schedule.lr_warmup_iters
     if schedule.lr_warmup_fraction is not None:
         warmup = schedule.lr_warmup_fraction * decay
-    weight_decay = fields.get("weight_decay", config.weight_decay)
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -82,8 +70,8 @@ def schedule_of(settings: Settings, optimizer: MegatronOptimizer, num_updates: i
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=weight_decay if first is None else first,
-        end_wd=weight_decay if last is None else last,
+        start_wd=config.weight_decay if first is None else first,
+        end_wd=config.weight_decay if last is None else last,
         wd_incr_steps=num_updates,
         wd_incr_style=schedule.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.utils import get_model_config
 
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of
@@ -12,7 +11,6 @@ from megatron_rl.mcore.model import PackedGPTModel, wrap
 from megatron_rl.mcore.optimizer import (
     UpdateResult,
     apply_update,
-    ddp_config_of,
     optimizer_of,
     schedule_of,
     synchronized,
@@ -48,11 +46,10 @@ class Policy:
 
 def policy_of(settings: Settings, session: Session, num_updates: int) -> Policy:
     """The policy with the weights of --hf-model, its optimizer untouched."""
-    chunks = model_of(settings, session.platform)
+    chunks = model_of(settings)
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
-    config = get_model_config(chunks[0])
-    wrapped = wrap(chunks, config, ddp_config_of(settings))
+    wrapped = wrap(chunks, settings.ddp)
     optimizer = optimizer_of(settings, wrapped)
     return Policy(chunks, wrapped, optimizer, schedule_of(settings, optimizer, num_updates), weights)

@@ -7,17 +7,28 @@ over them: memory that was never given back need not be found, and cleared, at e
 import datetime
 import os
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_rl.errors import PlatformError
+from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Weights
+
+T = TypeVar("T")
 
 
 class Publisher(Protocol):
     """Brings versions of the policy to the engines; every rank calls it."""
+
+    @property
+    def engines(self) -> EngineKind:
+        """How the engines of the last publish compute, the coarsest of them."""
+        ...
 
     def publish(self, version: int) -> str:
         """Return the fingerprint of what all engines now sample with."""
@@ -29,7 +40,9 @@ class Publisher(Protocol):
 class Receiver(Protocol):
     """What takes a version to the engines: the rollout client."""
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> None: ...
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
 
 
 class SharedMemoryPublisher:
@@ -47,7 +60,11 @@ class SharedMemoryPublisher:
         folder: Path,
         dtype: str | None = None,
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
     ):
+        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        self.engines = EngineKind()
+        self._probe = probe
         self._weights = weights
         self._session = session
         self._receiver = receiver
@@ -75,8 +92,13 @@ class SharedMemoryPublisher:
             transport="shm",
             dtype=self._dtype or self._weights.architecture.dtype,
             location=str(folder),
+            probe=b"" if self._probe is None else self._probe.tokens(version),
         )
-        self._session.agree(lambda: self._send(message))
+        # Engines load while the probe is computed here.
+        told = in_background(lambda: self._send(message))
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        self.engines = self._session.agree_on(told.result)[0]
         # An engine that is restarted loads the current version; nobody wants the one before.
         if self._current != folder:
             self._spare = self._current
@@ -88,10 +110,11 @@ class SharedMemoryPublisher:
         if self._session.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, message: Weights) -> None:
-        if self._session.rank == 0:
-            assert self._receiver is not None
-            self._receiver.publish(message, self._deadline.total_seconds())
+    def _send(self, message: Weights) -> EngineKind:
+        if self._session.rank != 0:
+            return self.engines
+        assert self._receiver is not None
+        return self._receiver.publish(message, self._deadline.total_seconds())
 
 
 def _own_folder(folder: Path) -> None:
@@ -108,3 +131,17 @@ def _own_folder(folder: Path) -> None:
                 f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: "
                 f"it must be this user's with mode 700; remove it or choose another folder"
             )
+
+
+def in_background(action: Callable[[], T]) -> Future[T]:
+    """In a thread that does not keep the process from ending: what waits in it for a dead peer cannot be called off."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

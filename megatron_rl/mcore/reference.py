@@ -55,7 +55,7 @@ class Reference:
 
 def reference_of(settings: Settings, session: Session, folder: Path) -> Reference:
     """The reference with the weights of a Hugging Face folder, of the policy's architecture."""
-    chunks = model_of(settings, session.platform)
+    chunks = model_of(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None

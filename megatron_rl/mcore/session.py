@@ -1,10 +1,9 @@
 """The process groups of a run: started once, ended once, and what a rank's place in them means for its shards."""
 
-import dataclasses
 import datetime
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,28 +11,13 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
 from megatron_rl.platforms import Platform
+from megatron_rl.types import ParallelSizes
 from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
+U = TypeVar("U")
 # Within the time that is given.
 Meet = Callable[[datetime.timedelta], dist.Store]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelSizes:
-    """Over how many ranks each dimension is divided; the data-parallel size is what is left."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int | None = None
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
-
-    @property
-    def model(self) -> int:
-        """The ranks of one data-parallel replica."""
-        return self.tensor * self.pipeline * self.context
 
 
 class Session:
@@ -132,21 +116,31 @@ class Session:
 
         `action` must not wait for other ranks itself.
         """
-        result: T | None = None
+        result, _ = self._agree(action, lambda _: None)
+        return result
+
+    def agree_on(self, action: Callable[[], T]) -> list[T]:
+        """As `agree`, and what every rank's action has returned, on every rank."""
+        _, results = self._agree(action, lambda result: result)
+        return results
+
+    def _agree(self, action: Callable[[], T], share: Callable[[T], U]) -> tuple[T, list[U]]:
+        result: Any = None
         error: Exception | None = None
         try:
             result = action()
         except Exception as caught:
             error = caught
-        failures: list[tuple[type[MegatronRLError], str] | None] = [None] * self.world_size
-        dist.all_gather_object(failures, _failure(error, self.rank), group=self.control_group)
+        outcome = (_failure(error, self.rank), None if error is not None else share(result))
+        outcomes: list[tuple[tuple[type[MegatronRLError], str] | None, Any]] = [outcome] * self.world_size
+        dist.all_gather_object(outcomes, outcome, group=self.control_group)
         if error is not None:
             raise error
-        for failure in failures:
+        for failure, _ in outcomes:
             if failure is not None:
                 kind, text = failure
                 raise kind(text)
-        return result  # type: ignore[return-value] # no error, so action returned
+        return result, [shared for _, shared in outcomes]
 
     def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """The ranks of this rank's pipeline stage, over all replicas."""

@@ -1,7 +1,5 @@
 """Which modules a transformer layer is built of: TransformerEngine's where it is installed, torch's elsewhere."""
 
-import importlib.util
-
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -9,7 +7,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from megatron_rl.errors import UsageError
 from megatron_rl.mcore.attention import SharedPromptAttention
 from megatron_rl.mcore.norm import RMSNorm
 from megatron_rl.types import Architecture
@@ -19,11 +16,10 @@ def block_spec(
     config: TransformerConfig,
     architecture: Architecture,
     vp_stage: int | None,
-    use_transformer_engine: bool,
     attention_backend: str,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and its final norm."""
-    layer, norm = _engine_layer(config) if use_transformer_engine else _local_layer(config)
+    layer, norm = _local_layer(config) if config.transformer_impl == "local" else _engine_layer(config)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
     )
@@ -31,19 +27,7 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def has_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    # megatron-core computes these anew through a class that it has only with TransformerEngine.
-    modules = {"mlp", "layernorm"} & set(config.recompute_modules or ())
-    if config.recompute_granularity == "selective" and modules:
-        raise UsageError(
-            f"--recompute-modules {' '.join(sorted(modules))} needs TransformerEngine's layers, and the local ones are "
-            f"built here: leave it out, or install TransformerEngine"
-        )
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

@@ -8,7 +8,6 @@ old one.
 import concurrent.futures
 import datetime
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,10 +17,12 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from megatron_rl.mcore.probe import Probe
+from megatron_rl.mcore.publish import in_background
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
 from megatron_rl.rollout.client import OtherWorkers, RolloutError
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import TensorSpec
 
@@ -38,7 +39,9 @@ class Receiver(Protocol):
 
     def num_workers(self) -> int: ...
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> None: ...
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
 
 
 class Sender(Protocol):
@@ -107,7 +110,11 @@ class StreamPublisher:
         make_sender: MakeSender,
         dtype: str | None = None,
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
     ):
+        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        self.engines = EngineKind()
+        self._probe = probe
         self._weights = weights
         self._session = session
         self._receiver = receiver
@@ -128,12 +135,18 @@ class StreamPublisher:
         else:
             self._send(version, *joined)
         self._session.barrier()
+        # The engines wait for it, with all of the weights: what was sent is off the device's queues.
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        taken = self._session.agree_on(lambda: None if joined is None else self._taken(version, *joined))[0]
+        assert taken is not None
+        self.engines = taken
         return fingerprint
 
     def close(self) -> None:
         """Nothing is kept between versions."""
 
-    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[None]] | None:
+    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[EngineKind]] | None:
         """Have the engines told, and wait until their workers are in the group."""
         if self._session.rank != 0:
             return None
@@ -148,7 +161,7 @@ class StreamPublisher:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
-    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[None]]:
+    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[EngineKind]]:
         receiver = self._receiver
         assert receiver is not None
         host, port = _address(receiver.endpoint)
@@ -162,6 +175,7 @@ class StreamPublisher:
             transport=self._transport,
             dtype=self._dtype or self._weights.architecture.dtype,
             location=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            probe=b"" if self._probe is None else self._probe.tokens(version),
             manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
             world_size=world_size,
         )
@@ -178,18 +192,31 @@ class StreamPublisher:
             )
         return opened.result(), told
 
-    def _send(self, version: int, sender: Sender, told: Future[None]) -> None:
+    def _send(self, version: int, sender: Sender, told: Future[EngineKind]) -> None:
+        """Return when all tensors are on their way to where they are received, and sent."""
         sent = self._on_device(sender.send_weights)
-        concurrent.futures.wait([sent, told], self._deadline, concurrent.futures.FIRST_EXCEPTION)
+        futures: list[Future[Any]] = [sent, told]
+        concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
+        if told.done() and not told.exception():
+            # Engines may have taken what this thread is still to hear of.
+            concurrent.futures.wait([sent], _REASON_SECONDS)
         if sent.done() and sent.exception() is not None:
             # What the sidecar says of a failure tells more than what breaks off here because of it.
             concurrent.futures.wait([told], _REASON_SECONDS)
-        for future, what in ((told, "taken by the engines"), (sent, "sent")):
-            if future.done():
-                future.result()
-            elif not sent.done() or sent.exception() is None:
-                raise RolloutError(f"version {version} was not {what} within {self._deadline:g} s")
+        if told.done():
+            told.result()
+        if not sent.done():
+            raise _not_taken(version, self._deadline)
+        sent.result()
+
+    def _taken(self, version: int, sender: Sender, told: Future[EngineKind]) -> EngineKind:
+        """Wait until all engines hold the version."""
+        concurrent.futures.wait([told], self._deadline)
+        if not told.done():
+            raise _not_taken(version, self._deadline)
+        kind = told.result()
         sender.shutdown()
+        return kind
 
     def _on_device(self, action: Callable[[], T]) -> Future[T]:
         def run() -> T:
@@ -198,6 +225,10 @@ class StreamPublisher:
             return action()
 
         return in_background(run)
+
+
+def _not_taken(version: int, seconds: float) -> RolloutError:
+    return RolloutError(f"version {version} was not taken by the engines within {seconds:g} s")
 
 
 def _address(endpoint: str) -> tuple[str, int]:
@@ -211,17 +242,3 @@ def _address(endpoint: str) -> tuple[str, int]:
     with socket.socket(family) as listener:
         listener.bind((own, 0))
         return own, listener.getsockname()[1]
-
-
-def in_background(action: Callable[[], T]) -> Future[T]:
-    """In a thread that does not keep the process from ending: what waits in it for a dead peer cannot be called off."""
-    future: Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

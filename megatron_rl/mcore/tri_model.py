@@ -134,5 +134,5 @@ def roles_of(
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, chunks, temperature)
     host = session.platform if settings.loop.frozen_offload else None
-    old = frozen(model_of(settings, session.platform), host) if num_updates > 1 else None
+    old = frozen(model_of(settings), host) if num_updates > 1 else None
     return TriModel(policy.wrapped, chunks, old, temperature)

@@ -6,6 +6,7 @@ without it. A file that is full is followed by another, and the chain goes on in
 """
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from megatron_rl.rollout.append_file import AppendFile
 from megatron_rl.rollout.audit_files import MAX_BYTES, existing_files, file_of
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.rollout.slots import Claim
-from megatron_rl.rollout.wire import WIRE_VERSION, Evaluation, Group, Plan, Sampling, Submission
+from megatron_rl.rollout.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Sampling, Submission
 
 FIRST_PREV = "0" * 64
 _HASH_PATTERN = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
@@ -55,12 +56,26 @@ class Continued(Event, frozen=True, kw_only=True, tag="continued"):
     file: int
 
 
+class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine's log-probs of the probe were from the trainer's."""
+
+    mean: float
+    largest: float
+    bound: float
+    """Of the mean."""
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says it holds."""
+    """What an engine says it holds, and what was proved of it."""
 
     engine: str
     version: int
     fingerprint: str
+    compared: int = 0
+    """Parameters that were compared with what was received, bit for bit."""
+    parameters: int = 0
+    probe: ProbeRecord | None = None
+    """None where the trainer's log-probs were not there, or none are to be compared."""
 
 
 class Publish(Event, frozen=True, kw_only=True, tag="publish"):
@@ -69,6 +84,26 @@ class Publish(Event, frozen=True, kw_only=True, tag="publish"):
     version: int
     fingerprint: str
     engines: list[EngineReport]
+
+
+class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
+    """An engine was proved to hold something else than the version that it said it held; nobody sampled with it."""
+
+    version: int
+    fingerprint: str
+    engine: str
+    reason: str
+
+
+class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
+    """How far the trainer's log-probs of an iteration's tokens were from those that they were sampled with."""
+
+    version: int
+    mean: float | None
+    largest: float | None
+    """None where it is not a finite number."""
+    bound: float | None
+    """Of the mean; None where tokens were sampled by chance."""
 
 
 class Submit(Event, frozen=True, kw_only=True, tag="submit"):
@@ -149,7 +184,20 @@ class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
     mean_reward: float
 
 
-AnyEvent = Start | Recovered | Continued | Publish | Submit | GroupFinished | SlotClaimed | Complete | Fail | Evaluate
+AnyEvent = (
+    Start
+    | Recovered
+    | Continued
+    | Publish
+    | NotProven
+    | Submit
+    | GroupFinished
+    | SlotClaimed
+    | MismatchMeasured
+    | Complete
+    | Fail
+    | Evaluate
+)
 
 
 class AuditLog:
@@ -200,10 +248,18 @@ class AuditLog:
         """The number of the last line."""
         return self._seq - 1
 
-    def publish(self, version: int, fingerprint: str, reports: Iterable[tuple[str, int, str]]) -> None:
-        """These engines report (name, version, fingerprint)."""
-        engines = [EngineReport(engine=name, version=held, fingerprint=digest) for name, held, digest in reports]
-        self._append(Publish(version=version, fingerprint=fingerprint, engines=engines))
+    def publish(self, version: int, fingerprint: str, reports: Iterable[EngineReport]) -> None:
+        """These engines hold a version."""
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports)))
+
+    def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
+        """An engine does not hold what it says."""
+        self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
+
+    def mismatch(self, version: int, mismatch: Mismatch) -> None:
+        """What the trainer measured of an iteration."""
+        mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
+        self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
 
     def submit(self, submission: Submission) -> None:
         """An iteration begins. After a restart `group` and `claim` follow for all that was restored."""

@@ -29,7 +29,29 @@ class IterationSummary:
     num_responses: int = 0
     num_tokens: int = 0
     num_claims: int = 0
+    mismatch: float | None = None
+    """The mean difference of the trainer's log-probs from those that the tokens were sampled with."""
     engines: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class Proofs:
+    """How what engines said they held was proved, over all publishes."""
+
+    num_reports: int = 0
+    num_whole: int = 0
+    """Of engines all of whose parameters were compared with what they received."""
+    num_probed: int = 0
+    """Of engines whose log-probs were compared with the trainer's."""
+    furthest: float = 0.0
+    """The largest of the mean differences of these."""
+
+    def count(self, report: audit.EngineReport) -> None:
+        self.num_reports += 1
+        self.num_whole += 0 < report.parameters == report.compared
+        if report.probe is not None:
+            self.num_probed += 1
+            self.furthest = max(self.furthest, report.probe.mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +68,7 @@ class Report:
     num_recovered: int
     iterations: list[IterationSummary]
     evaluations: list[audit.Evaluate]
+    proofs: Proofs
     breaches: list[Breach]
 
     @property
@@ -85,6 +108,7 @@ class _Meaning:
         self.num_recovered = 0
         self.summaries: list[IterationSummary] = []
         self.evaluations: list[audit.Evaluate] = []
+        self.proofs = Proofs()
         self._published: audit.Publish | None = None
         self._engines: set[str] = set()
         self._attempt: _Attempt | None = None
@@ -98,12 +122,16 @@ class _Meaning:
                 self.num_recovered += 1
             case audit.Publish():
                 return self._publish(event)
+            case audit.NotProven():
+                return iter([(BreachName.NOT_PROVEN, f"version {event.version}: {event.reason}")])
             case audit.Submit():
                 return self._submit(event, line)
             case audit.GroupFinished():
                 return self._group(event)
             case audit.SlotClaimed():
                 return self._claim(event)
+            case audit.MismatchMeasured():
+                return self._mismatch(event)
             case audit.Complete():
                 return self._complete(event)
             case audit.Fail():
@@ -127,11 +155,19 @@ class _Meaning:
         self._published = event
         for report in event.engines:
             self._engines.add(report.engine)
+            self.proofs.count(report)
             if (report.version, report.fingerprint) != (event.version, event.fingerprint):
                 yield (
                     BreachName.ENGINE_DIFFERS,
                     f"engine {report.engine} reports version {report.version} ({report.fingerprint[:12]}), "
                     f"published was {event.version} ({event.fingerprint[:12]})",
+                )
+            probe = report.probe
+            if probe is not None and not probe.mean <= probe.bound:
+                yield (
+                    BreachName.PROBE_DIFFERS,
+                    f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on the average, beyond "
+                    f"{probe.bound:g}",
                 )
 
     def _submit(self, event: audit.Submit, line: int) -> _Problems:
@@ -208,6 +244,18 @@ class _Meaning:
                 yield BreachName.CLAIMED_TWICE, f"{where} holds prompt {prompt}, and so does another"
             attempt.claimed.add(prompt)
 
+    def _mismatch(self, event: audit.MismatchMeasured) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is not None:
+            attempt.summary.mismatch = event.mean
+        if event.bound is not None and (event.mean is None or not event.mean <= event.bound):
+            mean = "a number that is not finite" if event.mean is None else f"{event.mean:.3g}"
+            yield (
+                BreachName.MISMATCH,
+                f"version {event.version}: the trainer's log-probs differ from those that were sampled with by {mean} "
+                f"on the average, beyond {event.bound:g}",
+            )
+
     def _complete(self, event: audit.Complete) -> _Problems:
         attempt = self._current(event.version)
         if attempt is None:
@@ -267,6 +315,7 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         num_recovered=meaning.num_recovered,
         iterations=meaning.summaries,
         evaluations=meaning.evaluations,
+        proofs=meaning.proofs,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )
 

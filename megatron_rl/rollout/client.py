@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout import wire
@@ -70,9 +71,14 @@ class RolloutClient:
         """Speak for the holder of this lease."""
         self._lease = number
 
-    def publish(self, weights: wire.Weights, deadline_seconds: float) -> None:
-        """Return when every engine holds the version."""
-        self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=deadline_seconds)
+    def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.EngineKind:
+        """Return when every engine holds the version, with how the coarsest of them computes."""
+        answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=deadline_seconds)
+        return msgspec.convert(answer.json()["kind"], wire.EngineKind)
+
+    def probed(self, answer: wire.ProbeAnswer) -> None:
+        """The trainer's own log-probs of a probe: the publish of its version waits for them."""
+        self._call("POST", "/v1/probe", content=wire.encode(answer))
 
     def submit(self, submission: wire.Submission) -> None:
         """Start an iteration."""
@@ -108,10 +114,16 @@ class RolloutClient:
             )
         return wire.decode(answer, wire.Evaluated)
 
-    def complete(self, version: int) -> str:
+    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> str:
         """Everything of the iteration was trained on. The audit log's head comes back, for whoever keeps it elsewhere:
         `megatron-rl audit RUN --head HEAD` then proves that the log up to here is what it was."""
-        return self._call("POST", f"/v1/iterations/{version}/complete").json()["head"]
+        content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
+        return self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()["head"]
+
+    def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
+        """The iteration will not be trained on, and why."""
+        content = wire.encode(wire.Trained(version=version, mismatch=mismatch))
+        self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
 
     def abort(self, version: int, reason: str) -> None:
         """The iteration is not wanted any more."""

@@ -185,6 +185,54 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
     world_size: int = 0
     """nccl, hccl: of the group that the trainer opens, itself and all workers of engines."""
+    probe: bytes = b""
+    """Tokens whose log-probs the trainer sends too, in a `ProbeAnswer`; engines wait for it. None if it does not."""
+
+
+class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine computes log-probs: what they may differ by from the trainer's follows from it."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    is_quantized: bool = False
+    has_model: bool = True
+    """False where tokens are drawn by chance: then nothing can be compared."""
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainer's own log-probs of a version's probe, from which engines' must not differ by more than a bound."""
+
+    wire: int = WIRE_VERSION
+    run: str
+    version: int
+    fingerprint: str
+    log_probs: bytes
+    dtype: str
+    """What the trainer computes in."""
+    bound: float | None = None
+    """Of the mean difference; by precision if not given."""
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far the trainer's log-probs were from those that an iteration's tokens were sampled with."""
+
+    mean: float
+    largest: float
+    bound: float | None
+    """Of the mean; none where tokens were sampled by chance."""
+
+    @property
+    def is_borne(self) -> bool:
+        """Written so that what is not a number is not."""
+        return self.bound is None or self.mean <= self.bound
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainer has trained on an iteration, or has refused to, because of what it measured."""
+
+    wire: int = WIRE_VERSION
+    version: int
+    mismatch: Mismatch
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,10 +2,11 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout.wire import Response, Sampling, Weights
+from megatron_rl.rollout.wire import EngineKind, Response, Sampling, Weights
 
 
 class EngineState(enum.StrEnum):
@@ -29,6 +30,10 @@ class EngineRefused(MegatronRLError):
     """The engine answered, and will not do what was asked."""
 
 
+class WrongWeights(EngineRefused):
+    """The engine says that it holds a version, and it was proved that it does not: nobody may sample with it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupRequest:
     """One group to sample: K responses to one prompt under one version."""
@@ -49,8 +54,9 @@ class WeightReport:
     version: int
     fingerprint: str
     """Digested from what it received, before loading it."""
-    is_unchanged: bool = dataclasses.field(default=False, compare=False)
-    """Of a load: its parameters are, bit for bit, what they were with another fingerprint."""
+    num_compared: int = dataclasses.field(default=0, compare=False)
+    """Of a load: parameters that were proved to hold what was received, bit for bit, on all workers."""
+    num_parameters: int = dataclasses.field(default=0, compare=False)
 
 
 class Engine(Protocol):
@@ -58,6 +64,11 @@ class Engine(Protocol):
 
     name: str
     state: EngineState
+
+    @property
+    def kind(self) -> EngineKind:
+        """What its log-probs may differ by depends on."""
+        ...
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         """All responses of a group, unscored; EngineLost or EngineRefused otherwise. Cancelling aborts it."""
@@ -68,9 +79,9 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights) -> WeightReport:
-        """Receive, digest, check for completeness and load, and say whether that changed anything.
+        """Receive, digest, check for completeness, load, and compare what the parameters hold with what was received.
 
-        The engine is DIRTY from the call until `commit`.
+        The engine is DIRTY from the call until `commit`. WrongWeights where it holds something else.
         """
         ...
 
@@ -82,8 +93,11 @@ class Engine(Protocol):
         """What the engine is tagged with now."""
         ...
 
-    async def probe(self) -> list[float]:
-        """Log-probs of a fixed prompt: the same weights give the same numbers."""
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt's tokens, from the second on, at temperature 1: of as many as the engine takes.
+
+        Without tokens, of some that the engine chooses by its version.
+        """
         ...
 
     async def resume(self) -> None:

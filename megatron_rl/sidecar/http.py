@@ -92,8 +92,20 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Body: Weights. Answers when every engine holds the version, or none does."""
         service.renew_lease(_lease_of(request))
         weights = await _body(request, wire.Weights)
-        await service.publish(weights)
-        return {"version": weights.version, "seconds": service.counters.publish_seconds}
+        kind = await service.publish(weights)
+        return {
+            "version": weights.version,
+            "seconds": service.counters.publish_seconds,
+            "kind": msgspec.to_builtins(kind),
+        }
+
+    @app.post("/v1/probe")
+    async def probed(request: Request) -> dict[str, int]:
+        """Body: ProbeAnswer, what the publish of its version waits for."""
+        service.renew_lease(_lease_of(request))
+        answer = await _body(request, wire.ProbeAnswer)
+        service.probed(answer)
+        return {"version": answer.version}
 
     @app.post("/v1/iterations")
     async def submit(request: Request) -> dict[str, int]:
@@ -124,10 +136,21 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
-        """The trainer has trained on every slot. Answers with hash and number of the audit log's last line."""
+        """The trainer has trained on every slot. Body: Trained, or nothing. Answers with hash and number of the audit
+        log's last line.
+        """
         service.renew_lease(_lease_of(request))
-        head, line = service.complete(version)
+        trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
+        head, line = service.complete(version, None if trained is None else trained.mismatch)
         return {"version": version, "head": head, "line": line}
+
+    @app.post("/v1/iterations/{version}/refuse")
+    async def refuse(request: Request, version: int) -> dict[str, int]:
+        """Body: Trained. The trainer will not train on what differs so much from its policy."""
+        service.renew_lease(_lease_of(request))
+        trained = await _body(request, wire.Trained)
+        await service.refuse(version, trained.mismatch)
+        return {"version": version}
 
     @app.post("/v1/iterations/{version}/abort")
     async def abort(request: Request, version: int, reason: str = "the trainer aborted it") -> dict[str, int]:

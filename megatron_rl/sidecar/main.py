@@ -68,6 +68,7 @@ async def run(settings: SidecarSettings) -> None:
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
         supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
+        supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
         await _unless(ended, supervisor.start(settings.rollout.num_engines))
         if ended.is_set():

@@ -6,27 +6,26 @@ Up to the bar nothing samples: an engine that fails there leaves all of them pau
 
 - each step has a deadline; what fails is the step, and it names the engines and why;
 - the fingerprints that engines digested, and those they are tagged with, are the announced one;
-- the parameters of an engine that is given other weights are not what they were. The log-probs of the probe may be:
-  in a narrow dtype a small update changes few weights, and those log-probs not at all;
-- engines with the same weights give the same log-probs to the same probe.
+- what an engine holds after a load is what it was given, as far as it can compare the two, bit for bit;
+- engines give the log-probs to the probe that the trainer computes with the version itself, within a bound, if it sends
+  them; and engines with the same weights give the same ones.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout.wire import Sampling, Weights
-from megatron_rl.sidecar.engine import Engine, EngineLost, EngineRefused, GroupRequest, WeightReport
+from megatron_rl.rollout import probe
+from megatron_rl.rollout.probe import Difference
+from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Sampling, Weights, log_probs_of, tokens_of
+from megatron_rl.sidecar.engine import Engine, EngineLost, EngineRefused, GroupRequest, WeightReport, WrongWeights
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +39,20 @@ class StepDeadlines:
     probe: float = 120
     resume: float = 60
     sample: float = 120
+    trainer: float = 600
+    """Until the trainer's own log-probs of the probe have come, once engines have given theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What is known of the weights that an engine holds."""
+
+    engine: str
+    report: WeightReport
+    difference: Difference | None = None
+    """Of its log-probs of the probe and the trainer's; None where they were not compared."""
+    bound: float | None = None
+    """Of the mean difference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +60,21 @@ class Published:
     """A version as engines hold it."""
 
     weights: Weights
-    reports: tuple[tuple[str, WeightReport], ...]
+    proofs: tuple[Proof, ...]
     probe: tuple[float, ...]
+    answer: ProbeAnswer | None
+    """The trainer's log-probs of the probe."""
+    kinds: tuple[EngineKind, ...]
+
+
+def coarsest(kinds: Sequence[EngineKind]) -> EngineKind:
+    """What the log-probs of any of these may be as coarse as."""
+    return EngineKind(
+        dtype=probe.coarsest(*(kind.dtype for kind in kinds)),
+        device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
+        is_quantized=any(kind.is_quantized for kind in kinds),
+        has_model=all(kind.has_model for kind in kinds),
+    )
 
 
 class StepFailed(MegatronRLError):
@@ -60,9 +86,22 @@ class StepFailed(MegatronRLError):
         super().__init__("; ".join(str(error) or repr(error) for error in self.errors.values()))
 
     @property
+    def wrong(self) -> dict[str, str]:
+        """The engines that were proved to hold something else than they say, and how."""
+        return {name: str(error) for name, error in self.errors.items() if isinstance(error, WrongWeights)}
+
+    @property
     def lost(self) -> list[str]:
         """The engines that are gone: nothing but a restart helps them."""
         return [name for name, error in self.errors.items() if isinstance(error, EngineLost)]
+
+
+class TrainerSilent(MegatronRLError):
+    """The trainer did not send its log-probs of the probe."""
+
+
+AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
+"""Waits for the trainer's log-probs of the probe."""
 
 
 class Steps:
@@ -73,21 +112,47 @@ class Steps:
         self._deadlines = deadlines
         self._probe_tolerance = probe_tolerance
 
-    async def publish(self, engines: Sequence[Engine], weights: Weights, before: Published | None) -> Published:
+    async def publish(
+        self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
+    ) -> Published:
         """All steps; `before` is what engines were last brought to, as far as it is known."""
         wanted = WeightReport(weights.version, weights.fingerprint)
         await self._all("pause", engines, lambda engine: engine.pause())
         reports = await self._all("load", engines, lambda engine: engine.load(weights))
         _must_equal("load", reports, wanted)
-        _must_have_changed(reports)
         await self._all("commit", engines, lambda engine: engine.commit(reports[engine.name]))
         tags = await self._all("verify", engines, lambda engine: engine.verify())
         _must_equal("verify", tags, wanted)
-        probes = await self._all("probe", engines, lambda engine: engine.probe())
+        tokens = tokens_of(weights.probe).tolist()
+        probes = await self._all("probe", engines, lambda engine: engine.probe(tokens))
+        of_trainer = None if answer is None else await self._answer(answer, weights)
+        proofs = [Proof(name, reports[name]) for name in probes]
+        if of_trainer is not None:
+            proofs = [
+                _compared(proof, probes[proof.engine], engine.kind, weights, of_trainer)
+                for proof, engine in zip(proofs, engines, strict=True)
+            ]
+            _must_be_the_trainers(proofs, weights)
         self._check_probes(probes, weights, before)
         await self._all("resume", engines, lambda engine: engine.resume())
         await self._all("sample", engines, lambda engine: _sample(engine, weights))
-        return Published(weights, tuple(tags.items()), tuple(next(iter(probes.values()))))
+        return Published(
+            weights,
+            tuple(proofs),
+            tuple(next(iter(probes.values()))),
+            of_trainer,
+            tuple(engine.kind for engine in engines),
+        )
+
+    async def _answer(self, answer: AwaitAnswer, weights: Weights) -> ProbeAnswer:
+        seconds = self._deadlines.trainer
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer()
+        except TimeoutError:
+            raise TrainerSilent(
+                f"the trainer did not send its log-probs of version {weights.version}'s probe within {seconds:g} s"
+            ) from None
 
     async def _all(
         self, step: str, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]
@@ -134,18 +199,15 @@ class Steps:
 def _off_the_known(
     probes: Mapping[str, list[float]], weights: Weights, before: Published, tolerance: float
 ) -> dict[str, Exception]:
-    """Engines whose probe is not that of the same weights before."""
-    if weights.fingerprint != before.weights.fingerprint:
-        if same := ", ".join(name for name, probe in probes.items() if tuple(probe) == before.probe):
-            is_as = f"the probe's log-probs are those of version {before.weights.version}, bit for bit"
-            _log.warning("version %d: %s, though it is of other weights: %s", weights.version, is_as, same)
+    """Engines whose probe is not that of the same version before: another one has another probe."""
+    if (weights.version, weights.fingerprint) != (before.weights.version, before.weights.fingerprint):
         return {}
     return {
         name: EngineRefused(
             f"engine {name}: its log-probs of the probe are not those of the other engines with the same weights"
         )
-        for name, probe in probes.items()
-        if not all(abs(a - b) <= tolerance for a, b in zip(probe, before.probe, strict=True))
+        for name, found in probes.items()
+        if not all(abs(a - b) <= tolerance for a, b in zip(found, before.probe, strict=True))
     }
 
 
@@ -153,8 +215,8 @@ def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, toleran
     """Engines whose probe is not that of most of them."""
     errors: dict[str, Exception] = {}
     middle = [statistics.median(values) for values in zip(*probes.values(), strict=True)]
-    for name, probe in probes.items():
-        differences = [abs(a - b) for a, b in zip(probe, middle, strict=True)]
+    for name, found in probes.items():
+        differences = [abs(a - b) for a, b in zip(found, middle, strict=True)]
         # Written so that what is not a number, wherever it stands, is no match.
         if not all(difference <= tolerance for difference in differences):
             errors[name] = EngineRefused(
@@ -177,17 +239,31 @@ def _must_equal(step: str, reports: Mapping[str, WeightReport], wanted: WeightRe
         raise StepFailed(step, errors)
 
 
-def _must_have_changed(reports: Mapping[str, WeightReport]) -> None:
-    errors: dict[str, Exception] = {
-        name: EngineRefused(
-            f"engine {name} was given version {report.version} and its parameters are what they were before, with "
-            "another fingerprint: it kept its old weights"
-        )
-        for name, report in reports.items()
-        if report.is_unchanged
-    }
+def _compared(
+    proof: Proof, of_engine: Sequence[float], kind: EngineKind, weights: Weights, of_trainer: ProbeAnswer
+) -> Proof:
+    if not kind.has_model:
+        return proof
+    bound = of_trainer.bound
+    if bound is None:
+        bound = probe.bound(kind, of_trainer.dtype, weights.dtype)
+    found = probe.difference(of_engine, log_probs_of(of_trainer.log_probs).tolist())
+    return dataclasses.replace(proof, difference=found, bound=bound)
+
+
+def _must_be_the_trainers(proofs: Sequence[Proof], weights: Weights) -> None:
+    errors: dict[str, Exception] = {}
+    for proof in proofs:
+        # Written so that what is not a number is not within the bound.
+        if proof.difference is not None and proof.bound is not None and not proof.difference.mean <= proof.bound:
+            errors[proof.engine] = WrongWeights(
+                f"engine {proof.engine}: its log-probs of the probe differ from those that the trainer computes with "
+                f"version {weights.version} by {proof.difference.mean:.3g} on the average (at most "
+                f"{proof.difference.largest:.3g}), beyond {proof.bound:g} (--publish-probe-bound): it does not hold "
+                f"version {weights.version}"
+            )
     if errors:
-        raise StepFailed("load", errors)
+        raise StepFailed("probe", errors)
 
 
 async def _sample(engine: Engine, weights: Weights) -> Any:

@@ -3,15 +3,16 @@
 The journal is written first: what the audit log says happened can be given back.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit import AuditLog
+from megatron_rl.rollout.audit import AuditLog, EngineReport, ProbeRecord
 from megatron_rl.rollout.audit_files import FILE_NAME
 from megatron_rl.rollout.journal import Journal, JournalFolder
 from megatron_rl.rollout.slots import Claim
-from megatron_rl.sidecar.engine import WeightReport
+from megatron_rl.sidecar.publication import Proof
 
 
 class RunRecorder:
@@ -31,14 +32,24 @@ class RunRecorder:
         self._reported: set[str] = set()
         """Engines of which the log says what they hold."""
 
-    def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None:
+    def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """All engines hold a version."""
-        self._reported = {name for name, _ in reports}
-        self.audit.publish(
-            weights.version,
-            weights.fingerprint,
-            [(name, report.version, report.fingerprint) for name, report in reports],
-        )
+        self._reported = set()
+        self.joined(weights, proofs)
+
+    def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
+        """These engines hold a version too."""
+        self.audit.publish(weights.version, weights.fingerprint, [_report_of(proof) for proof in proofs])
+        self._reported |= {proof.engine for proof in proofs}
+
+    def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:
+        """These engines hold something else than the version that they say they hold."""
+        for engine, reason in wrong.items():
+            self.audit.not_proven(weights.version, weights.fingerprint, engine, reason)
+
+    def judged(self, version: int, mismatch: wire.Mismatch) -> None:
+        """What the trainer measured, before it completes or refuses the iteration."""
+        self.audit.mismatch(version, mismatch)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """An iteration begins; what an earlier attempt at it has left comes back."""
@@ -97,7 +108,10 @@ class RunRecorder:
         """An engine that joined after the publish is reported by its first group, with what that says it holds."""
         joined = {r.engine: r.fingerprint for r in group.responses if r.engine not in self._reported}
         if joined:
-            reports = [(name, submission.version, fingerprint) for name, fingerprint in joined.items()]
+            reports = [
+                EngineReport(engine=name, version=submission.version, fingerprint=fingerprint)
+                for name, fingerprint in joined.items()
+            ]
             self.audit.publish(submission.version, submission.fingerprint, reports)
             self._reported |= joined.keys()
         self.audit.group(submission.version, group, is_restored)
@@ -111,3 +125,17 @@ class RunRecorder:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+def _report_of(proof: Proof) -> EngineReport:
+    record = None
+    if proof.difference is not None and proof.bound is not None:
+        record = ProbeRecord(mean=proof.difference.mean, largest=proof.difference.largest, bound=proof.bound)
+    return EngineReport(
+        engine=proof.engine,
+        version=proof.report.version,
+        fingerprint=proof.report.fingerprint,
+        compared=proof.report.num_compared,
+        parameters=proof.report.num_parameters,
+        probe=record,
+    )

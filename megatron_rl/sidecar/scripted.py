@@ -7,13 +7,13 @@ chooses it by default.
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.wire import Response, Span, Weights, log_prob_bytes, token_bytes
+from megatron_rl.rollout.wire import EngineKind, Response, Span, Weights, log_prob_bytes, token_bytes
 from megatron_rl.sidecar.engine import EngineLost, EngineState, GroupRequest, WeightReport
 from megatron_rl.sidecar.streams import Place
 
@@ -58,6 +58,11 @@ class ScriptedEngine:
         self._running.set()
         self._num_in_flight = 0
 
+    @property
+    def kind(self) -> EngineKind:
+        """It has no model, so nothing can be compared with the trainer's."""
+        return EngineKind(has_model=False)
+
     async def start(self) -> None:
         """There at once, without weights."""
         self.state = EngineState.WAITING
@@ -97,7 +102,7 @@ class ScriptedEngine:
         before = self._sampled_with
         if not (self.script.keeps_old_weights and before):
             self._sampled_with = weights.fingerprint
-        return WeightReport(weights.version, self._sampled_with, before == self._sampled_with != weights.fingerprint)
+        return WeightReport(weights.version, self._sampled_with)
 
     async def commit(self, report: WeightReport) -> None:
         await self._step("commit")
@@ -108,9 +113,9 @@ class ScriptedEngine:
         await self._step("verify")
         return self._report
 
-    async def probe(self) -> list[float]:
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
         await self._step("probe")
-        return _stream(f"probe\0{self._sampled_with}").random(4).tolist()
+        return _stream(f"probe\0{self._sampled_with}\0{tuple(tokens)}").random(4).tolist()
 
     async def resume(self) -> None:
         await self._step("resume")

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
@@ -17,10 +17,11 @@ from megatron_rl.rollout import wire
 from megatron_rl.rollout.append_file import AppendFailed
 from megatron_rl.rollout.provenance import Asked
 from megatron_rl.rollout.slots import Claim, Place
-from megatron_rl.sidecar.engine import WeightReport
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
+from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, coarsest
+from megatron_rl.sidecar.supervisor import NotProven
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Conflict(MegatronRLError):
 class Engines(Samplers, Protocol):
     """The engines, all together."""
 
-    async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]: ...
+    async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published: ...
 
     def add(self, count: int = 1) -> list[str]: ...
 
@@ -46,7 +47,9 @@ class Engines(Samplers, Protocol):
 class Recorder(Protocol):
     """What is remembered of an iteration, and given back after a restart."""
 
-    def published(self, weights: wire.Weights, reports: list[tuple[str, WeightReport]]) -> None: ...
+    def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None: ...
+
+    def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None: ...
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Record an iteration, and give back what was recorded of it before, by this process or an earlier one."""
@@ -59,6 +62,8 @@ class Recorder(Protocol):
     def finished(self, group: wire.Group) -> None: ...
 
     def claimed(self, claim: Claim) -> None: ...
+
+    def judged(self, version: int, mismatch: wire.Mismatch) -> None: ...
 
     def completed(self, version: int) -> None: ...
 
@@ -105,6 +110,7 @@ class RolloutService:
         self.weights: wire.Weights | None = None
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
+        self._probe = _Awaited()
         # One future for all ranks of a replica that wait for the same slot.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._failed = asyncio.Event()
@@ -126,6 +132,8 @@ class RolloutService:
                 f"{self._lease_seconds:.0f} s after its last request"
             )
         self.lease = mine = Lease(run, lease.number + 1, now)
+        # Whoever would have answered it is gone.
+        self._probe.call_off(f"lease {lease.number} is over: another trainer has taken this sidecar")
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
             await self._stop()
@@ -150,8 +158,8 @@ class RolloutService:
             )
         self.lease.renewed = time.monotonic()
 
-    async def publish(self, weights: wire.Weights) -> None:
-        """Bring a version to every engine, all or none."""
+    async def publish(self, weights: wire.Weights) -> wire.EngineKind:
+        """Bring a version to every engine, all or none; returns how the coarsest of them computes."""
         if weights.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
         self._must_not_run("publishing")
@@ -160,11 +168,28 @@ class RolloutService:
             start = time.monotonic()
             # Until all of them have it, nobody knows what the engines hold.
             self.weights = None
-            reports = await self.engines.publish(weights)
-            self._recorder.published(weights, reports)
+            try:
+                published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
+            except NotProven as error:
+                self._recorder.not_proven(weights, error.wrong)
+                raise
+            self._recorder.published(weights, published.proofs)
             self.weights = weights
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
+            return coarsest(published.kinds)
+
+    def probed(self, answer: wire.ProbeAnswer) -> None:
+        """The trainer's log-probs of a version's probe; they may come before its publish does."""
+        if answer.run != self.lease.run:
+            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {answer.run!r}")
+        self._probe.give(answer)
+
+    def _await_probe(self, weights: wire.Weights) -> AwaitAnswer:
+        async def wait() -> wire.ProbeAnswer:
+            return await self._probe.of(weights)
+
+        return wait
 
     async def submit(self, submission: wire.Submission) -> None:
         """Start an iteration. The same submission again changes nothing; another one replaces what is over."""
@@ -239,16 +264,26 @@ class RolloutService:
             await asyncio.wait_for(self._failed.wait(), max(0.0, deadline - time.monotonic()))
         return iteration.failure
 
-    def complete(self, version: int) -> tuple[str, int]:
-        """The trainer says that it has trained on all of it. Hash and number of the audit log's last line come back:
-        kept by the trainer, the hash proves later that nothing up to that line was changed."""
+    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
+        """The trainer says that it has trained on all of it, and what it measured. Hash and number of the audit log's
+        last line come back: kept by the trainer, the hash proves later that nothing up to that line was changed."""
         iteration = self._iteration_of(version)
         try:
+            if mismatch is not None and not iteration.is_over:
+                self._recorder.judged(version, mismatch)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))
             raise
         return self._recorder.head()
+
+    async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
+        """The trainer will not train on an iteration: its tokens are not of the policy that it was to train."""
+        iteration = self._iteration_of(version)
+        if not iteration.is_over:
+            self._recorder.judged(version, mismatch)
+            self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on the average, beyond {mismatch.bound}")
+        await self._stop()
 
     async def abort(self, version: int, reason: str) -> None:
         """End an iteration that is not wanted any more."""
@@ -365,6 +400,45 @@ class RolloutService:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+
+
+class _Awaited:
+    """The trainer's answer to the newest probe, and whoever waits for it."""
+
+    def __init__(self) -> None:
+        self._answer: wire.ProbeAnswer | None = None
+        self._changed = asyncio.Event()
+        self._waiting = 0
+        self._called_off = ""
+
+    def give(self, answer: wire.ProbeAnswer) -> None:
+        self._answer = answer
+        self._changed.set()
+
+    def call_off(self, reason: str) -> None:
+        """End the wait for what nobody will answer."""
+        if self._waiting:
+            self._called_off = reason
+            self._changed.set()
+
+    async def of(self, weights: wire.Weights) -> wire.ProbeAnswer:
+        """Wait for the answer to the probe of these weights; one of others is another publish's."""
+        self._waiting += 1
+        try:
+            while True:
+                answer = self._answer
+                if answer is not None and (answer.version, answer.fingerprint) == (
+                    weights.version,
+                    weights.fingerprint,
+                ):
+                    return answer
+                self._changed.clear()
+                await self._changed.wait()
+                if self._called_off:
+                    raise Conflict(self._called_off)
+        finally:
+            self._waiting -= 1
+            self._called_off = ""
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_rl.config import ModelConfig, RewardConfig, RolloutConfig, RunConfig, Settings, TrainingConfig
+from megatron_rl.config import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flags import Flag, flags_of, nearest
 from megatron_rl.rollout.rewards import checks as reward_checks
@@ -25,7 +25,7 @@ _SUBJECTS: dict[str, type] = {
     "reward": RewardConfig,
 }
 # Of subjects that the sidecar reads only this much of.
-_SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
+SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
 
 # What engines on a device can be sent weights by, beside files.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
@@ -80,7 +80,7 @@ def flags() -> list[Flag]:
         flag
         for subject, config in _SUBJECTS.items()
         for flag in flags_of(config, subject)
-        if subject not in _SHARED or flag.name in _SHARED[subject]
+        if subject not in SHARED or flag.name in SHARED[subject]
     ]
 
 
@@ -88,7 +88,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
     """The settings; a UsageError that says what to write otherwise."""
     values, found = _read(words)
     if found:
-        raise UsageError("\n".join(found))
+        raise UsageError(*found)
     settings = SidecarSettings(
         platform=values["run"].get("platform", "auto"),
         hf_model=values["model"].get("hf_model"),
@@ -101,11 +101,11 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
     except InputError as error:
         unreadable = error
-    found = [*_missing(settings), *problems(settings, architecture)]
+    found = [*_problems_of_values(settings), *problems(settings, architecture)]
     if unreadable is not None and not found:
         raise unreadable
     if found:
-        raise UsageError("\n".join([*found, *([] if unreadable is None else [str(unreadable)])]))
+        raise UsageError(*found, *([] if unreadable is None else unreadable.problems))
     return settings
 
 
@@ -157,14 +157,6 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
     return parser
 
 
-def of_trainer(settings: Settings) -> SidecarSettings:
-    """What a trainer's settings say to the sidecar that it starts."""
-    platform: Any = settings.platform
-    return SidecarSettings(
-        platform, settings.model.hf_model, settings.training.seq_length, settings.rollout, settings.reward
-    )
-
-
 def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
     """Each thing that a sidecar with these settings would end for; the architecture is that of --hf-model.
 
@@ -179,10 +171,17 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     yield from reward_checks.problems(settings.reward)
 
 
-def _missing(settings: SidecarSettings) -> Iterator[str]:
+def _problems_of_values(settings: SidecarSettings) -> Iterator[str]:
     """What a trainer finds by itself."""
+    yield from settings.rollout.problems()
+    yield from settings.reward.problems()
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
+    if settings.rollout.engine == "vllm":
+        if settings.hf_model is None:
+            yield "--hf-model is missing: engines start from a Hugging Face folder"
+        if settings.rollout.max_model_len is None and settings.seq_length is None:
+            yield "--rollout-max-model-len is missing: write it, or --seq-length"
 
 
 def _problems_of_numbers(rollout: RolloutConfig) -> Iterator[str]:
@@ -230,10 +229,6 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
             f"drop one of them"
         )
-    if settings.hf_model is None:
-        yield "--hf-model is missing: engines start from a Hugging Face folder"
-    if length is None:
-        yield "--rollout-max-model-len is missing: write it, or --seq-length"
     python = rollout.python
     if python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
         yield (

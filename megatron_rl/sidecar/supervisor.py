@@ -16,16 +16,24 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.rollout.wire import Response, Weights
+from megatron_rl.rollout.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engine import Engine, EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.engine import Engine, EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.pool import EnginePool
-from megatron_rl.sidecar.publication import Published, StepDeadlines, StepFailed, Steps
+from megatron_rl.sidecar.publication import (
+    AwaitAnswer,
+    Proof,
+    Published,
+    StepDeadlines,
+    StepFailed,
+    Steps,
+    TrainerSilent,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +44,15 @@ _UP = (EngineState.WAITING, EngineState.READY, EngineState.PUBLISHING, EngineSta
 
 class PublishFailed(MegatronRLError):
     """A version could not be brought to the engines; none of them samples."""
+
+
+class NotProven(PublishFailed):
+    """Engines were proved to hold something else than the version that they say they hold."""
+
+    def __init__(self, text: str, weights: Weights, wrong: dict[str, str]) -> None:
+        super().__init__(text)
+        self.weights = weights
+        self.wrong = wrong
 
 
 class OtherWorkers(PublishFailed):
@@ -122,6 +139,8 @@ class Supervisor:
         """What engines were last brought to: current, unless a publish has been begun since."""
         self._is_current = False
         self._steps = Steps(config.deadlines, config.probe_tolerance)
+        self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
+        """Told of engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
@@ -149,21 +168,23 @@ class Supervisor:
         """Groups that can be of use at a time; the pool's own bound counts responses."""
         return max(1, len(self._members)) * self._config.max_responses
 
-    async def publish(self, weights: Weights) -> list[tuple[str, WeightReport]]:
-        """Bring a version to every engine that is there, all or none."""
+    async def publish(self, weights: Weights, answer: AwaitAnswer | None = None) -> Published:
+        """Bring a version to every engine that is there, all or none.
+
+        `answer` waits for the trainer's log-probs of the probe, without which engines' are compared with each other's.
+        """
         async with self._lock:
             # An engine that comes back meanwhile, or after a failure, must not take up what was current before.
             self._is_current = False
             await self._let_leave()
             try:
-                self._published = await self._publish(weights)
+                self._published = published = await self._publish(weights, answer)
             except BaseException:
                 self._withdraw()
                 raise
             self._is_current = True
-            reports = list(self._published.reports)
         self.pool.engines_changed()
-        return reports
+        return published
 
     def add(self, count: int = 1) -> list[str]:
         """Start more engines; each joins when it holds the current version, or with the next publish."""
@@ -227,17 +248,25 @@ class Supervisor:
 
     # publishing
 
-    async def _publish(self, weights: Weights) -> Published:
-        """Attempts until one succeeds. What is refused is tried again; who is lost, or refuses twice, is restarted."""
+    async def _publish(self, weights: Weights, answer: AwaitAnswer | None) -> Published:
+        """Attempts until one succeeds. What is refused is tried again; who is lost, or refuses twice, is restarted.
+
+        Not so what holds something else than it says: it was found out this once, and nothing tells what else it does.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             members = await self._present()
             engines = [member.engine for member in members]
             if weights.transport != "shm":
                 self._place(engines, weights)
             try:
-                return await self._steps.publish(engines, weights, self._published)
+                return await self._steps.publish(engines, weights, self._published, answer)
+            except TrainerSilent as silence:
+                raise PublishFailed(f"version {weights.version} was not published: {silence}") from None
             except StepFailed as failure:
                 self._withdraw()
+                if failure.wrong:
+                    text = f"version {weights.version} was not published: {failure}"
+                    raise NotProven(text, weights, failure.wrong) from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
                     # A stream is sent again by the trainer, or by nobody.
@@ -368,7 +397,9 @@ class Supervisor:
             if member.engine.state is EngineState.READY or published is None or not self._is_current:
                 return
             if _has_copy(published.weights):
-                await self._steps.publish([member.engine], published.weights, published)
+                answer = None if published.answer is None else _given(published.answer)
+                joined = await self._steps.publish([member.engine], published.weights, published, answer)
+                self.on_joined(joined.weights, joined.proofs)
                 # Groups come as soon as it is READY, and may have found it lost again.
                 _must_be_up(member)
 
@@ -426,6 +457,13 @@ def _must_be_up(member: Member) -> None:
     """Whoever loses an engine whose task is not done leaves it to that task."""
     if member.engine.state not in _UP:
         raise EngineLost(member.error)
+
+
+def _given(answer: ProbeAnswer) -> AwaitAnswer:
+    async def give() -> ProbeAnswer:
+        return answer
+
+    return give
 
 
 def _has_copy(weights: Weights) -> bool:

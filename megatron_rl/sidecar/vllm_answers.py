@@ -1,6 +1,8 @@
 """What a vLLM server is asked and answers: checked, because vLLM clamps, ignores and goes on without a word."""
 
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -166,3 +168,28 @@ def _check_fits(request: GroupRequest, limits: Limits) -> None:
             f"request {request.request_id}: token {min(tokens) if min(tokens) < 0 else max(tokens)} of the prompt is "
             f"not one of the model's {limits.vocab_size}: tokenize with the tokenizer of this model"
         )
+
+
+def is_sum(parts: Iterable[Sequence[int]], whole: Sequence[int]) -> bool:
+    """Whether digests of parts add up to that of the whole, lane by lane."""
+    return all((sum(lanes) - total) % 2**64 == 0 for *lanes, total in zip(*parts, whole, strict=True))
+
+
+def wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tensors that workers hold between them, and whose parts are not, together, what was given.
+
+    Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds;
+    several workers may hold the same one.
+    """
+    parts: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    wholes: dict[str, list[int]] = {}
+    for answer in answers:
+        for name, share in answer["shares"].items():
+            wholes.setdefault(name, share["whole"])
+            for rectangle, lanes in share["parts"]:
+                known = parts.setdefault(name, {}).setdefault(tuple(rectangle), lanes)
+                if known != lanes:
+                    yield name
+    for name, of_tensor in parts.items():
+        if not is_sum(of_tensor.values(), wholes[name]):
+            yield name

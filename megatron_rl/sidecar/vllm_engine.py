@@ -6,25 +6,32 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import msgspec
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.rollout.wire import Response, Weights
+from megatron_rl.rollout import probe
+from megatron_rl.rollout.wire import EngineKind, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.engine import (
+    EngineLost,
+    EngineRefused,
+    EngineState,
+    GroupRequest,
+    WeightReport,
+    WrongWeights,
+)
 from megatron_rl.sidecar.launcher import Handle
-from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses
+from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses, wrongly_shared
 from megatron_rl.sidecar.vllm_log import cause
 from megatron_rl.sidecar.vllm_moe_patch import NOT_APPLIED
 from megatron_rl.sidecar.vllm_server import EXTENSION
 
 _log = logging.getLogger(__name__)
 
-# Long enough that attention, norms and the output layer all have a say, short enough to cost nothing.
-_PROBE_TOKENS = 32
 # Between log-probs of the same weights from the same kernels: those of some devices do not add in a fixed order.
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
@@ -124,9 +131,17 @@ class VllmEngine:
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
-        # A few weights more or less may all be of one worker.
-        is_unchanged = all(answer["unchanged"] for answer in answers)
-        return WeightReport(weights.version, self._common("load", answers, "fingerprint"), is_unchanged)
+        if wrong := sorted(set(wrongly_shared(answers))):
+            raise WrongWeights(
+                f"engine {self.name}, load: {len(wrong)} tensors are held with other numbers than were given, over its "
+                f"workers: {', '.join(wrong[:5])}"
+            )
+        return WeightReport(
+            weights.version,
+            self._common("load", answers, "fingerprint"),
+            num_compared=min(answer["compared"] for answer in answers),
+            num_parameters=max(answer["parameters"] for answer in answers),
+        )
 
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"
@@ -148,24 +163,21 @@ class VllmEngine:
             )
         return WeightReport(int(version), fingerprint)
 
-    async def probe(self) -> list[float]:
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
         # A paused vLLM takes no step, so it runs for this one request; nobody else sends it any before `resume`.
-        tokens = [1 + position * 7919 % (self.limits.vocab_size - 1) for position in range(_PROBE_TOKENS)]
-        tokens = tokens[: self.limits.max_model_len - 1]
+        chosen = tokens or probe.tokens_of(max(0, self._version), self.limits.vocab_size)
+        prompt = list(chosen[: self.limits.max_model_len - 1])
         content = {
             "request_id": f"probe-{self.name}-{self._version}",
-            "token_ids": tokens,
+            "token_ids": prompt,
             "sampling_params": {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0},
             "cache_salt": f"probe {time.monotonic_ns()}",
         }
         await self._post("probe", "/resume")
         data = await self._send("probe", "POST", "/inference/v1/generate", content)
         await self._post("probe", "/pause?mode=wait")
-        answer = json.loads(data)
-        pairs = zip(tokens, answer["prompt_logprobs"], strict=True)
-        prompt = [entry[str(token)]["logprob"] for token, entry in pairs if entry]
-        sampled = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
-        return [*prompt, sampled]
+        pairs = zip(prompt, json.loads(data)["prompt_logprobs"], strict=True)
+        return [entry[str(token)]["logprob"] for token, entry in pairs if entry]
 
     async def resume(self) -> None:
         await self._post("resume", "/resume")
@@ -183,6 +195,11 @@ class VllmEngine:
         await self._http.aclose()
         if self._handle:
             await asyncio.to_thread(self._handle.kill)
+
+    @property
+    def kind(self) -> EngineKind:
+        facts = self.facts
+        return EngineKind(dtype=facts["dtype"], device=facts["device"], is_quantized=facts["is_quantized"])
 
     @property
     def num_workers(self) -> int:
@@ -234,22 +251,39 @@ class VllmEngine:
                     f"engine {self.name}: it is not known whether vLLM {self.facts['vllm']} updates experts in place "
                     f"on a CPU ({patched}): let the sidecar start the engine, which tries it"
                 )
+            await self._learn_order()
+            await self._reload()
             return
-        before = await self.probe()
-        answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
-        if not all(answer["reloaded"] for answer in answers):
+        before = await self.probe(())
+        await self._learn_order()
+        if not await self._reload():
             _log.warning("engine %s: no safetensors to try updates in place with", self.name)
             return
         await self._post("reload", "/reset_prefix_cache")
-        after = await self.probe()
+        after = await self.probe(())
         tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
         # Written so that what is not a number is no match.
         if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
             raise EngineRefused(
-                f"engine {self.name}: after its own checkpoint was loaded in place the log-probs of the probe are "
-                f"others, by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot update this model here "
-                f"(experts: {patched})"
+                f"engine {self.name}: after other numbers and then its own checkpoint were loaded in place the "
+                f"log-probs of the probe are others, by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot "
+                f"update this model here (experts: {patched})"
             )
+
+    async def _learn_order(self) -> None:
+        """Have the workers learn where in their parameters tensors lie; they hold nobody's weights then."""
+        answers = await self._workers("learn", "megatron_rl_learn_order")
+        unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
+        if any(answer["unknown"] is None for answer in answers):
+            _log.warning("engine %s: no safetensors to learn from where its parameters lie", self.name)
+        elif unknown:
+            names = ", ".join(unknown[:5])
+            _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
+
+    async def _reload(self) -> bool:
+        """Load the checkpoint that the engine started from, in place; whether there is one to be loaded."""
+        answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
+        return all(answer["reloaded"] for answer in answers)
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
         received = await self._workers("load", "megatron_rl_receive", weights.location, str(os.getuid()))
@@ -275,7 +309,8 @@ class VllmEngine:
         answers = (await self._post(step, "/collective_rpc", content))["results"]
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise EngineRefused(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
+                kind = WrongWeights if answer["is_wrong"] else EngineRefused
+                raise kind(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
         return answers
 
     def _common(self, step: str, answers: list[dict[str, Any]], key: str) -> str:

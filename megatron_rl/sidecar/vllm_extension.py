@@ -5,7 +5,8 @@ data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would onl
 
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
-touches a weight; afterwards it says whether the parameters are still those that came with another fingerprint.
+touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
+(`vllm_held`).
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.sidecar.vllm_held import checksums, packed_away
+from megatron_rl.sidecar.vllm_held import NotHeld, Order, Sight, compare, digesting, learn_order
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from megatron_rl.weights.reader import Checkpoint
@@ -42,7 +43,7 @@ def answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
         try:
             return method(self, *args)
         except MegatronRLError as refusal:
-            return {"error": str(refusal)}
+            return {"error": str(refusal), "is_wrong": isinstance(refusal, NotHeld)}
 
     return call
 
@@ -55,8 +56,8 @@ class WorkerExtension:
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
-    # Checksums of the parameters, and the fingerprint that they came with; none is the engine's own checkpoint.
-    megatron_rl_held: tuple[str, dict[str, int]] = ("", {})
+    # Where in the parameters the tensors lie; None until it is learned.
+    megatron_rl_order: Order | None = None
 
     rank: int
     vllm_config: Any
@@ -83,6 +84,8 @@ class WorkerExtension:
             "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
+            "is_quantized": bool(config.quantization),
+            "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
@@ -112,16 +115,30 @@ class WorkerExtension:
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(specs)
+        self.megatron_rl_learn(specs)
         record = self.megatron_rl_load_in_place(received)
+        held = self.megatron_rl_compared(record, lanes)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, "unchanged": self.megatron_rl_is_unchanged(found, record, lanes)}
+        return {"fingerprint": found, **held}
+
+    @answered
+    def megatron_rl_learn_order(self) -> Answer:
+        """Learn where in the parameters tensors lie, if the engine's checkpoint says which there are.
+
+        The engine holds nobody's weights afterwards.
+        """
+        specs = _specs(_started_from(Path(self.vllm_config.model_config.model)))
+        if specs:
+            self.megatron_rl_learn(specs)
+        order = self.megatron_rl_order
+        return {"unknown": None if order is None else list(order.unknown)}
 
     @answered
     def megatron_rl_reload_checkpoint(self) -> Answer:
-        """Load the checkpoint that this engine started from again, in place; whether there is one to be loaded."""
+        """Load the checkpoint that this engine started from, in place; whether there is one to be loaded."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
-            self.megatron_rl_held = ("", self.megatron_rl_checksums(self.megatron_rl_load_in_place(tensors)))
+            self.megatron_rl_load_in_place(tensors)
         return {"reloaded": bool(tensors)}
 
     @answered
@@ -149,8 +166,9 @@ class WorkerExtension:
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
+        held = self.megatron_rl_compared(record, record.digests)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, "unchanged": self.megatron_rl_is_unchanged(found, record, record.digests)}
+        return {"fingerprint": found, **held}
 
     @answered
     def megatron_rl_report(self) -> Answer:
@@ -188,8 +206,11 @@ class WorkerExtension:
 
         model.load_weights = load_weights
         try:
-            with packed_away(model) as record.packed:
+            if self.megatron_rl_order is None:
                 yield record
+            else:
+                with digesting(model, self.megatron_rl_order, record.dtypes) as record.sight:
+                    yield record
         finally:
             del model.load_weights
 
@@ -198,33 +219,26 @@ class WorkerExtension:
         if stream is not None:
             stream.__exit__(None, None, None)
 
-    def megatron_rl_is_unchanged(self, found: str, record: "Record", digests: Mapping[str, list[int]]) -> bool:
-        """Whether the parameters are still those that came with another fingerprint."""
-        before, known = self.megatron_rl_held
-        loaded = self.megatron_rl_checksums(record)
-        # What was not packed again is what it was.
-        if loaded and known | loaded == known and self.megatron_rl_differs(found, before, record.specs, digests):
-            return True
-        self.megatron_rl_held = (found, loaded and known | loaded)
-        return False
-
-    def megatron_rl_checksums(self, record: "Record") -> dict[str, int]:
-        """Of the parameters; none where those of other weights may be the same, after rounding."""
+    def megatron_rl_learn(self, specs: list[TensorSpec]) -> None:
+        """Once: where tensors lie does not change."""
+        if self.megatron_rl_order is not None:
+            return
+        self.megatron_rl_fingerprint = ""
         config = self.vllm_config.model_config
-        dtypes = {DTYPES[spec.dtype] for spec in record.specs}
-        if config.quantization or any(torch.promote_types(dtype, config.dtype) != config.dtype for dtype in dtypes):
-            return {}
-        return checksums(self.model_runner.get_model(), record.packed)
 
-    def megatron_rl_differs(
-        self, found: str, before: str, specs: list[TensorSpec], digests: Mapping[str, list[int]]
-    ) -> bool:
-        """Whether these are other weights than those before; than the checkpoint's by this worker's share of them."""
-        if before:
-            return found != before
-        tensors, given = _started_from(Path(self.vllm_config.model_config.model)), {spec.name: spec for spec in specs}
-        shared = [name for name in tensors.keys() & given.keys() if _spec(name, tensors[name]) == given[name]]
-        return any(digest(tensors[name]).tolist() != list(digests[name]) for name in self.megatron_rl_share_of(shared))
+        def load(tensors: Mapping[str, torch.Tensor]) -> None:
+            self.reload_weights(weights_iterator=iter(tensors.items()))
+
+        with self.megatron_rl_loading(), torch.no_grad():
+            self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
+
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Answer:
+        """What the load has left in the parameters; NotHeld if that is not what was given."""
+        if self.megatron_rl_order is None or record.sight is None:
+            return {"compared": 0, "parameters": len(record.parameters), "shares": {}}
+        held = compare(self.megatron_rl_order, record.sight, digests, record.specs)
+        shares = {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()}
+        return {"compared": held.num_compared, "parameters": held.num_parameters, "shares": shares}
 
     def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
         """Each name is of one worker of the engine."""
@@ -253,14 +267,17 @@ class Record:
         self.parameters = parameters
         self.loaded: set[str] = set()
         self.specs: list[TensorSpec] = []
+        self.dtypes: dict[str, str] = {}
         self.digests: dict[str, list[int]] = {}
-        self.packed: dict[str, torch.Tensor] = {}
+        self.sight: Sight[torch.Tensor | None] | None = None
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self.specs.append(_spec(name, tensor))
+            spec = _spec(name, tensor)
+            self.specs.append(spec)
+            self.dtypes[name] = spec.dtype
             if with_digests:
                 self.digests[name] = digest(tensor).tolist()
             yield name, tensor

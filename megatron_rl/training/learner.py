@@ -22,7 +22,10 @@ from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.roles import RoleLoss, is_reporter
 from megatron_rl.mcore.runner import Share
 from megatron_rl.mcore.session import Session
+from megatron_rl.rollout.wire import Mismatch
 from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
+from megatron_rl.training.mismatch import MismatchBeyond, Part
+from megatron_rl.training.mismatch import combined as combined_mismatch
 
 
 class TrainingFailed(MegatronRLError):
@@ -51,6 +54,8 @@ class Learned:
     updates: list[UpdateOutcome]
     measures: Measures
     """Of this rank's replica, on the one rank that speaks for it; on every rank of its part of auxiliary losses."""
+    mismatch: Mismatch
+    """Of all replicas' tokens, on every rank."""
 
 
 class Learner:
@@ -71,14 +76,20 @@ class Learner:
         self._session = session
         self._updating = updating
 
-    def learn(self, slots: IterationSlots, reference_is_policy: bool) -> Learned:
-        """One update after the other, each over its own slots."""
+    def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
+        """One update after the other, each over its own slots; none whose tokens are beyond the bound."""
         statistics: list[Statistics] = []
+        parts: list[Part] = []
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update: list[Statistics] = []
             self._roles.forward_backward(slots, update, self._loss(of_update), self._share, reference_is_policy)
-            self._session.agree(lambda of_update=of_update: _check_finite(of_update))  # type: ignore[misc]
+            found = self._session.agree_on(lambda of_update=of_update: _checked(of_update))  # type: ignore[misc]
+            of_replicas = [part for part in found if part is not None]
+            mismatch = combined_mismatch(of_replicas, mismatch_bound)
+            if not mismatch.is_borne:
+                raise MismatchBeyond(slots.identity.version, mismatch)
+            parts += of_replicas
             updates.append(self._step(slots, update))
             statistics += of_update
         measures = Measures(sums=take_losses())
@@ -86,7 +97,7 @@ class Learner:
             measures.merge(of_batches(slots.of_all()))
             sums, maxima = combined(statistics)
             measures.merge(Measures(sums=sums, largest=maxima))
-        return Learned(updates, measures)
+        return Learned(updates, measures, combined_mismatch(parts, mismatch_bound))
 
     def _loss(self, statistics: list[Statistics]) -> RoleLoss:
         def loss(log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
@@ -119,7 +130,8 @@ class Learner:
         )
 
 
-def _check_finite(statistics: list[Statistics]) -> None:
+def _checked(statistics: list[Statistics]) -> Part | None:
+    """What this replica's tokens differ by, on the rank that speaks for it; an error where a loss is not finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])
         if not math.isfinite(loss):
@@ -128,3 +140,7 @@ def _check_finite(statistics: list[Statistics]) -> None:
                 f"the loss of micro-batch {number} is {loss} (its log-probs differ from the engine's by up to "
                 f"{mismatch:g}): nothing was updated; look at --lr, --clip-grad and the precision"
             )
+    if not is_reporter():
+        return None
+    sums, maxima = combined(statistics)
+    return Part(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))

@@ -17,11 +17,10 @@ from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sinks, sinks_of
 from megatron_rl.rollout.wire import Response, tokens_of
+from megatron_rl.training.mismatch import HEALTHY
 
 Decode = Callable[[list[int]], str]
 
-# What engine's and trainer's log-probs differ by on the average when all is well, with room.
-_MISMATCH = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 _FOLLOW_SECONDS = 0.5
 
 
@@ -47,7 +46,7 @@ class Reporter:
         self._decode = decode
         dtype = settings.rollout.dtype or settings.architecture.dtype
         given = settings.observe.mismatch_warning
-        self._mismatch_warning = _MISMATCH[dtype] if given is None else given
+        self._mismatch_warning = HEALTHY[dtype] if given is None else given
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""

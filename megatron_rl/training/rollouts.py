@@ -10,7 +10,8 @@ from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.slots import Division
-from megatron_rl.rollout.wire import Prompt, Sampling, Submission
+from megatron_rl.rollout.wire import Mismatch, Prompt, Sampling, Submission
+from megatron_rl.training.mismatch import MismatchBeyond
 
 
 class PromptSource(Protocol):
@@ -75,7 +76,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
-        """The slots of this rank's replica. All of them must have been trained on when the context is left."""
+        """The slots of this rank's replica: an iteration is over when it is complete."""
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure; and none asks for a slot, which has a deadline, while rank 0 still evaluates.
         self._session.agree(lambda: self._submit(identity))
@@ -90,10 +91,17 @@ class Rollouts:
         try:
             self._schedule.wait(slots)
             yield slots
+        except MismatchBeyond as error:
+            if self._session.rank == 0:
+                self._client.refuse(version, error.mismatch)
+            raise
         finally:
             slots.close()
+
+    def complete(self, version: int, mismatch: Mismatch) -> None:
+        """An iteration was trained on, and this was measured of its tokens."""
         if self._session.rank == 0:
-            self.audit_head = self._client.complete(version)
+            self.audit_head = self._client.complete(version, mismatch)
 
     def _submit(self, identity: Identity) -> None:
         if self._session.rank != 0:

@@ -6,15 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.mcore.backend import backend_of
-from megatron_rl.mcore.build import parallel_sizes, session_of
+from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import policy_of
+from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.publish import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.reference import Reference, reference_of
 from megatron_rl.mcore.session import Session
@@ -35,10 +34,12 @@ from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.meeting import meet
-from megatron_rl.training.plan import Sizes, check_folders, run_folder, shared_folder, sizes_of
+from megatron_rl.training.mismatch import bounds_of
+from megatron_rl.training.plan import check_folders, shared_folder
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
-from megatron_rl.training.sidecar import Address, OwnSidecar, given_address, problems
+from megatron_rl.training.settings import RunSettings
+from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch
@@ -46,38 +47,33 @@ from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
 
 
-def train(settings: Settings, make: "type[Run] | None" = None, watch: Watch | None = None) -> int:
+def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch | None = None) -> int:
     """One rank of a run, from start to end; returns the exit code. `make` puts other parts in, for benchmarks.
 
     `watch` is there where the ranks have watched each other since their processes began.
     """
     watch = watch or Watch.of_environment()
     is_first = int(os.environ.get("RANK", "0")) == 0
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = sizes_of(settings, world_size // parallel_sizes(settings).model)
-    folder = run_folder(settings)
     stop = StopRequest(settings.loop.grace_seconds).install()
     stop.tidy = functools.partial(watch.tell, OutOfGrace())
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
-            # What is wrong with flags, folders, data and weights shows before a process is started.
-            if found := list(problems(settings, sizes.longest_prompt + sizes.longest_response)):
-                raise UsageError("\n".join(found))
+            # What is wrong with folders, data and weights shows before an engine is started.
             check_folders(settings)
-            prompts = _prompts(settings, sizes)
+            prompts = _prompts(settings)
             _check_weights(settings)
-            for note in (*settings.notes, *backend_of(settings).notes, *prompts.notes):
+            for note in (*settings.notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
-            if settings.service.endpoint is None:
-                sidecar = OwnSidecar(settings, folder)
+            if settings.sidecar is not None:
+                sidecar = OwnSidecar(settings.sidecar)
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail):
                 session = session_of(settings, waiting, functools.partial(meet, watch))
-                run = (make or Run)(settings, sizes, folder, session, prompts, stop, parts)
+                run = (make or Run)(settings, session, prompts, stop, parts)
                 run.connect(sidecar)
             watch.tidy = run.tidy
             stop.tidy = functools.partial(_leave, run, watch)
@@ -98,25 +94,23 @@ class Run:
 
     def __init__(
         self,
-        settings: Settings,
-        sizes: Sizes,
-        folder: Path,
+        settings: RunSettings,
         session: Session,
         prompts: PromptSource | None,
         stop: StopRequest,
         stack: contextlib.ExitStack,
     ):
         self._settings = settings
-        self._sizes = sizes
-        self._folder = folder
-        self._name = folder.resolve().name
+        self._sizes = settings.sizes
+        self._folder = settings.folder
+        self._name = settings.folder.resolve().name
         self._session = session
         self._prompts = prompts
         self._stop = stop
         self._stack = stack
         assert settings.training.train_iters is not None
         self._num_iterations = settings.training.train_iters
-        self._policy = policy_of(settings, session, self._num_iterations * sizes.plan.num_updates)
+        self._policy = policy_of(settings, session, self._num_iterations * settings.sizes.plan.num_updates)
         self._reference = _reference(settings, session)
         self._checkpoints = Checkpoints(
             settings,
@@ -153,9 +147,13 @@ class Run:
         receiver = client if session.rank == 0 else None
         transport, dtype = settings.rollout.transport, settings.publish.dtype
         deadline = datetime.timedelta(minutes=settings.publish.deadline_minutes)
+        sizes, chunks = settings.sizes, self._policy.chunks
+        longest = sizes.longest_prompt + sizes.longest_response
+        probe = Probe(chunks, session, self._name, longest, sizes.multiple_of, settings.publish.probe_bound)
         if transport == "shm":
             folder = shared_folder(settings)
-            return SharedMemoryPublisher(self._policy.weights, session, receiver, self._name, folder, dtype, deadline)
+            weights = self._policy.weights
+            return SharedMemoryPublisher(weights, session, receiver, self._name, folder, dtype, deadline, probe)
         if transport not in session.platform.weight_transports:
             raise UsageError(
                 f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
@@ -163,7 +161,8 @@ class Run:
             )
         session.agree(lambda: vllm_sender.library(transport) if session.rank == 0 else None)
         make = vllm_sender.open_sender
-        return StreamPublisher(self._policy.weights, session, receiver, self._name, transport, make, dtype, deadline)
+        weights = self._policy.weights
+        return StreamPublisher(weights, session, receiver, self._name, transport, make, dtype, deadline, probe)
 
     def tidy(self) -> None:
         """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
@@ -188,6 +187,7 @@ class Run:
             stop=self._stop,
             reference=self._reference,
             largest_micro_batch=self._sizes.largest_micro_batch,
+            mismatch_bounds=bounds_of(self._settings, self._policy.weights.dtype),
         )
         trainer.train(self._version, self._num_iterations)
         self._stop.over()
@@ -275,13 +275,13 @@ class Run:
         )
 
 
-def _prompts(settings: Settings, sizes: Sizes) -> PromptSource:
+def _prompts(settings: RunSettings) -> PromptSource:
     assert settings.model.hf_model is not None
     prompts = load_prompts(
         settings.data,
         settings.model.hf_model,
         seed=settings.training.seed,
-        longest=sizes.longest_prompt,
+        longest=settings.sizes.longest_prompt,
         vocab_size=settings.architecture.vocab_size,
     )
     if settings.evaluation.interval is not None and not prompts.num_held_out:

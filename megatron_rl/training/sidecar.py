@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
@@ -17,7 +15,7 @@ from megatron_rl.rollout.append_file import make_private_folder
 from megatron_rl.rollout.client import RolloutClient, RolloutError, read_token
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.settings import LAST_WORDS, flags
+from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, flags
 
 _LOG = "sidecar.log"
 _ADDRESS = "address"
@@ -51,33 +49,42 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
-def problems(settings: Settings, longest: int) -> Iterator[str]:
-    """Each thing that the sidecar of a run would end for, with prompt and response of `longest` tokens at most."""
-    if settings.service.endpoint is not None:
-        try:
-            given_address(settings)
-        except UsageError as error:
-            yield str(error)
+def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int) -> Iterator[str]:
+    """Each thing that the sidecar of a run would end for, with prompt and response of `longest` tokens at most.
+
+    `sidecar` is that of the sidecar that rank 0 starts; None with one that is running.
+    """
+    if sidecar is None:
+        yield from _problems_of_token(settings)
         return
-    yield from sidecar_settings.problems(sidecar_settings.of_trainer(settings), settings.architecture)
-    yield from _problems_of_reach(settings)
-    room = settings.rollout.max_model_len
-    if room is not None and 0 < room < longest and settings.rollout.engine == "vllm":
+    yield from sidecar_settings.problems(sidecar, settings.architecture)
+    yield from _problems_of_reach(sidecar.rollout.listen)
+    room = sidecar.rollout.max_model_len
+    if room is not None and 0 < room < longest and sidecar.rollout.engine == "vllm":
         yield (
             f"--rollout-max-model-len {room} has no room for the {longest} tokens that a prompt and its response may "
             f"have: write {longest} or more, or leave it out"
         )
 
 
-def _problems_of_reach(settings: Settings) -> Iterator[str]:
+def _problems_of_token(settings: Settings) -> Iterator[str]:
+    # What is no address is said by whoever reads flags.
+    if str(settings.service.endpoint).startswith(("http://", "https://")):
+        try:
+            given_address(settings)
+        except UsageError as error:
+            yield from error.problems
+
+
+def _problems_of_reach(listen: str) -> Iterator[str]:
     """Ranks on other hosts must be able to reach a sidecar on this one."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
-    host = settings.rollout.listen.rpartition(":")[0]
+    host = listen.rpartition(":")[0]
     if not is_alone and (host == "localhost" or host.startswith("127.")):
         yield (
-            f"--rollout-listen {settings.rollout.listen} cannot be reached by the ranks on other hosts: write this "
+            f"--rollout-listen {listen} cannot be reached by the ranks on other hosts: write this "
             "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
         )
 
@@ -100,15 +107,15 @@ def given_address(settings: Settings) -> Address:
 class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
-    def __init__(self, settings: Settings, folder: Path):
-        self._folder = folder
+    def __init__(self, settings: SidecarSettings):
+        folder = self._folder = settings.folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
         (folder / _ADDRESS).unlink(missing_ok=True)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings, folder)),
+                command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,
@@ -189,20 +196,14 @@ def _environment() -> dict[str, str]:
     }
 
 
-def words_of(settings: Settings, folder: Path) -> list[str]:
-    """The sidecar's command line: what the trainer was told, as far as it concerns the sidecar."""
-    words = ["--rollout-folder", str(folder), "--platform", settings.platform]
-    interval = settings.checkpoint.save_interval or 0
-    values: dict[str, Any] = {
-        # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
-        "rollout.retain_journals": max(settings.rollout.retain_journals, interval + 1),
-    }
+def words_of(sidecar: SidecarSettings) -> list[str]:
+    """The sidecar's command line, which says these settings."""
+    words = []
     for flag in flags():
         (target,) = flag.targets
-        if target in ("rollout.folder", "run.platform"):
-            continue
         subject, _, field = target.partition(".")
-        value = values.get(target, getattr(getattr(settings, subject), field))
+        holder = sidecar if subject in SHARED else getattr(sidecar, subject)
+        value = getattr(holder, field)
         if value != flag.default:
             words += _words(flag, value)
     return words

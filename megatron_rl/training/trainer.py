@@ -14,6 +14,7 @@ from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learned, Learner
 from megatron_rl.training.measures import Measures, metrics_of
+from megatron_rl.training.mismatch import MismatchBounds
 from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
 from megatron_rl.training.stop import StopRequest
@@ -39,6 +40,7 @@ class Trainer:
         stop: StopRequest,
         reference: Reference | None,
         largest_micro_batch: int,
+        mismatch_bounds: MismatchBounds,
     ):
         self._session = session
         self._policy = policy
@@ -52,6 +54,7 @@ class Trainer:
         self._stop = stop
         self._reference = reference
         self._largest_micro_batch = largest_micro_batch
+        self._mismatch_bounds = mismatch_bounds
 
     def train(self, version: int, num_iterations: int) -> int:
         """Go on from a version; returns the one that was reached, which is less than asked for after SIGTERM."""
@@ -62,8 +65,11 @@ class Trainer:
             fingerprint = self._publish(version)
             evaluation = self._evaluate(version, fingerprint)
             reference_is_policy = self._compare_reference(version, fingerprint)
-            with self._during("train"), self._rollouts.iteration(version, fingerprint) as slots:
-                learned = self._learner.learn(slots, reference_is_policy)
+            with self._during("train"):
+                with self._rollouts.iteration(version, fingerprint) as slots:
+                    bound = self._mismatch_bounds.error(self._publisher.engines)
+                    learned = self._learner.learn(slots, reference_is_policy, bound)
+                self._rollouts.complete(version, learned.mismatch)
             is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
             version += 1
             with self._during("save"):

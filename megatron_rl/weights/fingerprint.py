@@ -29,15 +29,44 @@ NUM_LANES = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
-_GROUP_BYTES = 2048
 _COLUMNS, _ROWS = 0, (1, 2)
 
 
 def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
     """Digest of a slice that starts at (first_row, first_column) of its tensor: int64, one number a lane."""
-    slice_RC = slice_RC.detach()
-    slice_RC = slice_RC.reshape(slice_RC.shape[0], -1)
+    sums_R = _row_sums(slice_RC.detach().reshape(slice_RC.shape[0], -1), first_column)
+    rows = [_factors(axis, first_row + len(sums_R), sums_R.device)[first_row:] for axis in _ROWS]
+    return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
+
+
+def digests_by_row(
+    matrix_RC: torch.Tensor,
+    first_column: int,
+    rows_R: torch.Tensor,
+    num_rows: int,
+    slices_R: torch.Tensor,
+    num_slices: int,
+) -> torch.Tensor:
+    """Digests of the slices that lie one under the other in a matrix: (num_slices, lanes), all in one pass.
+
+    Row i of the matrix is row `rows_R[i]`, below `num_rows`, of its tensor from `first_column` on, and belongs to the
+    slice `slices_R[i]`. Rows of the slice `num_slices` count for nothing.
+    """
+    sums_R = _row_sums(matrix_RC.detach(), first_column)
+    lanes = []
+    for axis in _ROWS:
+        products_R = sums_R * _factors(axis, num_rows, sums_R.device)[rows_R]
+        sums_S = torch.zeros(num_slices + 1, dtype=torch.int64, device=sums_R.device)
+        lanes.append(sums_S.index_add_(0, slices_R, products_R)[:num_slices])
+    return torch.stack(lanes, dim=1)
+
+
+def _row_sums(slice_RC: torch.Tensor, first_column: int) -> torch.Tensor:
+    """Of each row of a matrix, the sum of its words, each times the factor of its column."""
     bits_RC, factors_C = _words(slice_RC, first_column) or _elements(slice_RC, first_column)
+    if bits_RC.dtype == torch.int64 and bits_RC.device.type == "cpu":
+        # In one pass; only a CPU multiplies a matrix of integers.
+        return torch.mv(bits_RC, factors_C)
     num_rows, num_columns = bits_RC.shape
     sums_R = torch.empty(num_rows, dtype=torch.int64, device=bits_RC.device)
     step = min(num_rows, max(1, _chunk_elements(bits_RC.device) // max(1, num_columns)))
@@ -46,23 +75,7 @@ def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) ->
         chunk_RC = _unsigned(bits_RC[start : start + step])
         product_RC = torch.mul(chunk_RC, factors_C, out=products_RC[: chunk_RC.shape[0]])
         torch.sum(product_RC, dim=1, out=sums_R[start : start + step])
-    rows = [_factors(axis, first_row + num_rows, bits_RC.device)[first_row:] for axis in _ROWS]
-    return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """One int64 that tells a tensor's bits from those it had before; of this very layout, and cheaper than a digest.
-
-    Groups of words are summed, and each sum counts by the factor of its group: what a few elements have gained others
-    must have lost within the same group, in every group that has changed, to go unseen.
-    """
-    bytes_B = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if bytes_B.storage_offset() % _WORD_BYTES:
-        bytes_B = bytes_B.clone()
-    num_whole = bytes_B.numel() // _GROUP_BYTES * _GROUP_BYTES
-    words_GW = bytes_B[:num_whole].view(torch.int64).view(-1, _GROUP_BYTES // _WORD_BYTES)
-    sums_G = torch.cat([words_GW.sum(1), bytes_B[num_whole:].to(torch.int64)])
-    return (sums_G * _factors(_COLUMNS, sums_G.numel(), sums_G.device)).sum()
+    return sums_R
 
 
 def _words(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_rl import platforms
 from megatron_rl.data.packing import Pack
 from megatron_rl.mcore import model, runner
-from megatron_rl.mcore.config import packed_config
+from megatron_rl.mcore.config import transformer_config
 from megatron_rl.mcore.session import ParallelSizes, Session
 from megatron_rl.mcore.weights import ModelWeights
 from megatron_rl.types import Architecture
@@ -86,11 +86,13 @@ class Model:
         """Log-probs of all packs in their order, on every rank."""
         return self._everywhere(runner.forward(self.wrapped, self.mine(packs), temperature))
 
-    def forward_backward(self, packs: Sequence[Pack], loss: runner.Loss) -> list[torch.Tensor]:
+    def forward_backward(
+        self, packs: Sequence[Pack], loss: runner.Loss, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
         """The same, leaving gradients in `main_grad`."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        results = runner.forward_backward(self.wrapped, self.mine(packs), loss)
+        results = runner.forward_backward(self.wrapped, self.mine(packs), loss, temperature)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
         return self._everywhere(results)
@@ -162,7 +164,7 @@ def build(
         **dict(case.config),
         **changes,
     }
-    config = packed_config(architecture, overrides, session.platform)
+    config = transformer_config(architecture, overrides, session.platform)
     chunks = model.build_chunks(config, architecture, attention_backend=attention_backend)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
@@ -173,7 +175,7 @@ def build(
         # Several buckets even for a tiny model; megatron allows them for overlapped reductions only.
         bucket_size=5000 if case.overlap_grad_reduce else None,
     )
-    return Model(session, architecture, chunks, weights, model.wrap(chunks, config, ddp))
+    return Model(session, architecture, chunks, weights, model.wrap(chunks, ddp))
 
 
 def gather_reduced_shards(chunk: DistributedDataParallel) -> None:

@@ -1,12 +1,17 @@
 """Ragged groups, the same on every machine, and what each layout makes of them."""
 
+import dataclasses
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.data.packing import Pack, pack_groups, pack_sequences
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.truth import error_over_bound, everything_in, worst_of
 
 TEMPERATURE = 0.7
 # Prompt lengths with their responses' lengths, a list of groups for each micro-batch: ragged, past the scaled rope's
@@ -49,6 +54,71 @@ def separate_packs(multiple_of: int) -> list[Pack]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """Log-probs of the responses, pack by pack, and the gradients of the sum of their `shared_loss`."""
+
+    log_probs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What transformers computes in float32, and the same in float64."""
+
+    theirs: Computed
+    truth: Computed
+
+    def worst(self, ours: Computed) -> dict[str, tuple[float, str]]:
+        """The largest error over its bound, of the log-probs and of a gradient, and where it is."""
+        packs = [torch.cat(one.log_probs) for one in (ours, self.theirs, self.truth)]
+        return {"log-probs": (error_over_bound(*packs), ""), "gradients": self.worst_gradient(ours.gradients)}
+
+    def worst_gradient(self, ours: dict[str, torch.Tensor]) -> tuple[float, str]:
+        return worst_of(ours, self.theirs.gradients, self.truth.gradients)
+
+
+def expected(folder: Path, batches: list[Groups] | None = None, temperature: float = 1.0) -> Expected:
+    """Of the responses to each prompt, every one behind a copy of its own, nothing packed."""
+    batches = micro_batches() if batches is None else batches
+    return Expected(*(_with_gradients(folder, batches, temperature, dtype) for dtype in (torch.float32, torch.float64)))
+
+
+def expected_at(weights: dict[str, torch.Tensor], like: Path) -> Expected:
+    """The same with other weights in place of that folder's."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(like / "config.json", folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return expected(folder)
+
+
+def by_transformers(
+    folder: Path, dtype: torch.dtype, batches: list[Groups] | None = None, temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Its log-probs of the responses, pack by pack."""
+    with torch.no_grad(), everything_in(dtype):
+        model = hf_models.load(folder, dtype)
+        return [_of_responses(model, groups, temperature) for groups in batches or micro_batches()]
+
+
+def _with_gradients(folder: Path, batches: list[Groups], temperature: float, dtype: torch.dtype) -> Computed:
+    with everything_in(dtype):
+        model = hf_models.load(folder, dtype)
+        log_probs = [_of_responses(model, groups, temperature) for groups in batches]
+    # Outside, where the weights of tokens are those that our loss has.
+    sum(shared_loss(log_probs_N) for log_probs_N in log_probs).backward()
+    return Computed([log_probs_N.detach() for log_probs_N in log_probs], hf_models.gradients_of(model))
+
+
+def _of_responses(model: torch.nn.Module, groups: Groups, temperature: float) -> torch.Tensor:
+    pairs = [(prompt, response) for prompt, responses in groups for response in responses]
+    if not pairs:
+        return torch.zeros(0, dtype=model.dtype)
+    found = hf_models.log_probs_of(model, [prompt + response for prompt, response in pairs], temperature)
+    return torch.cat([values[len(prompt) - 1 :] for values, (prompt, _) in zip(found, pairs, strict=True)])
+
+
 def of_responses(log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
     """From log-probs of whole sequences to those of their responses, as a shared pack has them."""
     results = []
@@ -64,7 +134,7 @@ def weights_of_tokens(num_targets: int) -> torch.Tensor:
     return torch.sin(torch.arange(num_targets, dtype=torch.float32) * 1.7 + 0.3)
 
 
-def shared_loss(log_probs_N: torch.Tensor, _: Pack) -> torch.Tensor:
+def shared_loss(log_probs_N: torch.Tensor, _: Pack | None = None) -> torch.Tensor:
     return (log_probs_N * weights_of_tokens(len(log_probs_N))).sum()
 
 
@@ -82,7 +152,7 @@ def separate_loss(log_probs_N: torch.Tensor, pack: Pack) -> torch.Tensor:
 
 def run_shared_and_separate(
     case_names: list[str], folder: Path, backends: list[str]
-) -> dict[tuple[str, str], tuple[list, list, dict, dict]]:
+) -> dict[tuple[str, str], dict[str, Computed]]:
     """On each rank: the same responses, behind shared prompts and each behind a copy of its own; these by naive."""
     torch.distributed.init_process_group("gloo")
     results = {}
@@ -90,17 +160,18 @@ def run_shared_and_separate(
         case = CASES[case_name]
         with session_of(case) as session:
             model = build(session, case, folder)
-            separate = of_responses(model.forward_backward(separate_packs(divisor(case.sizes)), separate_loss))
-            separate_gradients = model.gradients()
+            whole = model.forward_backward(separate_packs(divisor(case.sizes)), separate_loss)
+            separate = Computed(of_responses(whole), model.gradients())
             for backend in backends:
                 model = build(session, case, folder, attention_backend=backend)
-                shared = model.forward_backward(shared_packs(divisor(case.sizes)), shared_loss)
-                results[case_name, backend] = (shared, separate, model.gradients(), separate_gradients)
+                log_probs = model.forward_backward(shared_packs(divisor(case.sizes)), shared_loss)
+                shared = Computed(log_probs, model.gradients())
+                results[case_name, backend] = {"shared": shared, "separate": separate}
     return results
 
 
-def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[str, str], tuple[list, dict, str]]:
-    """On each rank: every model in every layout of the same number of ranks."""
+def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[str, str], tuple[Computed, str]]:
+    """On each rank: every model in every layout of the same number of ranks, and the fingerprints of its weights."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for case_name in case_names:
@@ -110,6 +181,7 @@ def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[s
                 model = build(session, case, folder)
                 packs = shared_packs(divisor(case.sizes))
                 log_probs = model.forward(packs, TEMPERATURE)
-                model.forward_backward(packs, shared_loss)
-                results[case_name, name] = (log_probs, model.gradients(), model.weights.fingerprint())
+                with_gradients = model.forward_backward(packs, shared_loss, TEMPERATURE)
+                assert all(map(torch.equal, with_gradients, log_probs))
+                results[case_name, name] = (Computed(log_probs, model.gradients()), model.weights.fingerprint())
     return results

@@ -265,6 +265,7 @@ def test_a_fault_that_one_rank_sees_ends_all_of_them_with_its_name(model: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(faults)
 
 
+@pytest.mark.each_change
 def test_ranks_of_torchrun_end_by_themselves_with_the_error(model: Path, tmp_path: Path) -> None:
     source = faulty(model, "half of the data", tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",

@@ -26,6 +26,8 @@ from tests.grpo_problem import ADAM, TRUNCATED, Problem, Trial, draw_problem
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 NUM_LAYERS, HIDDEN_SIZE = 24, 64
 # Rotary frequencies, which every model has of its own.
 SMALL = 1024

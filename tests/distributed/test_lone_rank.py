@@ -8,6 +8,8 @@ import pytest
 
 from tests.ranks import ROOT, free_port
 
+pytestmark = pytest.mark.each_change
+
 PROGRAM = """
 import datetime
 from megatron_rl import platforms

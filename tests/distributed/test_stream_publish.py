@@ -15,13 +15,15 @@ from safetensors.torch import load_file
 from megatron_rl.errors import PlatformError
 from megatron_rl.mcore.stream_publish import StreamPublisher, WholeModel
 from megatron_rl.rollout.client import OtherWorkers, RolloutError
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.rollout.wire import EngineKind, Weights
 from megatron_rl.sidecar import vllm_sender
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, session_of
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.each_change
 
 MODELS = ("qwen3", "qwen3_moe")
 LAYOUTS = {1: ("TP1",), 2: ("TP2", "PP2", "PP2xVPP2", "CP2"), 4: ("TP2xPP2", "CP2xPP2")}
@@ -41,13 +43,14 @@ class Sidecar:
     def num_workers(self) -> int:
         return 2 if self.told else 1
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> None:
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
         self.told.append(weights)
         if weights.world_size != 3:
             raise OtherWorkers("two workers")
         if self.refusals:
             raise self.refusals.pop()
         assert self.is_sent.wait(60)
+        return EngineKind()
 
 
 class Group:

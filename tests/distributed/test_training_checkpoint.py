@@ -26,12 +26,14 @@ from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
 from megatron_rl.training.checkpoints import Checkpoints
 from tests import hf_models
+from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
 from tests.ranks import RanksError, run_ranks
 
+pytestmark = pytest.mark.each_change
+
 ADAM = "--lr 0.01 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
 EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
-GRADIENT_TOLERANCE = 1e-5
 
 
 def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
@@ -149,7 +151,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]]) -> None:
+def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]], expected: Expected) -> None:
+    """`expected` is at the weights that were written."""
     writer, reader = name.split(" to ")
     is_same = writer == reader
     # Those of context-parallel ranks, and of replicas, are the same; gradients are summed in another order.
@@ -161,15 +164,17 @@ def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str,
     exact = [("weights", written["weights"], continued["weights"])]
     exact += [(what, written["remembered"][what], continued["remembered"][what]) for what in written["remembered"]]
     if is_same:
-        exact.append(("after", written["after"], continued["after"]))
+        exact += [(what, written[what], continued[what]) for what in ("gradients", "after")]
         assert continued["reports"] == written["reports"], name
     for what, ours, theirs in exact:
         for tensor, values in ours.items():
             assert torch.equal(values, theirs[tensor]), f"{name}: {what} of {tensor}"
     assert {float(values.max()) for values in continued["remembered"]["step"].values()} == {3.0}
-    for tensor, values in written["gradients"].items():
-        difference = (continued["gradients"][tensor] - values).abs().max() / values.abs().max()
-        assert difference <= (0 if is_same else GRADIENT_TOLERANCE), f"{name}: gradient of {tensor}: {difference:.2e}"
+    if not is_same:
+        for gradients in (written["gradients"], continued["gradients"]):
+            error, tensor = expected.worst_gradient(gradients)
+            print(f"{name}: error / bound: {error:.2f}, gradient of {tensor}")
+            assert error <= 1, f"{name}: gradient of {tensor}"
     rates = [[report.learning_rate for report in reports] for reports in (written["reports"], continued["reports"])]
     assert rates[0] == rates[1], name
 
@@ -188,21 +193,23 @@ def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_a
     from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt"), ("DP1+distopt", "CP2+distopt")]
     resumed |= run_ranks(resume, 2, folder, tmp_path, words, from_one)[0]
     assert resumed.keys() == {*pairs, *from_one}
+    expected = {name: expected_at(of_writer["weights"], folder) for name, of_writer in written.items()}
     for (writer, reader), result in resumed.items():
-        compare(f"{writer} to {reader}", written[writer], result)
+        compare(f"{writer} to {reader}", written[writer], result, expected[writer])
 
 
-def write_slowly(pattern: Callable[[int], bool] = lambda rank: True, seconds: float = 1.0, then: Any = None) -> Any:
-    """Let the processes that write a rank's files wait first, and then fail or die if that is asked for."""
+def write_late(gate: Path | None, pattern: Callable[[int], bool] = lambda rank: True, then: Any = None) -> Any:
+    """Let the processes that write a rank's files wait for a file first, and then fail if that is asked for."""
     original = FileSystemWriterAsync.write_preloaded_data
 
-    def slow(*arguments: Any, **keywords: Any) -> Any:
-        time.sleep(seconds)
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        while gate is not None and not gate.exists():
+            time.sleep(0.01)
         if then is not None and pattern(torch.distributed.get_rank()):
             then()
         return original(*arguments, **keywords)
 
-    FileSystemWriterAsync.write_preloaded_data = staticmethod(slow)
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(late)
     return original
 
 
@@ -227,10 +234,9 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
         trained.update()
         training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
         results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
-        original = write_slowly()
-        began = time.monotonic()
+        gate = folder.parent / "write"
+        original = write_late(gate)
         saver.save(1, {"version": 1})
-        results["seconds"] = time.monotonic() - began
         for _ in range(2):
             trained.update()
             saver.poll()
@@ -240,11 +246,12 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
                 parameter.fill_(float("nan"))
         saver.poll()
         results["seen"].append(latest(out))
+        gate.touch()
         saver.finish()
         results["seen"].append(latest(out))
 
         FileSystemWriterAsync.write_preloaded_data = original
-        write_slowly(lambda rank: rank == 1, 0.0, no_space)
+        write_late(None, lambda rank: rank == 1, no_space)
         saver.save(2, {"version": 2})
         results["no space"] = error_of(saver.finish)
         FileSystemWriterAsync.write_preloaded_data = original
@@ -264,7 +271,7 @@ def load_again(folder: Path, out: Path, kill: bool) -> tuple[Any, ...]:
         loaded = saver.load()
         state = (loaded, trained.parameters(), remembered(trained))
         if kill:
-            write_slowly(seconds=3.0)
+            write_late(out / "never")
         saver.save(2, {"version": 2})
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -32,6 +32,8 @@ from tests.grpo_problem import OVERLAPPED, SGD, TRUNCATED, Problem, RoleTrial, T
 from tests.grpo_twin import Tensors
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 LEAST_EFFECT = 1e-2
 MICRO_BATCHES = 6
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

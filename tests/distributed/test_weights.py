@@ -11,6 +11,8 @@ from tests import hf_models
 from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS, Case, build, session_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 MODELS = tuple(hf_models.CONFIGS)
 
 

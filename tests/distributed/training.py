@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.utils import get_model_config
-
 from megatron_rl import arguments
 from megatron_rl.config import Settings
 from megatron_rl.mcore.build import model_of, session_of
 from megatron_rl.mcore.checkpointer import Checkpointer
 from megatron_rl.mcore.model import wrap
-from megatron_rl.mcore.optimizer import UpdateResult, apply_update, ddp_config_of, optimizer_of, schedule_of
+from megatron_rl.mcore.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of
 from megatron_rl.mcore.runner import forward_backward
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.training_state import TrainState
@@ -68,10 +66,10 @@ def training(folder: Path, words: str, num_updates: int = 10) -> Iterator[Traini
 
 
 def training_in(session: Session, settings: Settings, num_updates: int = 10) -> Training:
-    chunks = model_of(settings, session.platform)
+    chunks = model_of(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(settings.model.hf_model)
-    wrapped = wrap(chunks, get_model_config(chunks[0]), ddp_config_of(settings))
+    wrapped = wrap(chunks, settings.ddp)
     optimizer = optimizer_of(settings, wrapped)
     schedule = schedule_of(settings, optimizer, num_updates)
     return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, schedule)

@@ -27,9 +27,9 @@ def parity(prompts, completions, completion_ids, **columns):
 '''
 
 
-def draw_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A Qwen3 of two layers whose tokens are numbers."""
-    hf_models.draw("qwen3", folder, seed, **{"num_hidden_layers": 2, "max_position_embeddings": 1024, **changes})
+def draw_model(folder: Path, seed: int = 0, family: str = "qwen3", **changes: Any) -> Path:
+    """A model of two layers whose tokens are numbers."""
+    hf_models.draw(family, folder, seed, **{"num_hidden_layers": 2, "max_position_embeddings": 1024, **changes})
     size = changes.get("vocab_size", hf_models.VOCAB_SIZE)
     vocabulary = {str(number): number for number in range(size)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="0")

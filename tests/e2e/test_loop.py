@@ -97,6 +97,7 @@ def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
         assert line["gradient_zeros"] > 0
 
 
+@pytest.mark.each_change
 def test_they_do_where_ranks_share_the_rows_of_a_pack(world):
     compare_schedules(world, "cp2", 2, [21], num_threads=1, context_parallel_size=2, micro_batch_size=8)
     for line in read(world.folder / "cp2-sync" / "run"):
@@ -149,6 +150,7 @@ Policy.update = update
 """
 
 
+@pytest.mark.each_change
 def test_in_completion_order_the_gradients_are_the_same_to_rounding(world):
     """Six micro-batches of groups that arrival composes anew each time, from the same weights."""
     gradients, orders = [], []

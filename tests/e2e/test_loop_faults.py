@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.rollout.audit_chain import BreachName
+from megatron_rl.rollout.audit_check import verify
 from tests.e2e import loop
 
 PATCH_LOSS = """
@@ -51,6 +53,7 @@ def ended(
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.each_change
 def test_an_exception_on_the_last_stage_ends_the_first_one_too(world):
     fault = PATCH_LOSS.format(fault="raise ZeroDivisionError('planted')")
     ended(world, "last", r"ZeroDivisionError: planted \(rank 1\)", 1, {1: fault}, pipeline_model_parallel_size=2)
@@ -79,8 +82,8 @@ MOMENTS = {
         Watch.of_environment = stay_here
     """,
     "before the ranks meet": """
-        import megatron_rl.training.plan as plan
-        plan.sizes_of = stay
+        from megatron_rl.training.stop import StopRequest
+        StopRequest.install = stay
     """,
     "while weights are loaded": """
         from megatron_rl import platforms
@@ -111,7 +114,7 @@ _FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"),
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        pytest.param(victim, moment, marks=() if (victim, moment) in _FAST else pytest.mark.slow)
+        pytest.param(victim, moment, marks=pytest.mark.each_change if (victim, moment) in _FAST else pytest.mark.slow)
         for moment in MOMENTS
         for victim in (0, 1)
     ],
@@ -137,12 +140,31 @@ def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, 
     assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
 
 
+def test_tokens_of_another_policy_end_the_run_before_the_update(world):
+    """Scripted engines sample by chance: held against the trainer's log-probs, they are far off."""
+    fault = """
+        from megatron_rl.training.mismatch import MismatchBounds
+        MismatchBounds.error = lambda self, kind: 0.125
+    """
+    reason = (
+        r"iteration 0: the trainer's log-probs differ .*, beyond 0.125 \(--rollout-mismatch-error\): the update was not"
+    )
+    ended(world, "mismatch", reason, 5, {0: fault, 1: fault})
+    run = world.folder / "mismatch" / "mismatch"
+    assert not (run / "metrics.jsonl").read_text()
+    ends = [json.loads(line)["event"] for line in (run / "audit.jsonl").open()][-2:]
+    assert ends == ["mismatch", "fail"]
+    assert verify(run).breaches[0].name is BreachName.MISMATCH
+
+
+@pytest.mark.each_change
 def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(prompts, completions, completion_ids, **columns):\n    raise KeyError('solution')\n")
     ended(world, "reward", r"iteration 0 failed: .*bad.*KeyError.*solution", 5, reward=f"{reward}:bad")
 
 
+@pytest.mark.each_change
 def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     folder = world.folder / "gone"
     script = world.folder / "slow.json"
@@ -165,6 +187,7 @@ def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     assert "did not answer for 5 s" in reasons(ranks)[0]
 
 
+@pytest.mark.each_change
 def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     folder = world.folder / "stop"
     words = world.words("stop", rollout_folder=folder / "stop", save=folder / "save", train_iters=500)
@@ -177,6 +200,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == str(written)
 
 
+@pytest.mark.each_change
 def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
     script = world.folder / "slowest.json"
@@ -199,6 +223,7 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
+@pytest.mark.each_change
 def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_said(world, tmp_path):
     reward = tmp_path / "broken.py"
     reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
@@ -213,6 +238,7 @@ def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_
     assert re.search(r"\(the sidecar ended with exit code 2; its log is .*sidecar.log\) \(rank 0\)", ranks.text())
 
 
+@pytest.mark.each_change
 def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_process_is_started(world, tmp_path):
     folder = world.folder / "flags"
     words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
@@ -230,6 +256,7 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
     assert not (folder / "r").exists()
 
 
+@pytest.mark.each_change
 def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
     reward = tmp_path / "broken.py"
     reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
@@ -240,6 +267,7 @@ def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(
     assert "serving" not in ranks.text()
 
 
+@pytest.mark.each_change
 def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')
@@ -250,6 +278,7 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     assert not (folder / "r").exists()
 
 
+@pytest.mark.each_change
 def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
     folder = world.folder / "weights"
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)

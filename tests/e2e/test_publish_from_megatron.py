@@ -10,8 +10,11 @@ import torch
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.data.packing import pack_groups
 from megatron_rl.mcore import runner
+from megatron_rl.mcore.model import unwrap
+from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.publish import SharedMemoryPublisher
 from megatron_rl.rollout import wire
+from megatron_rl.rollout.audit_check import verify
 from megatron_rl.rollout.client import RolloutClient, read_token
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, session_of
@@ -35,7 +38,9 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
             leases = [client.take_lease(run.name) if session.rank == 0 else 0]
             torch.distributed.broadcast_object_list(leases, 0, group=session.control_group)
             client.use_lease(leases[0])
-            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, shared / run.name)
+            probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, run.name, 64, 2)
+            folder = shared / run.name
+            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, folder, probe=probe)
             for attempt, temperature in enumerate(TEMPERATURES):
                 version = number * len(TEMPERATURES) + attempt
                 perturb(built, version)
@@ -125,3 +130,6 @@ def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the
     assert set.union(*(result["modes"] for result in differences)) == {0o700, 0o600}
     assert len(set.union(*(result["fingerprints"] for result in differences))) == 4
     assert megatron_rl(["audit", str(run)]) == 0
+    proofs = verify(run).proofs
+    print(f"engines' log-probs of the probe differ from the trainer's by {proofs.furthest:.1e} on the average")
+    assert proofs.num_whole == proofs.num_probed == proofs.num_reports == 4

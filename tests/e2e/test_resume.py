@@ -124,6 +124,7 @@ def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_bee
     assert_same(folder, whole)
 
 
+@pytest.mark.each_change
 @pytest.mark.timeout(600)
 def test_a_reference_that_moved_is_there_after_a_kill_in_this_layout_and_in_another(world):
     changes = {

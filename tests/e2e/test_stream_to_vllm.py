@@ -6,6 +6,7 @@ What no CPU has is the wire: gloo stands in for NCCL (tests/sidecar/gloo_transfe
 import asyncio
 import contextlib
 import dataclasses
+import queue
 import shutil
 import threading
 from collections.abc import Coroutine, Iterator
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.mcore.model import unwrap
+from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.stream_publish import StreamPublisher
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.sidecar import streams, vllm_sender
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.publication import Steps
+from megatron_rl.sidecar.publication import Steps, coarsest
 from megatron_rl.sidecar.vllm_engine import VllmEngine
 from megatron_rl.sidecar.vllm_factory import VllmFactory
 from megatron_rl.sidecar.vllm_server import run_folder
@@ -40,6 +43,7 @@ class Engines:
         self._engines = engines
         self._loop = loop
         self._published: Any = None
+        self._answers: queue.Queue[ProbeAnswer] = queue.Queue()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -47,11 +51,22 @@ class Engines:
     def num_workers(self) -> int:
         return sum(engine.num_workers for engine in self._engines)
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> None:
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
         places = streams.places([engine.num_workers for engine in self._engines])
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
-        self._published = self.run(Steps().publish(self._engines, weights, self._published))
+        self._published = self.run(Steps().publish(self._engines, weights, self._published, self._answer))
+        # All that was streamed is held, and the log-probs are those that the ranks compute.
+        for proof in self._published.proofs:
+            assert proof.report.num_compared == proof.report.num_parameters > 0
+            assert proof.difference.mean < 1e-4
+        return coarsest(self._published.kinds)
+
+    def probed(self, answer: ProbeAnswer) -> None:
+        self._answers.put(answer)
+
+    async def _answer(self) -> ProbeAnswer:
+        return await asyncio.to_thread(self._answers.get, timeout=100)
 
     def greedy(self) -> list[tuple[Any, Any]]:
         """Every prompt and its response, from both engines."""
@@ -103,7 +118,9 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
         for number, layout in enumerate(LAYOUTS):
             with session_of(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
-                publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", vllm_sender.open_sender)
+                probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
+                make = vllm_sender.open_sender
+                publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", make, probe=probe)
                 for attempt in range(2):
                     version = 2 * number + attempt
                     with torch.no_grad():

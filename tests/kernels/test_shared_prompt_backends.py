@@ -30,6 +30,7 @@ def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: 
     assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("name", WINDOWED)
 @settings(max_examples=60)
 @given(layout=layouts(), heads=st.sampled_from([(4, 2), (2, 2)]), window=st.integers(1, 9))
@@ -38,6 +39,7 @@ def test_a_window_hides_what_is_further_away(name: str, layout: Layout, heads: t
     assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("name", FAST)
 def test_fp32_is_as_near_as_torchs_exponential(name: str) -> None:
     # Its flash operators take one that is exact to 20 units in the last place: 2.4e-6.
@@ -49,6 +51,7 @@ def test_fp32_is_as_near_as_torchs_exponential(name: str) -> None:
             assert error <= 2.4e-6 * largest[tensor], (tensor, heads, head_dim)
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAST)
 def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision(name: str, dtype: torch.dtype) -> None:
@@ -104,12 +107,14 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     assert min(found[name] for name in ("queries", "keys", "values")) >= 1e-1
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("name", FAST)
 def test_long_strands_too(name: str) -> None:
     case = Case.draw(Layout.of_groups([(700, [193, 400, 400, 20]), (1, [385])]), (2, 1), head_dim=8)
     assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
 
 
+@pytest.mark.each_change
 @settings(max_examples=80)
 @given(layout=layouts(), tile=st.sampled_from([1, 2, 4]))
 def test_tiles_of_any_size_add_up(layout: Layout, tile: int) -> None:

@@ -134,12 +134,14 @@ def test_without_triton_it_alone_is_missing() -> None:
     assert run_python(code).splitlines()[-2:] == ["merge", "the package triton is not installed"]
 
 
+@pytest.mark.each_change
 @pytest.mark.timeout(900)
 def test_its_kernels_compute_what_the_definition_says() -> None:
     # In a process of its own: Triton decides whether to interpret when it is first imported.
     _run("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
 
 
+@pytest.mark.each_change
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "arguments",

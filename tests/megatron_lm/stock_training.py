@@ -67,14 +67,14 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    from megatron_rl import arguments, platforms
+    from megatron_rl import arguments
     from megatron_rl.mcore.build import model_of, session_of
     from megatron_rl.mcore.checkpoint import load_model
 
     described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
     settings = arguments.parse(f"{OURS} {described} {layout} --load {folder}".split())
     with session_of(settings) as session:
-        chunks = model_of(settings, platforms.select(settings.platform))
+        chunks = model_of(settings)
         iteration = load_model(chunks, folder, session)
         ours = dict(chunks[0].named_parameters())
         assert ours.keys() == stock.keys()

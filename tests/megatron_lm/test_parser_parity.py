@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 
 from megatron_rl import arguments
 from megatron_rl.flags import index
-from megatron_rl.mcore.flags import generated, table
+from megatron_rl.mcore import config
+from megatron_rl.mcore.flags import table
 from tests import recipes
 
 # Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
@@ -23,6 +23,10 @@ DIFFERENCES = {
         "inference_sampling_seed": "Megatron's inference, which does not run here, would take --seed",
         "tensor_parallel_num_weight_shards": "their parser writes out what the field's default, None, means",
         "expert_tensor_parallel_num_weight_shards": "their parser writes out what the field's default, None, means",
+        "perform_initialization": "weights are loaded: none are drawn",
+        "attention_softmax_in_fp32": "nothing here reads it: attention is an operation of this package",
+        "masked_softmax_fusion": "nothing here reads it: attention is an operation of this package",
+        "persist_layer_norm": "nothing here reads it: norms are those of this package, or TransformerEngine's",
         "use_cpu_initialization": "their parser leaves None where the field's default, False, means the same",
     },
     "optimizer": {
@@ -31,6 +35,7 @@ DIFFERENCES = {
         "barrier_with_L1_time": "it is of Megatron's timers, which do not run here",
     },
     "ddp": {
+        "check_for_nan_in_grad": "the norm of the reduced gradients is checked instead",
         "data_parallel_sharding_strategy": "it is of FSDP, which is refused",
     },
 }
@@ -73,18 +78,12 @@ def their_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
 @pytest.fixture
 def our_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
     """What our parser makes of a recipe, on a platform that can do everything."""
-    from megatron_rl.mcore.config import transformer_config
+    monkeypatch.setattr(config, "_limits", lambda *_: {})
 
     def configs(name: str) -> Configs:
         monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
         settings = arguments.parse([*recipes.words(name), "--platform", "cpu"])
-        everything = SimpleNamespace(name="cuda", unsupported_fusions={})
-        classes = generated.configs()
-        return Configs(
-            transformer_config(settings.architecture, settings.transformer, everything),
-            classes["optimizer"](**settings.optimizer),
-            classes["ddp"](**settings.ddp),
-        )
+        return Configs(settings.transformer, settings.optimizer, settings.ddp)
 
     return configs
 

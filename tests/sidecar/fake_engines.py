@@ -2,12 +2,18 @@
 
 import asyncio
 import collections
-import dataclasses
 from typing import Any
 
-from megatron_rl.rollout.wire import Response, Sampling, Weights
+from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.engine import (
+    EngineLost,
+    EngineRefused,
+    EngineState,
+    GroupRequest,
+    WeightReport,
+    WrongWeights,
+)
 from megatron_rl.sidecar.scripted import Script, ScriptedEngine
 
 STEPS = ("pause", "load", "commit", "verify", "probe", "resume")
@@ -51,17 +57,18 @@ class FakeEngine(ScriptedEngine):
         return await super().generate(request)
 
     async def load(self, weights: Weights) -> WeightReport:
-        before = self._sampled_with
         report = await super().load(weights)
+        if self.name in self._factory.found_out:
+            raise WrongWeights(f"engine {self.name} holds other numbers than were given")
         # Says what it was told, and samples with something else.
         self._sampled_with = self._factory.keeps.get(self.name, self._sampled_with)
         if self.name in self._factory.corrupt:
             return WeightReport(weights.version, "another fingerprint")
-        return dataclasses.replace(report, is_unchanged=before == self._sampled_with != weights.fingerprint)
+        return report
 
-    async def probe(self) -> list[float]:
-        probe = await super().probe()
-        return [-8.25, -8.3125] if self._factory.is_probe_coarse else probe
+    @property
+    def kind(self) -> EngineKind:
+        return EngineKind()
 
     async def _step(self, step: Any) -> None:
         self.steps.append(step)
@@ -89,8 +96,8 @@ class FakeFactory:
         self.checkpoint = ""
         """The fingerprint of what engines start with."""
         self.keeps: dict[str, str] = {}
-        self.is_probe_coarse = False
-        """Whether all weights give the same probe."""
+        self.found_out: set[str] = set()
+        """Engines that find, after a load, that they hold something else."""
         self.corrupt: set[str] = set()
         self.killed: collections.Counter[str] = collections.Counter()
         self.served: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
@@ -127,3 +134,14 @@ def weights(version: int, location: str = "", fingerprint: str = "") -> Weights:
 
 def request(number: int, group_size: int = 2) -> GroupRequest:
     return GroupRequest(f"group-{number}", (1, 2, number), group_size, 1000 * number, Sampling(max_tokens=8))
+
+
+def answer(weights: Weights, sampled_with: str = "", bound: float | None = None) -> ProbeAnswer:
+    """What the trainer says of these weights: what a fake engine with them says."""
+    of_weights = ScriptedEngine("trainer")
+    of_weights._sampled_with = sampled_with or weights.fingerprint
+    log_probs = asyncio.run(of_weights.probe(()))
+    return ProbeAnswer(
+        run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
+        log_probs=log_prob_bytes(log_probs),
+    )  # fmt: skip

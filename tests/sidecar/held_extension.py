@@ -1,26 +1,34 @@
-"""A worker extension whose loads a test can make fail without a word."""
+"""A worker extension for a vLLM that loads what it is given otherwise than it says, as a test has it."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_rl.sidecar.vllm_extension import Record, WorkerExtension, _mapped, _specs
+from megatron_rl.sidecar.vllm_extension import WorkerExtension, answered
 
 
 class Extension(WorkerExtension):
-    megatron_rl_mode = ""
+    megatron_rl_stale = ""
+    megatron_rl_before: dict[str, torch.Tensor] | None = None
 
-    def megatron_rl_load_otherwise(self, mode: str) -> dict[str, str]:
-        """What later loads do: nothing, or load what is in a folder; empty ends it."""
-        self.megatron_rl_mode = mode
+    @answered
+    def megatron_rl_load_otherwise(self, names: str) -> dict[str, str]:
+        """Keep the tensors that a later load brings for names that hold this text; empty ends it."""
+        model = type(self.model_runner.get_model())
+        if self.megatron_rl_before is None:
+            self.megatron_rl_before = {}
+            load_weights = model.load_weights
+
+            def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+                return load_weights(model, self._kept(weights))
+
+            model.load_weights = load
+        self.megatron_rl_stale = names
         return {}
 
-    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> Record:
-        if self.megatron_rl_mode == "nothing":
-            record = Record(set())
-        else:
-            other = _mapped(Path(self.megatron_rl_mode)) if self.megatron_rl_mode else tensors
-            record = super().megatron_rl_load_in_place(other)
-        record.specs = _specs(tensors)
-        return record
+    def _kept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            known = self.megatron_rl_before
+            if not self.megatron_rl_stale or self.megatron_rl_stale not in name:
+                known[name] = tensor.clone()
+            yield name, known[name]

@@ -9,7 +9,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.append_file import AppendFailed
 from megatron_rl.rollout.slots import Claim
-from megatron_rl.sidecar.engine import EngineLost, GroupRequest, WeightReport
+from megatron_rl.sidecar.engine import EngineLost, GroupRequest
+from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.scripted import Script, ScriptedEngine
 
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=2, micro_batch_size=4)
@@ -33,15 +34,16 @@ class Engines:
                 continue
         raise EngineLost(f"no engine is left for {request.request_id}")
 
-    async def publish(self, weights: wire.Weights) -> list[tuple[str, WeightReport]]:
-        reports = []
+    async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
+        of_trainer = None if answer is None else await answer()
+        proofs = []
         for engine in self.engines:
             await engine.pause()
             report = await engine.load(weights)
             await engine.commit(report)
             await engine.resume()
-            reports.append((engine.name, report))
-        return reports
+            proofs.append(Proof(engine.name, report))
+        return Published(weights, tuple(proofs), (), of_trainer, tuple(engine.kind for engine in self.engines))
 
     def add(self, count: int = 1) -> list[str]:
         return []
@@ -76,6 +78,12 @@ class Memory:
 
     def published(self, weights, reports) -> None:
         self.events.append(("published", weights.version))
+
+    def not_proven(self, weights, wrong) -> None:
+        self.events.append(("not proven", weights.version, dict(wrong)))
+
+    def judged(self, version, mismatch) -> None:
+        self.events.append(("judged", version, mismatch))
 
     def begin(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         self.events.append(("submitted", submission.version))

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from megatron_rl.rollout.wire import ProbeAnswer
 from megatron_rl.sidecar.engine import EngineState
-from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.publication import AwaitAnswer, StepDeadlines
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import FakeFactory
 
-QUICK = StepDeadlines(*[0.2] * 7)
+QUICK = StepDeadlines(*[0.2] * 8)
 CONFIG = SupervisorConfig(watch_seconds=0.02, first_pause=0.01, longest_pause=0.05, max_failures=3, deadlines=QUICK)
 
 
@@ -25,7 +26,7 @@ async def supervised(
         await supervisor.close()
 
 
-async def until(condition, seconds: float = 3.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -33,3 +34,10 @@ async def until(condition, seconds: float = 3.0) -> None:
 
 def states(factory: FakeFactory) -> set[EngineState]:
     return {made[-1].state for made in factory.made.values()}
+
+
+def given(answer: ProbeAnswer) -> AwaitAnswer:
+    async def give() -> ProbeAnswer:
+        return answer
+
+    return give

@@ -93,13 +93,15 @@ def test_an_evaluation_beside_an_iteration_mixes_nothing_into_its_slots() -> Non
 def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
     async def check() -> None:
         order: list[bool] = []
+        has_asked = asyncio.Event()
 
         class Watched(ScriptedEngine):
             async def generate(self, request):
                 order.append(request.can_wait)
+                await has_asked.wait()
                 return await super().generate(request)
 
-        one = Watched("0", engine("0", delay=lambda r: 0.005).script)
+        one = Watched("0", engine("0").script)
         assert one.state is EngineState.READY
         pool = EnginePool(lambda: [one], 2, lambda engine, error: None, lambda: None)
         engines = Engines(one)
@@ -109,8 +111,13 @@ def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
         await service.take_lease("run")
         await service.publish(weights())
         await service.evaluate(evaluation())
-        await asyncio.sleep(0.001)
+        while pool.num_waiting < 4:
+            await asyncio.sleep(0)
         await service.submit(submission())
+        # All of training's groups, behind four of the evaluation's.
+        while pool.num_waiting < 12:
+            await asyncio.sleep(0)
+        has_asked.set()
         await service.evaluated(0, 10)
         await service.close()
         # Two were in flight before training asked for anything.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from fastapi.routing import APIRoute
@@ -164,18 +165,25 @@ def test_a_thousand_malformed_requests_are_answered_and_change_nothing(tmp_path:
 
 
 def test_threads_share_a_client_and_one_that_waits_keeps_no_other_waiting(tmp_path: Path) -> None:
-    # The engines answer when nobody asks any more, so whoever waits does so to the end.
-    with serving(tmp_path, engine("0", delay=lambda r: 3.0)) as server, started(server) as client:
+    # The engine answers when all others have been answered, so whoever waits does so to the end.
+    let_go = threading.Event()
+
+    class Held(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.to_thread(let_go.wait, 60)
+            return await super().generate(request)
+
+    with serving(tmp_path, Held("0", engine().script)) as server, started(server) as client:
         client.submit(submission())
         with ThreadPoolExecutor(8) as pool:
             waits = [pool.submit(client.slot, 0, replica, index, 10) for replica in range(2) for index in range(2)]
             watch = pool.submit(client.failure, 0, 3.0)
-            time.sleep(0.2)
-            begin = time.monotonic()
+            while len(client.status()["iteration"]["slots_waiting"]) < len(waits):
+                time.sleep(0.01)
             versions = list(pool.map(lambda _: client.status()["version"], range(60)))
-            assert time.monotonic() - begin < 2.0
             assert versions == [0] * 60
-            assert not any(wait.done() for wait in [*waits, watch])
+            assert not any(wait.done() for wait in waits)
+            let_go.set()
             prompts = [part.prompt_index for wait in waits for part in wait.result().parts]
         assert sorted(prompts) == list(range(8))
         assert watch.result() is None
@@ -217,3 +225,20 @@ def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
         description = raw.get("/openapi.json", headers=headers).json()
         assert "/v1/iterations/{version}/slots/{replica}/{index}" in str(description["paths"]).replace(":int", "")
         assert raw.get("/docs", headers=headers).status_code == 200
+
+
+def test_the_trainers_answer_and_what_it_measured_travel(tmp_path: Path) -> None:
+    probed = msgspec.structs.replace(weights(), probe=wire.token_bytes([3, 4]))
+    answer = wire.ProbeAnswer(run="run", version=0, fingerprint="weights-0", log_probs=b"", dtype="float32")
+    mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=None)
+    with serving(tmp_path) as server, started(server) as client:
+        with ThreadPoolExecutor(1) as pool:
+            published = pool.submit(client.publish, probed, 10)
+            client.probed(answer)
+            assert published.result() == wire.EngineKind(has_model=False)
+        client.submit(submission())
+        for place in [(replica, index) for replica in range(2) for index in range(2)]:
+            client.slot(0, *place, 10)
+        client.refuse(0, msgspec.structs.replace(mismatch, bound=1e-9))
+        with pytest.raises(IterationFailed, match="beyond"):
+            client.complete(0, mismatch)

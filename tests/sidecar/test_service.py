@@ -361,3 +361,75 @@ def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:
         assert service.status()["iteration"]["slots_waiting"] == [[0, 0]]
 
     serve(check, engine("0", delay=lambda r: 5.0))
+
+
+ANSWER = wire.ProbeAnswer(run="run", version=1, fingerprint="weights-1", log_probs=b"", dtype="float32")
+PROBED = msgspec.structs.replace(weights(1), probe=wire.token_bytes([3, 4, 5]))
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool) -> None:
+    async def check(service: RolloutService) -> None:
+        # Another version's, and another attempt's, are not it.
+        service.probed(msgspec.structs.replace(ANSWER, version=0))
+        if is_early:
+            service.probed(ANSWER)
+        published = asyncio.create_task(service.publish(PROBED))
+        await asyncio.sleep(0)
+        if not is_early:
+            for other in ({"version": 2}, {"fingerprint": "others"}):
+                service.probed(msgspec.structs.replace(ANSWER, **other))
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert not published.done()
+            service.probed(ANSWER)
+        kind = await published
+        assert (kind.has_model, service.weights) == (False, PROBED)
+        with pytest.raises(Conflict, match="the lease is held by the run 'run', not by 'other'"):
+            service.probed(msgspec.structs.replace(ANSWER, run="other"))
+
+    serve(check)
+
+
+def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> None:
+    async def check(service: RolloutService) -> None:
+        published = asyncio.create_task(service.publish(PROBED))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await service.take_lease("run")
+        with pytest.raises(Conflict, match=r"lease \d+ is over: another trainer has taken this sidecar"):
+            await published
+        await service.publish(weights(1))
+        # A lease that is taken while nobody waits calls nothing off.
+        await service.take_lease("run")
+        service.probed(msgspec.structs.replace(ANSWER, version=2, fingerprint="weights-2"))
+        await service.publish(msgspec.structs.replace(weights(2), probe=PROBED.probe))
+
+    serve(check)
+
+
+def test_what_the_trainer_measured_is_recorded_before_the_iteration_is_complete_and_once() -> None:
+    mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        for _ in range(2):
+            service.complete(0, mismatch)
+
+    assert serve(check).events[-2:] == [("judged", 0, mismatch), ("completed", 0)]
+
+
+def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:
+    mismatch = wire.Mismatch(mean=0.25, largest=1.0, bound=5e-3)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        for _ in range(2):
+            await service.refuse(0, mismatch)
+        assert await service.failure(0, 10) == "log-probs differ by 0.25 on the average, beyond 0.005"
+        with pytest.raises(IterationFailed, match="beyond 0.005"):
+            service.complete(0, mismatch)
+
+    assert serve(check).events[-2:] == [("judged", 0, mismatch), ("failed", 0)]

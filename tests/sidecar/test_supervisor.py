@@ -9,9 +9,12 @@ from megatron_rl.errors import InputError
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engine import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
-from megatron_rl.sidecar.supervisor import OtherWorkers, PublishFailed, Supervisor, SupervisorConfig
-from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights
-from tests.sidecar.supervised import CONFIG, states, supervised, until
+from megatron_rl.sidecar.supervisor import NotProven, OtherWorkers, PublishFailed, Supervisor, SupervisorConfig
+from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, weights
+from tests.sidecar.supervised import CONFIG, given, states, supervised, until
+
+# Log-probs travel as float32.
+NONE = pytest.approx((0.0, 0.0), abs=1e-6)
 
 
 def test_a_publish_takes_every_engine_through_every_step_before_the_next():
@@ -19,8 +22,8 @@ def test_a_publish_takes_every_engine_through_every_step_before_the_next():
 
     async def check():
         async with supervised(factory, 3) as supervisor:
-            reports = await supervisor.publish(weights(1))
-            assert [(name, report.version, report.fingerprint) for name, report in reports] == [
+            proofs = (await supervisor.publish(weights(1))).proofs
+            assert [(proof.engine, proof.report.version, proof.report.fingerprint) for proof in proofs] == [
                 (f"engine-{number}", 1, "weights-1") for number in range(3)
             ]
             assert states(factory) == {EngineState.READY}
@@ -79,7 +82,7 @@ def test_a_step_that_always_fails_is_named_and_no_engine_samples(step, fault):
             assert EngineState.READY not in states(factory)
             assert supervisor.status()["version"] is None
             with pytest.raises(EngineLost, match="no engine is left"):
-                await asyncio.wait_for(supervisor.generate(request(0)), 2)
+                await asyncio.wait_for(supervisor.generate(request(0)), 60)
             # The next one finds them, and all is well.
             await supervisor.publish(weights(2))
             await until(lambda: states(factory) == {EngineState.READY})
@@ -114,42 +117,89 @@ def test_an_engine_that_digests_something_else_is_found_and_nothing_is_committed
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("is_probe_coarse", [False, True])
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
-def test_an_engine_that_keeps_the_old_weights_and_claims_the_new_ones_is_found(num_engines, is_probe_coarse):
+@pytest.mark.parametrize("is_found_by", ["digests", "the trainer"])
+def test_an_engine_that_does_not_hold_what_it_claims_ends_the_publish_and_is_named(num_engines, is_found_by):
     factory = FakeFactory()
-    factory.checkpoint = "weights-1"
-    factory.is_probe_coarse = is_probe_coarse
+    first, second = weights(1), weights(2)
+    answers = {1: answer(first), 2: answer(second)}
 
     async def check():
         async with supervised(factory, num_engines) as supervisor:
-            await supervisor.publish(weights(1))
+            published = await supervisor.publish(first, given(answers[1]))
+            assert [proof.difference for proof in published.proofs] == [NONE] * num_engines
             factory.keeps["engine-0"] = "weights-1"
-            with pytest.raises(PublishFailed, match="engine-0 was given version 2 and .*: it kept its old weights"):
-                await supervisor.publish(weights(2))
+            if is_found_by == "digests":
+                factory.found_out = {"engine-0"}
+            with pytest.raises(NotProven, match="version 2 was not published: engine engine-0.*") as caught:
+                await supervisor.publish(second, given(answers[2]))
+            assert list(caught.value.wrong) == ["engine-0"]
+            assert is_found_by == "digests" or "(--publish-probe-bound): it does not hold version 2" in str(
+                caught.value
+            )
             assert EngineState.READY not in states(factory)
-            assert all("commit" not in engine.steps[6:] for made in factory.made.values() for engine in made)
-            factory.keeps.clear()
-            await supervisor.publish(weights(2))
-            # Nobody else was restarted for it.
-            assert {name for name, made in factory.made.items() if len(made) > 1} == {"engine-0"}
+            # It was found out once: nobody is tried again, or started again.
+            assert all(len(made) == 1 for made in factory.made.values())
+            assert all(engine.steps.count("load") <= 2 for made in factory.made.values() for engine in made)
 
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_weights_that_hardly_change_may_leave_the_probe_as_it_was(num_engines, caplog):
+def test_the_bound_of_the_difference_from_the_trainer_is_the_given_one_or_follows_from_who_computes():
     factory = FakeFactory()
-    factory.is_probe_coarse = True
+    held = weights(1)
+    near, far = answer(held, "others", bound=1e9), answer(held, "others")
 
     async def check():
-        async with supervised(factory, num_engines) as supervisor:
+        async with supervised(factory, 1) as supervisor:
+            (proof,) = (await supervisor.publish(held, given(near))).proofs
+            assert 0 < proof.difference.mean <= proof.difference.largest
+            with pytest.raises(NotProven, match="beyond 0.001"):
+                await supervisor.publish(held, given(far))
+
+    asyncio.run(check())
+
+
+def test_a_trainer_that_sends_nothing_fails_the_publish_and_no_engine():
+    factory = FakeFactory()
+
+    async def silent():
+        await asyncio.Event().wait()
+
+    async def check():
+        async with supervised(factory, 2) as supervisor:
+            with pytest.raises(PublishFailed, match="the trainer did not send its log-probs of version 1's"):
+                await supervisor.publish(weights(1), silent)
+            assert all(len(made) == 1 for made in factory.made.values())
             await supervisor.publish(weights(1))
-            assert not caplog.messages
-            await supervisor.publish(weights(2))
             assert states(factory) == {EngineState.READY}
-            assert [len(made) for made in factory.made.values()] == [1] * num_engines
-            assert "the probe's log-probs are those of version 1, bit for bit" in caplog.text
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_comes_back_is_compared_with_the_trainer_too(tmp_path):
+    factory = FakeFactory()
+    held = weights(1, location=str(tmp_path))
+    of_trainer = answer(held)
+    told = []
+
+    async def check():
+        async with supervised(factory, 2) as supervisor:
+            supervisor.on_joined = lambda weights, proofs: told.append((weights, proofs))
+            await supervisor.publish(held, given(of_trainer))
+            factory.killed["engine-1"] = 1
+            async with asyncio.timeout(30):
+                while not told:
+                    await asyncio.sleep(0.01)
+            ((joined, (proof,)),) = told
+            assert (joined, proof.engine, proof.difference) == (held, "engine-1", NONE)
+            told.clear()
+            factory.keeps["engine-1"] = "others"
+            factory.killed["engine-1"] = 1
+            async with asyncio.timeout(30):
+                while "it does not hold version 1" not in supervisor.status()["engines"]["engine-1"]["error"]:
+                    await asyncio.sleep(0.01)
+            assert not told
 
     asyncio.run(check())
 
@@ -194,7 +244,7 @@ def test_groups_of_an_engine_that_dies_go_to_the_others_with_the_same_seeds(tmp_
             factory.killed["engine-1"] = 1
             for made in factory.made.values():
                 made[-1].blocked.set()
-            groups = await asyncio.wait_for(asyncio.gather(*tasks), 3)
+            groups = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             assert [[r.tokens for r in group] for group in groups] == [[r.tokens for r in group] for group in expected]
             assert supervisor.status()["groups_retried"] == 4
 
@@ -210,15 +260,14 @@ def test_no_engine_gets_more_than_its_bound_and_the_least_loaded_gets_the_next()
             for made in factory.made.values():
                 made[-1].blocked = asyncio.Event()
             tasks = [asyncio.create_task(supervisor.generate(request(number))) for number in range(10)]
-            await asyncio.sleep(0.05)
+            await until(lambda: supervisor.status()["groups_waiting"] == 4)
             status = supervisor.status()
             assert [engine["in_flight"] for engine in status["engines"].values()] == [6, 6]
-            assert status["groups_waiting"] == 4
             for task in tasks[:3]:
                 task.cancel()
             for made in factory.made.values():
                 made[-1].blocked.set()
-            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 3)
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
             status = supervisor.status()
             assert [engine["in_flight"] for engine in status["engines"].values()] == [0, 0]
             assert status["groups_waiting"] == 0
@@ -232,7 +281,7 @@ def test_a_group_larger_than_the_bound_gets_an_engine_of_its_own():
     async def check():
         async with supervised(factory, 1, SupervisorConfig(**{**vars(CONFIG), "max_responses": 2})) as supervisor:
             await supervisor.publish(weights(1))
-            assert len(await asyncio.wait_for(supervisor.generate(request(0, group_size=9)), 2)) == 9
+            assert len(await asyncio.wait_for(supervisor.generate(request(0, group_size=9)), 60)) == 9
 
     asyncio.run(check())
 
@@ -261,8 +310,8 @@ def test_engines_join_with_the_current_version_and_leave_with_the_next(tmp_path)
             await until(lambda: states(factory) == {EngineState.READY} and len(factory.made) == 4)
             supervisor.remove("engine-0")
             assert factory.engine("engine-0").state is EngineState.READY
-            reports = await supervisor.publish(weights(2))
-            assert [name for name, _ in reports] == ["engine-1", "engine-2", "engine-3"]
+            proofs = (await supervisor.publish(weights(2))).proofs
+            assert [proof.engine for proof in proofs] == ["engine-1", "engine-2", "engine-3"]
             assert factory.engine("engine-0").is_closed
             assert factory.released == ["engine-0"]
             with pytest.raises(InputError, match="there is no engine 'engine-0'"):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.rollout.wire import log_probs_of, tokens_of
-from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState
+from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
 from megatron_rl.sidecar.vllm_engine import Deadlines, VllmEngine
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
@@ -216,33 +216,38 @@ def test_weights_that_others_could_have_written_are_refused(run, engine, models)
         run(publish(engine, described(Path(weights.location), 16)))
 
 
-def test_a_load_says_whether_it_changed_the_parameters(run, engine, models):
-    def is_unchanged(model: Path, instead: Path | str = "") -> bool:
-        async def load(weights) -> bool:
-            await engine._workers("load", "megatron_rl_load_otherwise", str(instead))
+def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):
+    """vLLM loads an old tensor in place of a new one, and believes that it has loaded what it was given."""
+    names = list(load_file(models.first / "model.safetensors"))
+
+    def load(model: Path) -> WeightReport:
+        async def attempt(weights) -> WeightReport:
             await engine.pause()
-            return (await engine.load(weights)).is_unchanged
+            return await engine.load(weights)
 
         with in_shared_memory(model, 17) as weights:
-            return run(load(weights))
+            return run(attempt(weights))
+
+    def keep(text: str) -> None:
+        run(engine._workers("load", "megatron_rl_load_otherwise", text))
 
     def change(tensors) -> None:
         # One step of one weight, of a layer that packs its weights away on a CPU.
         tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[3, 5] += 1
 
-    hardly = edited(models.second, change)
-    assert [is_unchanged(model) for model in (models.first, models.second, hardly, hardly)] == [False] * 4
-    # Nothing is loaded, or what the engine holds; and again, as when a publish is tried again.
-    assert [is_unchanged(models.first, instead) for instead in ("nothing", "nothing", hardly)] == [True] * 3
-    assert not is_unchanged(hardly, "nothing")
-    assert [is_unchanged(models.first), is_unchanged(models.first)] == [False] * 2
-    # An engine that was started again holds its own checkpoint.
-    run(engine._workers("reload", "megatron_rl_reload_checkpoint"))
-    assert not is_unchanged(models.first, "nothing")
-    run(engine._workers("load", "megatron_rl_load_otherwise", ""))
-    run(engine._workers("reload", "megatron_rl_reload_checkpoint"))
-    assert is_unchanged(models.second, "nothing")
-    assert not is_unchanged(models.second)
+    keep("")
+    report = load(models.first)
+    assert report.num_compared == report.num_parameters > 0
+    for name in names:
+        keep(name)
+        with pytest.raises(WrongWeights, match=f"engine-0, worker 0, load: 1 tensors are held .*: {name}$"):
+            load(models.second)
+        keep("")
+        load(models.first)
+    keep("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(WrongWeights, match="up_proj"):
+        load(edited(models.first, change))
+    keep("")
     put(run, engine, models.first, 17)
 
 

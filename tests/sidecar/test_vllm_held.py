@@ -1,56 +1,201 @@
-"""Whether a load changed what a model holds, also where layers pack their weights away; without vLLM."""
+"""Where tensors lie in a model is learned, and what it holds is compared with what it was given; without vLLM."""
 
-import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import pytest
 import torch
 
-from megatron_rl.sidecar.vllm_held import checksums, packed_away
+from megatron_rl.sidecar.vllm_answers import wrongly_shared
+from megatron_rl.sidecar.vllm_held import Held, NotHeld, compare, digesting, learn_order, looking
+from megatron_rl.weights.fingerprint import digest
+from megatron_rl.weights.mapping import TensorSpec
+
+HIDDEN, HEADS, WIDTH, EXPERTS, VOCABULARY = 24, 16, 40, 3, 20_000
+SHAPES = {
+    "embed": (VOCABULARY, HIDDEN),
+    "q": (HEADS, HIDDEN),
+    "k": (4, HIDDEN),
+    "v": (4, HIDDEN),
+    "down": (HIDDEN, WIDTH),
+    "norm": (HIDDEN,),
+    **{f"{part}.{expert}": (WIDTH, HIDDEN) for part in ("gate", "up") for expert in range(EXPERTS)},
+}
 
 
 class Packs:
     """As vLLM does on a CPU: a layout of its own, and nothing left of the parameter."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        layer.packed = layer.weight.detach().clone()
+        layer.packed = layer.weight.detach().T.contiguous()
         layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class Shuffles:
+    """Its kernel wants another order, under the same name."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight.data = layer.weight.data.flip(-1).contiguous()
 
 
 class Keeps:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        layer.packed = layer.weight.detach().clone()
+        return
 
 
-def model() -> torch.nn.Module:
-    layers = torch.nn.ModuleDict(
-        {"packs": torch.nn.Linear(4, 4), "keeps": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)}
-    )
-    layers["packs"].quant_method, layers["keeps"].quant_method = Packs(), Keeps()
-    return layers
+class Worker:
+    """One of the workers of an engine: a model whose loaders put tensors where it wants them."""
 
+    def __init__(self, dtype: torch.dtype, rank: int = 0, size: int = 1):
+        self.rank, self.size, self.dtype = rank, size, dtype
+        layers = torch.nn.ModuleDict({name: torch.nn.Module() for name in ("embed", "qkv", "down", "norm", "experts")})
+        layers["qkv"].quant_method, layers["down"].quant_method = Packs(), Keeps()
+        layers["experts"].quant_method = Shuffles()
+        layers["embed"].scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.model = layers
 
-def load(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    with packed_away(model) as packed:
-        for name, layer in model.named_children():
-            layer.weight = torch.nn.Parameter(tensors[f"{name}.weight"].clone())
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        def rows(name: str) -> torch.Tensor:
+            return tensors[name].chunk(self.size)[self.rank]
+
+        padding = torch.zeros(64, HIDDEN, dtype=tensors["embed"].dtype)
+        weights = {
+            "embed": torch.cat([tensors["embed"], padding]),
+            # Heads of keys and values are fewer than workers: they are repeated.
+            "qkv": torch.cat([rows("q"), tensors["k"], tensors["v"]]),
+            "down": tensors["down"].chunk(self.size, dim=1)[self.rank],
+            "norm": tensors["norm"],
+            "experts": torch.stack(
+                [torch.cat([rows(f"gate.{expert}"), rows(f"up.{expert}")]) for expert in range(EXPERTS)]
+            ),
+        }
+        for name, layer in self.model.items():
+            dtype = torch.float32 if name == "norm" else self.dtype
+            layer.weight = torch.nn.Parameter(weights[name].to(dtype), requires_grad=False)
             if hasattr(layer, "quant_method"):
                 layer.quant_method.process_weights_after_loading(layer)
-    return checksums(model, packed)
 
 
-def test_every_parameter_is_in_it_whether_it_was_packed_away_or_not():
-    held, tensors = model(), dict(model().named_parameters())
-    before = load(held, tensors)
-    assert before.keys() == tensors.keys()
-    assert load(held, tensors) == before
-    for name in ("packs.weight", "keeps.weight", "norm.weight"):
-        changed = copy.deepcopy(tensors)
-        changed[name].data.view(-1).view(torch.int32)[1] += 1
-        after = load(held, changed)
-        assert {key for key in before if after[key] != before[key]} == {name}
+def specs_of(dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
+
+
+def drawn(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+
+
+def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Held:
+    """What is proved after a worker has loaded tensors, and was given others."""
+    name = str(next(iter(given.values())).dtype).removeprefix("torch.")
+    specs = [TensorSpec(key, tuple(tensor.shape), name) for key, tensor in given.items()]
+    with digesting(worker.model, order, dict.fromkeys(given, name)) as sight:
+        worker.load(tensors)
+    return compare(order, sight, {key: digest(tensor).tolist() for key, tensor in given.items()}, specs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_parameter_made_of_what_is_loaded_is_known_and_any_stale_tensor_is_found(dtype):
+    worker = Worker(dtype)
+    order = learn_order(worker.model, specs_of(str(dtype).removeprefix("torch.")), dtype, worker.load)
+    assert set(order.rows) == {f"{name}.weight" for name in worker.model}
+    assert (order.packed, order.unknown) == ({"qkv.weight", "experts.weight"}, ("embed.scale",))
+    old, new = drawn(dtype), drawn(dtype)
+    assert (held := loaded(worker, order, new, new)).num_compared == 5 == held.num_parameters - 1
+    for name in SHAPES:
+        with pytest.raises(NotHeld, match=f"1 tensors are held with other numbers than were given: {name}$"):
+            loaded(worker, order, new | {name: old[name]}, new)
+    for name, tensor in new.items():
+        # One step of one number.
+        changed = tensor.clone()
+        bits = changed.view(-1).view(torch.int32 if dtype is torch.float32 else torch.int16)
+        bits[len(bits) // 2] += 1
+        with pytest.raises(NotHeld, match=name):
+            loaded(worker, order, new | {name: changed}, new)
+
+
+def test_workers_that_share_a_tensor_prove_it_together():
+    workers = [Worker(torch.bfloat16, rank, 2) for rank in range(2)]
+    orders = [learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load) for worker in workers]
+    old, new = drawn(torch.bfloat16), drawn(torch.bfloat16)
+
+    def answers(*tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        found = []
+        for worker, order, own in zip(workers, orders, tensors, strict=True):
+            shares = loaded(worker, order, own, new).shares
+            whole = {name: digest(new[name]).tolist() for name in shares}
+            found.append({"shares": {name: {"whole": whole[name], "parts": shares[name]} for name in shares}})
+        return found
+
+    assert list(wrongly_shared(answers(new, new))) == []
+    for name in ("q", "down", *(name for name in SHAPES if "." in name)):
+        assert set(wrongly_shared(answers(new, new | {name: old[name]}))) == {name}
+    # What each holds whole it finds itself.
+    with pytest.raises(NotHeld, match=": k$"):
+        answers(new, new | {"k": old["k"]})
+
+
+def test_a_layer_that_does_not_take_over_what_was_loaded_is_named():
+    worker = Worker(torch.float32)
+    order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
+    tensors = drawn(torch.float32)
+    del worker.model["qkv"].quant_method
+    with pytest.raises(NotHeld, match="the layers of 1 parameters did not take over what was loaded: qkv.weight"):
+        loaded(worker, order, tensors, tensors)
+
+
+def test_numbers_that_are_rounded_are_not_compared_and_those_that_are_widened_are():
+    worker = Worker(torch.bfloat16)
+    order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)
+    tensors = drawn(torch.float32)
+    # The norm alone is kept in float32.
+    assert loaded(worker, order, tensors, tensors).num_compared == 1
+    narrow = drawn(torch.bfloat16)
+    assert loaded(worker, order, narrow, narrow).num_compared == 5
+
+
+def rearranged(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    worker = Worker(torch.float32)
+    load = worker.load
+
+    def load_otherwise(tensors: Mapping[str, torch.Tensor]) -> None:
+        load({**tensors, "down": change(tensors["down"])})
+
+    return learn_order(worker.model, specs_of("float32"), torch.float32, load_otherwise)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor * 2,
+        lambda tensor: tensor.flip(-1),
+        lambda tensor: torch.cat([tensor[:1] + 1, tensor[1:]]),
+        lambda tensor: torch.zeros_like(tensor),
+    ],
+)
+def test_a_parameter_of_other_numbers_or_of_another_order_is_said_to_be_unknown(change):
+    order = rearranged(change)
+    assert order.unknown == ("down.weight", "embed.scale")
+    assert "down.weight" not in order.rows
+
+
+def test_rows_in_another_order_are_another_order():
+    order = rearranged(lambda tensor: tensor.roll(5, 0))
+    assert [part[:1] for part in order.rows["down.weight"].rectangles] == [(HIDDEN - 5,), (0,)]
 
 
 def test_what_watches_a_load_leaves_no_trace():
-    held = model()
-    with packed_away(held):
-        assert "process_weights_after_loading" in vars(held["packs"].quant_method)
-    assert not vars(held["packs"].quant_method)
+    worker = Worker(torch.float32)
+    with looking(worker.model, lambda *_: None):
+        assert "process_weights_after_loading" in vars(worker.model["qkv"].quant_method)
+        worker.load(drawn(torch.float32))
+    assert not vars(worker.model["qkv"].quant_method)
+
+
+def test_an_order_is_of_names_only_and_small():
+    worker = Worker(torch.float32)
+    order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
+    kept = [value for rows in order.rows.values() for value in vars(rows).values() if isinstance(value, torch.Tensor)]
+    num_rows = sum(tensor.shape[0] for tensor in drawn(torch.float32).values()) + 64
+    assert sum(tensor.numel() for tensor in kept) == 2 * num_rows
+    assert dataclasses.is_dataclass(order)

@@ -21,6 +21,7 @@ from tests import hf_models
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 512
+PROBE = tuple(range(3, 35))
 # vLLM wants heads of at least 32 on a CPU.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 1024,
@@ -84,7 +85,7 @@ async def publish(engine: Engine, weights: Weights) -> list[float]:
     assert (report.version, report.fingerprint) == (weights.version, weights.fingerprint)
     await engine.commit(report)
     assert await engine.verify() == report
-    probe = await engine.probe()
+    probe = await engine.probe(PROBE)
     await engine.resume()
     return probe
 

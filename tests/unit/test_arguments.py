@@ -12,12 +12,11 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
-from megatron_rl.mcore.backend import backend_of
-from megatron_rl.mcore.flags import generated, spelled, table
+from megatron_rl.mcore.flags import checks, generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
 from tests import recipes
-from tests.command_lines import CPU, DENSE, SPARSE, error, parse
+from tests.command_lines import CPU, DENSE, RUN, SPARSE, error, parse, parse_run
 
 QWEN3 = Architecture(
     family="qwen3",
@@ -26,7 +25,7 @@ QWEN3 = Architecture(
     ffn_hidden_size=128,
     num_attention_heads=8,
     num_query_groups=4,
-    kv_channels=16,
+    kv_channels=32,
     vocab_size=200,
     max_position_embeddings=256,
     rope=Rope(base=1e6),
@@ -53,8 +52,8 @@ def test_a_recipe_in_megatrons_style_parses(name: str) -> None:
         "qwen3_8b": "qwen3",
     }
     assert settings.architecture.family == families_of[name]
-    assert settings.transformer["bf16"] is True
-    assert settings.optimizer["use_distributed_optimizer"] is settings.ddp["use_distributed_optimizer"] is True
+    assert settings.transformer.bf16 is True
+    assert settings.optimizer.use_distributed_optimizer is settings.ddp.use_distributed_optimizer is True
     assert any("--eval-iters" in note or "--log-throughput" in note for note in settings.notes)
 
 
@@ -117,7 +116,7 @@ def test_a_field_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.Monkey
 def test_a_field_that_is_on_is_switched_off_by_no_and_disable() -> None:
     flag = index(table.all_flags())["--disable-clone-scatter-output-in-embedding"]
     assert flag.name == "--no-clone-scatter-output-in-embedding"
-    assert parse(*DENSE, flag.aliases[0]).transformer["clone_scatter_output_in_embedding"] is False
+    assert parse(*DENSE, flag.aliases[0]).transformer.clone_scatter_output_in_embedding is False
 
 
 def test_the_page_of_flags_is_current() -> None:
@@ -127,7 +126,7 @@ def test_the_page_of_flags_is_current() -> None:
 
 def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
-    class PublishConfig:
+    class PublishConfig(config.Subject):
         publish_bucket: typing.Annotated[int, config.Option("Bytes at once.", megatron=False)] = 7
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyP
     class Settings(config.Settings, Subjects):
         pass
 
-    for module in (table, arguments):
+    for module in (table, arguments, checks):
         monkeypatch.setattr(module, "Subjects", Subjects)
     monkeypatch.setattr(arguments, "Settings", Settings)
     # Local names, which type hints cannot find by themselves.
@@ -167,7 +166,7 @@ def test_all_unknown_and_refused_flags_are_named_at_once() -> None:
 
 
 def test_a_flag_said_twice_must_say_the_same() -> None:
-    assert parse(*DENSE, "--lr 1e-6 --lr 0.000001").optimizer["lr"] == 1e-6
+    assert parse(*DENSE, "--lr 1e-6 --lr 0.000001").optimizer.lr == 1e-6
     text = error(*DENSE, "--lr 1e-6 --lr 2e-6")
     assert "--lr 1e-6" in text
     assert "--lr 2e-6" in text
@@ -187,7 +186,9 @@ def test_two_flags_that_set_one_value_must_agree() -> None:
         ("--lr-decay-style cosin", "the nearest is cosine"),
         ("--lr", "--lr: expected one argument"),
         ("--bf16 yes", "unexpected 'yes'"),
-        ("--bf16=yes", "--bf16: ignored explicit argument"),
+        ("--bf16=yes", "unexpected 'yes': --bf16 takes no value"),
+        ("--lr 1 2", "unexpected '2': --lr takes one value; write --lr NUMBER"),
+        ("--moe-layer-freq ([1", "--moe-layer-freq ([1: not a valid value"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq __import__('os'): not a valid value"),
     ],
 )
@@ -197,14 +198,14 @@ def test_a_value_that_does_not_fit_is_an_error_that_says_what_to_write(words: st
 
 def test_flags_without_effect_are_said_once_and_grouped_by_reason() -> None:
     notes = parse(*DENSE, "--data-path 0.5 a 0.5 b --split 1,0,0 --split 1,0,0 --eval-iters 3").notes
-    assert len(notes) == 2
+    assert len(notes) == len(parse(*DENSE).notes) + 2
     assert "--data-path, --split" in notes[0]
     assert "--eval-iters" in notes[1]
 
 
 def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
     words = "--context-parallel-size 1 --mtp-num-layers 0 --moe-router-score-function softmax --lr-warmup-samples 0"
-    assert parse(*DENSE, words).notes == ()
+    assert parse(*DENSE, words).notes == parse(*DENSE).notes
 
 
 @pytest.mark.parametrize(
@@ -239,8 +240,8 @@ def test_what_is_refused_comes_with_a_remedy(words: str, remedy: str) -> None:
 
 def test_context_parallel_ranks_exchange_heads_without_being_told() -> None:
     for words in ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"):
-        assert parse(*DENSE, words).transformer["cp_comm_type"] == "a2a"
-    assert parse(*DENSE, "--cp-comm-type p2p").transformer["cp_comm_type"] == "p2p"
+        assert parse(*DENSE, words).transformer.cp_comm_type == "a2a"
+    assert parse(*DENSE, "--cp-comm-type p2p").transformer.cp_comm_type == "p2p"
 
 
 def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,18 +362,17 @@ def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -
 
 def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwise() -> None:
     transformer = parse(*DENSE).transformer
-    assert transformer["hidden_dropout"] == transformer["attention_dropout"] == 0.0
-    assert transformer["moe_token_dispatcher_type"] == "alltoall"
-    assert "variable_seq_lengths" not in transformer
-    assert parse(*DENSE, "--pipeline-model-parallel-size 2").transformer["variable_seq_lengths"] is True
+    assert transformer.hidden_dropout == transformer.attention_dropout == 0.0
+    assert transformer.moe_token_dispatcher_type == "alltoall"
+    assert transformer.variable_seq_lengths is True
 
 
 def test_values_keep_the_type_of_their_field() -> None:
     assert index(table.all_flags())["--exp-avg-dtype"].value(["bf16"]) is torch.bfloat16
-    assert parse(*DENSE, "--attention-backend flash").transformer["attention_backend"].name == "flash"
+    assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
-    assert sparse.transformer["moe_aux_loss_coeff"] == 0.01
-    assert sparse.transformer["moe_layer_freq"] == [1] * 8
+    assert sparse.transformer.moe_aux_loss_coeff == 0.01
+    assert sparse.transformer.moe_layer_freq == [1] * 8
 
 
 @pytest.mark.parametrize(
@@ -380,21 +380,20 @@ def test_values_keep_the_type_of_their_field() -> None:
 )
 def test_virtual_stages_overlap_communication_and_keep_their_outputs(words: str) -> None:
     transformer = parse(*DENSE, "--pipeline-model-parallel-size 2", words).transformer
-    assert transformer["virtual_pipeline_model_parallel_size"] == 2
-    assert transformer["overlap_p2p_comm"] is True
-    assert transformer["batch_p2p_comm"] is False
-    frees_too_early = tuple(int(part) for part in generated.installed_version().split(".")[:2]) < (0, 19)
-    assert transformer["deallocate_pipeline_outputs"] is not frees_too_early
+    assert transformer.virtual_pipeline_model_parallel_size == 2
+    assert transformer.overlap_p2p_comm is True
+    assert transformer.batch_p2p_comm is False
+    assert transformer.deallocate_pipeline_outputs is False
 
 
 def test_as_many_layers_in_a_virtual_stage_as_in_a_stage_means_none() -> None:
     words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
-    assert "virtual_pipeline_model_parallel_size" not in parse(*DENSE, words).transformer
+    assert parse(*DENSE, words).transformer.virtual_pipeline_model_parallel_size is None
 
 
 def test_sequence_parallelism_on_one_rank_is_switched_off_and_said() -> None:
     settings = parse(*DENSE, "--sequence-parallel")
-    assert settings.transformer["sequence_parallel"] is False
+    assert settings.transformer.sequence_parallel is False
     assert any("--sequence-parallel" in note for note in settings.notes)
 
 
@@ -402,24 +401,24 @@ def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
     notes = parse(*SPARSE, "--moe-grouped-gemm --transformer-impl transformer_engine --distributed-backend nccl").notes
     assert any("--moe-grouped-gemm" in note for note in notes)
     assert any("--transformer-impl" in note for note in notes)
-    assert any("--distributed-backend nccl" in note for note in notes)
+    assert any("--distributed-backend (each platform has one" in note for note in notes)
 
 
 def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
-    assert parse(*DENSE, "--bf16").ddp["grad_reduce_in_fp32"] is True
-    assert parse(*DENSE, "--fp16").ddp["grad_reduce_in_fp32"] is True
-    assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp["grad_reduce_in_fp32"] is False
+    assert parse(*DENSE, "--bf16").ddp.grad_reduce_in_fp32 is True
+    assert parse(*DENSE, "--fp16").ddp.grad_reduce_in_fp32 is True
+    assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp.grad_reduce_in_fp32 is False
 
 
 def test_an_attention_that_cannot_run_is_refused() -> None:
-    assert backend_of(parse(*DENSE)).name == "merge"
-    assert backend_of(parse(*DENSE, "--window-size 15,0")).name == "gather"
+    assert parse(*DENSE).attention.backend == "merge"
+    assert parse(*DENSE, "--window-size 15,0").attention.backend == "gather"
     assert "write gather, or auto" in error(*DENSE, "--window-size 15,0 --shared-prompt-backend merge")
 
 
 def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Path) -> None:
     text = describe.print_config(
-        parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--lr 1e-6 --bf16 --split 1 --hidden-dropout 0")
+        parse_run(*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN, "--bf16 --split 1 --hidden-dropout 0")
     )
     rows = [re.split(r"\s+[=#]\s+", line) for line in text.splitlines()]
     lines = {row[0]: row[1:] for row in rows}
@@ -430,14 +429,21 @@ def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Pat
     assert lines["attention_dropout"] == ["0", "default of this package"]
     assert lines["apply_rope_fusion"] == ["False", "platform cpu"]
     assert lines["params_dtype"][0] == "bfloat16"
+    assert lines["moe_token_dispatcher_type"] == ["alltoall", "default of this package"]
+    assert lines["variable_seq_lengths"] == ["True", "packed groups differ in length"]
+    assert lines["num_replicas"] == ["1", "the ranks of the launcher"]
+    assert lines["longest_prompt"][0] == "64"
     assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
     assert "note: without effect here: --split" in text
 
 
-def test_a_command_line_can_be_checked_without_running_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert arguments.main(list(DENSE)) == ExitCode.OK
+def test_a_command_line_can_be_checked_without_running_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
+    assert arguments.main(words) == ExitCode.OK
     assert capsys.readouterr().out.startswith("platform = cpu")
-    assert arguments.main([*DENSE, "--nonsense"]) == ExitCode.USAGE
+    assert arguments.main([*words, "--nonsense"]) == ExitCode.USAGE
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")

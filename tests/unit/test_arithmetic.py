@@ -93,6 +93,7 @@ def test_careless_solutions_forget_carries_and_do_nothing_else_wrong(sets: task.
             assert all((int(digit) - column) % 10 in (0, 1) for digit, column in zip(solution, columns, strict=False))
 
 
+@pytest.mark.each_change
 def test_warm_up_lowers_the_loss_and_is_the_same_for_the_same_seed(sets: task.Split) -> None:
     recipe = warm_up.Recipe(num_steps=20, batch_size=32, num_ramp_steps=1, steps_between_checks=10)
     models = [tiny.draw(3), tiny.draw(3)]
@@ -104,6 +105,7 @@ def test_warm_up_lowers_the_loss_and_is_the_same_for_the_same_seed(sets: task.Sp
     assert after < before - 0.5
 
 
+@pytest.mark.each_change
 def test_accuracy_is_that_of_the_most_likely_responses(sets: task.Split) -> None:
     """Of a model that is right about some problems and wrong about others, checked against generation."""
     model = tiny.draw(0)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.rollout.append_file import FileInUse
-from megatron_rl.rollout.audit import FIRST_PREV, AuditBroken, AuditLog, hash_of_line
+from megatron_rl.rollout.audit import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_of_line
 from megatron_rl.rollout.audit_chain import BreachName
 from megatron_rl.rollout.audit_check import Report, verify
-from megatron_rl.rollout.wire import Plan, Submission
+from megatron_rl.rollout.wire import Mismatch, Plan, Submission
 from megatron_rl.sidecar.iteration import Iteration
 from tests.killing import kill_while_appending
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
@@ -36,10 +37,15 @@ STRUCTURAL = {
 }
 
 
+def held(engine: str, version: int, fingerprint: str, mean: float = 1e-6) -> EngineReport:
+    probe = ProbeRecord(mean=mean, largest=4 * mean, bound=1e-3)
+    return EngineReport(engine=engine, version=version, fingerprint=fingerprint, compared=9, parameters=9, probe=probe)
+
+
 def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> None:
     """All of an iteration, its groups finished in this order, as the service writes it down."""
     version, plan = submission.version, submission.plan
-    log.publish(version, submission.fingerprint, [(engine, version, submission.fingerprint) for engine in ENGINES])
+    log.publish(version, submission.fingerprint, [held(engine, version, submission.fingerprint) for engine in ENGINES])
     log.submit(submission)
     iteration = Iteration(submission, lambda group: log.group(version, group), lambda claim: log.claim(version, claim))
     slots = itertools.product(range(plan.num_replicas), range(iteration.division.slots_per_replica))
@@ -203,6 +209,11 @@ def _no_finish_reason(events: Lines) -> Lines:
     return events
 
 
+def _far_probe(events: Lines) -> Lines:
+    find(events, "publish")["engines"][1]["probe"]["mean"] = 0.2
+    return events
+
+
 def _other_engine_report(events: Lines) -> Lines:
     find(events, "publish")["engines"][1]["fingerprint"] = "e" * 64
     return events
@@ -230,6 +241,7 @@ FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
     (BreachName.UNKNOWN_ENGINE, _set_response(engine="engine-9")),
     (BreachName.UNKNOWN_ENGINE, _set("publish", 1, engines=[])),
     (BreachName.ENGINE_DIFFERS, _other_engine_report),
+    (BreachName.PROBE_DIFFERS, _far_probe),
     (BreachName.CLAIMED_TWICE, _set("claim", 1, prompts=[1])),
     (BreachName.SLOT_CLAIMED_TWICE, _repeat("claim")),
     (BreachName.CLAIM_OUTSIDE, _set("claim", 1, version=9)),
@@ -259,6 +271,35 @@ def test_each_contradiction_is_caught_by_its_name_even_if_the_chain_was_forged_a
     assert name in names(report), report.breaches
     assert BreachName.HEAD_NOT_FOUND in names(report)
     assert not names(report) & (STRUCTURAL - {BreachName.UNREADABLE_LINE})
+
+
+def test_an_engine_proved_wrong_and_tokens_of_another_policy_are_breaches(path: Path) -> None:
+    with AuditLog(path, "run") as log:
+        submission = make_submission(make_plan(num_prompts=2))
+        run_iteration(log, submission, [0, 1])
+        log.not_proven(4, FINGERPRINT, "engine-1", "engine engine-1: 1 tensors are held with other numbers")
+    assert names(verify(path)) == {BreachName.NOT_PROVEN}
+    path.unlink()
+    for mean, bound, found in (
+        (1e-6, 5e-3, set()),
+        (0.2, None, set()),
+        (0.2, 5e-3, {BreachName.MISMATCH}),
+        (math.nan, 5e-3, {BreachName.MISMATCH}),
+    ):
+        with AuditLog(path, "run") as log:
+            log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
+            log.submit(submission)
+            log.mismatch(3, Mismatch(mean=mean, largest=4 * mean, bound=bound))
+        assert names(verify(path)) == found
+        path.unlink()
+
+
+def test_it_is_counted_how_what_engines_hold_was_proved(path: Path) -> None:
+    other = EngineReport(engine="engine-2", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
+    with AuditLog(path, "run") as log:
+        log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT, 2e-5), held("engine-1", 3, FINGERPRINT), other])
+    proofs = verify(path).proofs
+    assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
 
 
 def test_a_consistent_forgery_is_caught_by_the_head_alone(path: Path) -> None:
@@ -315,22 +356,22 @@ def test_a_log_goes_on_after_a_restart_and_an_attempt_begins_anew(path: Path) ->
     submission = make_submission(make_plan(num_prompts=2))
     group = make_group(submission, 1)
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [("engine-0", 3, FINGERPRINT)])
+        log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
         log.submit(submission)
         log.group(3, group)
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [("engine-1", 3, FINGERPRINT)])
+        log.publish(3, FINGERPRINT, [held("engine-1", 3, FINGERPRINT)])
         log.submit(submission)
         iteration = Iteration(submission, record_claim=lambda claim: log.claim(3, claim))
         log.group(3, group, is_restored=True)
         iteration.restore([group], [])
-        log.publish(3, FINGERPRINT, [("engine-2", 3, FINGERPRINT)])
+        log.publish(3, FINGERPRINT, [held("engine-2", 3, FINGERPRINT)])
         log.group(3, make_group(submission, 0, engine="engine-2"))
         iteration.finished(make_group(submission, 0))
         assert iteration.claim(0, 0)
         assert iteration.claim(1, 0)
         log.complete(3, 2, 8)
-        log.publish(4, FINGERPRINT, [("engine-0", 4, FINGERPRINT)])
+        log.publish(4, FINGERPRINT, [held("engine-0", 4, FINGERPRINT)])
         log.submit(make_submission(make_plan(num_prompts=2), version=4))
         log.fail(4, "x" * 1000)
     report = verify(path)

@@ -18,6 +18,7 @@ from megatron_rl.rollout.audit_samples import choose, kept
 from megatron_rl.rollout.seeds import group_seed
 from megatron_rl.sidecar.engine import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
+from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder
 from tests import hf_models
 
@@ -98,7 +99,7 @@ def record(
     for version in versions:
         fingerprint = checkpoints.fingerprints[version]
         weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
-        recorder.published(weights, [(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
+        recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
         prompts = [
             wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
             for index in range(num_prompts)
@@ -161,6 +162,7 @@ def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name
         assert re.search(r"log-probs not of these weights: .* of version 5 \(engine engine-1\).* beyond 0.001", line)
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize("noise", [0.0, 1e-4])
 def test_old_weights_are_found_out_though_a_step_changes_less_than_the_bound(tmp_path, noise: float, capsys) -> None:
     folder = tmp_path / "checkpoints"

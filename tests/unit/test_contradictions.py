@@ -16,7 +16,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
             "there are 0 layers for 1 stages",
         ),
-        ("--decoder-last-pipeline-num-layers 2", "need more stages than one"),
+        ("--decoder-last-pipeline-num-layers 2", "needs more stages than one"),
         ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need --pipeline-model-parallel-size"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
@@ -43,13 +43,19 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--expert-tensor-parallel-size 2", "needs a model with experts"),
         ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0.01 needs a model with experts"),
         ("--moe-z-loss-coeff 0.01", "--moe-z-loss-coeff 0.01 needs a model with experts"),
+        ("--overlap-p2p-communication-warmup-flush", "needs virtual pipeline stages"),
+        ("--moe-router-topk 2", "--moe-router-topk 2 has no effect without --num-experts"),
+        ("--rotary-scaling-factor 4", "--rotary-scaling-factor 4 has no effect without --position-embedding-type yarn"),
+        ("--recompute-granularity selective --recompute-modules moe", "--recompute-modules moe: the model has nothing"),
+        ("--recompute-modules core_attn", "is for --recompute-granularity selective only"),
+        ("--use-nccl-ub", "--use-nccl-ub registers buffers with NCCL"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
         ("--fp32-residual-connection", "the local layers compute in the parameters' dtype"),
         ("--grad-reduce-in-bf16", "needs --bf16"),
         ("--seq-length 129", "above the model's longest sequence, 128"),
         ("--recompute-granularity full", "needs --recompute-method"),
         ("--recompute-method uniform", "is for --recompute-granularity full only"),
-        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers is for"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1 is for"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--overlap-param-gather --use-distributed-optimizer", "needs --overlap-grad-reduce"),
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
@@ -67,16 +73,16 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--ckpt-step 3", "--ckpt-step needs --load"),
         (
             "--rollout-endpoint localhost:8000",
-            "--rollout-endpoint localhost:8000 is no address: write http://HOST:PORT",
+            "--rollout-endpoint localhost:8000 must be an address: write http://HOST:PORT",
         ),
-        ("--rollout-endpoint 127.0.0.1:8000", "127.0.0.1:8000 is no address: write http://HOST:PORT"),
-        ("--rollout-endpoint http://", "http:// is no address: write http://HOST:PORT"),
-        ("--rollout-endpoint http://host:port", "http://host:port is no address: write http://HOST:PORT"),
-        ("--rollout-endpoint http://host:99999", "http://host:99999 is no address: write http://HOST:PORT"),
-        ("--rollout-endpoint http://host:0", "http://host:0 is no address: write http://HOST:PORT"),
+        ("--rollout-endpoint 127.0.0.1:8000", "127.0.0.1:8000 must be an address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://", "http:// must be an address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:port", "http://host:port must be an address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:99999", "http://host:99999 must be an address: write http://HOST:PORT"),
+        ("--rollout-endpoint http://host:0", "http://host:0 must be an address: write http://HOST:PORT"),
         ("--save-keep-last 0", "--save-keep-last 0 is below 1"),
         ("--optimizer sgd --use-distributed-optimizer", "--use-distributed-optimizer shards Adam only"),
-        ("--lr -0.001", "--lr -0.001 is no rate to learn at"),
+        ("--lr -0.001", "--lr -0.001 must be a finite number of 0 or more"),
         ("--lr 1 --lr-warmup-init 2", "--lr-warmup-init 2 is not between 0 and --lr 1"),
         ("--lr-warmup-iters -3", "--lr-warmup-iters -3 is below 0"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0 is below 1"),
@@ -107,11 +113,11 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--rl-importance-sampling-truncation-coef 2 bounds weights that there are with "
             "--rl-inference-logprobs-is-correction only: add it",
         ),
-        ("--rollout-start-minutes 0", "--rollout-start-minutes 0 is no time that can pass"),
-        ("--rollout-deadline-minutes -1", "--rollout-deadline-minutes -1 is no time that can pass"),
-        ("--rollout-patience-seconds 0", "--rollout-patience-seconds 0 is no time that can pass"),
-        ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf is no time that can pass"),
-        ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 is no time that can pass"),
+        ("--rollout-start-minutes 0", "--rollout-start-minutes 0 must be a finite duration above 0"),
+        ("--rollout-deadline-minutes -1", "--rollout-deadline-minutes -1 must be a finite duration above 0"),
+        ("--rollout-patience-seconds 0", "--rollout-patience-seconds 0 must be a finite duration above 0"),
+        ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf must be a finite duration above 0"),
+        ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 must be a finite duration above 0"),
         ("--exit-grace-seconds -5", "--exit-grace-seconds -5 is below 0"),
         ("--save out --save-hf ./out", "--save and --save-hf are both out"),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
@@ -137,10 +143,11 @@ def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: s
         ),
         ("--expert-tensor-parallel-size 5", "does not divide the 48 columns of an expert"),
         (
-            "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
-            "write --moe-token-dispatcher-type alltoall",
+            "--moe-token-dispatcher-type allgather",
+            "packed groups differ in length, and alltoall alone takes them here; write alltoall",
         ),
-        ("--moe-token-dispatcher-type flex", "write alltoall on the platform cpu"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is not supported"),
+        ("--moe-enable-deepep", "--moe-enable-deepep is refused: packed groups differ in length"),
         ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
         ("--moe-layer-freq ([0]+[1]*7)", "all layers have experts or none has"),
         ("--moe-aux-loss-coeff -0.01", "--moe-aux-loss-coeff -0.01 weighs a loss that is to become smaller"),
@@ -198,6 +205,10 @@ def test_without_a_launcher_the_number_of_ranks_is_not_checked() -> None:
     assert parse(*DENSE, "--tensor-model-parallel-size 4 --global-batch-size 7").training.global_batch_size == 7
 
 
-def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags() -> None:
-    text = error(*DENSE, "--overlap-p2p-communication-warmup-flush")
-    assert text.startswith(f"megatron-core {generated.installed_version()} refuses the transformer configuration")
+def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("a wing too many")
+
+    monkeypatch.setattr(generated.configs()["transformer"], "__post_init__", refuse)
+    version = generated.installed_version()
+    assert error(*DENSE) == f"megatron-core {version} refuses the transformer configuration: a wing too many"

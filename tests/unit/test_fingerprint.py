@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.weights.fingerprint import NUM_LANES, checksum, digest, fingerprint
+from megatron_rl.weights.fingerprint import NUM_LANES, digest, digests_by_row, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from megatron_rl.weights.shards import Digests
 
@@ -65,39 +65,23 @@ def test_vectors_and_large_rows_are_digested_in_blocks_without_a_difference() ->
     assert torch.equal(digest(wide), digest(wide[:1]) + digest(wide[1:], 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (64, 1024), (3, 33, 129)])
-def test_a_checksum_tells_any_one_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randn(shape).to(dtype)
-    before = checksum(tensor)
-    assert torch.equal(before, checksum(tensor.clone()))
-    bytes_B = tensor.view(-1).view(torch.uint8)
-    for place in {0, bytes_B.numel() // 2, bytes_B.numel() - 1}:
-        for bit in (1, 128):
-            bytes_B[place] ^= bit
-            assert not torch.equal(checksum(tensor), before)
-            bytes_B[place] ^= bit
-    assert torch.equal(checksum(tensor), before)
-
-
-def test_a_checksum_tells_small_updates_that_add_up_to_nothing() -> None:
-    """Elements exchanged, and as many steps up as down, anywhere in the tensor."""
-    tensor = torch.randn(64, 1024).to(torch.bfloat16)
-    before, bits = checksum(tensor), tensor.view(-1).view(torch.int16)
-    for seed in range(100):
-        up, down, *others = torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(seed))[:6].tolist()
-        changed = tensor.clone().view(-1).view(torch.int16)
-        changed[up] += 1
-        changed[down] -= 1
-        changed[others] = changed[others[::-1]]
-        assert not torch.equal(checksum(changed.view(torch.bfloat16).view_as(tensor)), before)
-
-
-def test_a_checksum_is_of_the_elements_wherever_they_lie() -> None:
-    tensor = torch.randn(40, 1025).to(torch.bfloat16)
-    part = tensor.view(-1)[3 : 3 + 1024 * 9]
-    assert torch.equal(checksum(part), checksum(part.clone()))
-    assert torch.equal(checksum(tensor[:, :5]), checksum(tensor[:, :5].clone()))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=6), st.integers(0, 5), st.data())
+def test_slices_under_each_other_are_digested_as_each_alone(parts: list[tuple[int, int]], column: int, data) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    slices = [torch.randn(count, 7).to(dtype) for _, count in parts]
+    padding = torch.zeros(3, 7, dtype=dtype)
+    rows = [torch.arange(first, first + count) for first, count in parts]
+    numbers = [torch.full((count,), number) for number, (_, count) in enumerate(parts)]
+    found = digests_by_row(
+        torch.cat([*slices, padding]),
+        column,
+        torch.cat([*rows, torch.zeros(3, dtype=torch.int64)]),
+        max(first + count for first, count in parts),
+        torch.cat([*numbers, torch.full((3,), len(parts))]),
+        len(parts),
+    )
+    alone = [digest(part, first, column) for part, (first, _) in zip(slices, parts, strict=True)]
+    assert torch.equal(found, torch.stack(alone))
 
 
 def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -> None:

@@ -15,6 +15,8 @@ from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backend import Backend
 from tests.processes import ROOT, run_python
 
+pytestmark = pytest.mark.each_change
+
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 

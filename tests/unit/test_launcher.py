@@ -59,7 +59,7 @@ def started(config: ServerConfig, folder: Path, packages: Path):
     return LocalLauncher().start(dataclasses.replace(start, environment={**start.environment, "PYTHONPATH": path}))
 
 
-def pids(handle, seconds: float = 20) -> list[int]:
+def pids(handle, seconds: float = 60) -> list[int]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for line in handle.log_lines():
@@ -69,7 +69,7 @@ def pids(handle, seconds: float = 20) -> list[int]:
     raise AssertionError(handle.log_lines())
 
 
-def gone(members: list[int], seconds: float) -> bool:
+def gone(members: list[int], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while any(is_running(pid) for pid in members) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -91,10 +91,10 @@ def test_whichever_process_is_killed_those_below_it_end(fake_vllm, method, victi
         members = pids(handle)
         assert all(is_running(pid) for pid in members)
         os.kill(members[victim], signal.SIGKILL)
-        assert gone(members[victim:], 5)
+        assert gone(members[victim:])
     finally:
         handle.kill()
-    assert gone(members, 5)
+    assert gone(members)
     assert "SIGKILL" in handle.poll()
 
 
@@ -115,13 +115,13 @@ def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
         members = [int(pid) for pid in starter.stdout.readline().split()]
         assert len(members) == 3
         starter.kill()
-    assert gone(members, 5)
+    assert gone(members)
 
 
 def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
     command = (sys.executable, "-c", "print('first'); raise SystemExit('no such model')")
     handle = LocalLauncher().start(ProcessSpec("engine-0", command, dict(os.environ), tmp_path / "log", "/nowhere"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while handle.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     handle.kill()

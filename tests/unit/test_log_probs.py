@@ -208,6 +208,7 @@ def test_a_temperature_must_be_above_0() -> None:
         output_log_probs(hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, VocabularyShard(0, REAL), 0)
 
 
+@pytest.mark.each_change
 def test_no_array_of_all_logits_exists_in_either_direction() -> None:
     printed = run_python("""
         from benchmarks.log_probs_memory import Shape, peak_over_logits

@@ -7,19 +7,40 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import ModelConfig, Subjects, TrainingConfig
+from megatron_rl.config import ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.training.plan import check_folders, run_folder, shared_folder, sizes_of
+from megatron_rl.types import Architecture
+
+ARCHITECTURE = Architecture(
+    family="llama", num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4,
+    kv_channels=16, vocab_size=100, max_position_embeddings=128,
+)  # fmt: skip
+
+DIVIDED = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "microbatch_group_size_per_vp_stage": None,
+}
 
 
-def settings(**changes: Any) -> SimpleNamespace:
+def settings(transformer: dict[str, Any] | None = None, lr: float | None = 1e-6, **changes: Any) -> Settings:
     """A run that can be; a change names subject and field, as algorithm__group_size."""
     made = Subjects(
         model=ModelConfig(hf_model=Path("model")),
         training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),
     )
     made = _with(made, {"algorithm__prompts_per_step": 8, "sampling__max_tokens": 32, **changes})
-    return SimpleNamespace(**vars(made), transformer={}, optimizer={"lr": 1e-6})
+    config = SimpleNamespace(**DIVIDED | (transformer or {}))
+    return Settings(
+        **vars(made), platform="cpu", world_size=None, architecture=ARCHITECTURE,
+        transformer=config, optimizer=SimpleNamespace(lr=lr), ddp=None, sources={},
+    )  # fmt: skip
 
 
 def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
@@ -61,12 +82,10 @@ def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
 
 
 def test_what_pads_a_micro_batch_counts() -> None:
-    made = settings()
-    assert sizes_of(made, 1).largest_micro_batch == 352
-    made.transformer = {"tensor_model_parallel_size": 4, "context_parallel_size": 3}
-    assert sizes_of(made, 1).largest_micro_batch == 354
-    made.transformer["sequence_parallel"] = True
-    assert sizes_of(made, 1).largest_micro_batch == 360
+    divided = {"tensor_model_parallel_size": 4, "context_parallel_size": 3}
+    assert sizes_of(settings(), 1).largest_micro_batch == 352
+    assert sizes_of(settings(divided), 1).largest_micro_batch == 354
+    assert sizes_of(settings(divided | {"sequence_parallel": True}), 1).largest_micro_batch == 360
 
 
 @pytest.mark.parametrize(
@@ -94,7 +113,7 @@ def test_what_pads_a_micro_batch_counts() -> None:
         ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference is of.*--grpo-kl-beta"),
         (
             {"algorithm__kl_beta": 0.1, "algorithm__ref_model": Path("nowhere")},
-            "--grpo-ref-model nowhere is no folder",
+            "--grpo-ref-model nowhere must be a folder",
         ),
         ({"schedule__lr_warmup_iters": 1}, "--lr-warmup-iters 1 is not below the 1 updates of the decay"),
         (
@@ -118,15 +137,13 @@ def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
 
 
 def test_a_run_without_a_learning_rate_is_an_error_before_anything_starts():
-    made = settings()
-    made.optimizer = {}
     with pytest.raises(UsageError, match="--lr is missing"):
-        sizes_of(made, 2)
+        sizes_of(settings(lr=None), 2)
 
 
 def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():
-    made = settings(training__micro_batch_size=16)
-    made.transformer = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    divided = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    made = settings(divided, training__micro_batch_size=16)
     assert sizes_of(made, 2).division.slots_per_update == 2
     with pytest.raises(UsageError, match="1 micro-batches an update do not fill"):
         sizes_of(made, 4)

@@ -41,6 +41,7 @@ def test_a_torch_npu_that_does_not_load_is_said_and_passed_over(monkeypatch, cap
     assert "does not load" in caplog.text
 
 
+@pytest.mark.each_change
 def test_installing_after_megatron_was_imported_is_an_error_that_says_what_to_do():
     output = run_python(
         """
@@ -57,6 +58,7 @@ def test_installing_after_megatron_was_imported_is_an_error_that_says_what_to_do
     assert "select('cpu').install()" in output
 
 
+@pytest.mark.each_change
 def test_installing_twice_does_nothing_and_changing_the_platform_is_an_error():
     output = run_python(
         """
@@ -80,6 +82,7 @@ def test_installing_twice_does_nothing_and_changing_the_platform_is_an_error():
     assert "already set up for the platform 'cpu'" in output
 
 
+@pytest.mark.each_change
 def test_the_cpu_platform_leaves_torch_as_it_is_for_code_that_is_not_megatrons():
     run_python(
         """
@@ -139,6 +142,7 @@ def test_megatron_finds_the_host_under_the_name_of_cuda():
     )
 
 
+@pytest.mark.each_change
 def test_a_fork_of_the_random_numbers_restores_them_and_warns_of_nothing():
     output = run_python(
         """

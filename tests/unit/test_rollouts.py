@@ -35,9 +35,7 @@ def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_
         events.append("agreed")
         return action()
 
-    client = types.SimpleNamespace(
-        submit=lambda _: events.append("submitted"), slot=lambda *_: events.append("asked"), complete=lambda _: "head"
-    )
+    client = types.SimpleNamespace(submit=lambda _: events.append("submitted"), slot=lambda *_: events.append("asked"))
     with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
         slots._fetch(0)
     assert events == expected

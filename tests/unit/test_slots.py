@@ -61,7 +61,7 @@ def slots_of(fetch, **options) -> IterationSlots:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -9,7 +9,6 @@ USED = {
     "tensor_model_parallel_size": "Ranks that each layer is split over.",
     "pipeline_model_parallel_size": "Stages that the layers are split into.",
     "context_parallel_size": "Ranks that a pack's rows are split over; attention's heads, while it computes.",
-    "pipeline_model_parallel_comm_backend": "The backend between pipeline stages, if not that of everything else.",
     "sequence_parallel": "Split norms and residuals over the tensor-parallel ranks too, by tokens.",
     "expert_model_parallel_size": "Ranks that experts are spread over.",
     "expert_tensor_parallel_size": "Ranks that each expert is split over; the tensor-parallel size if not given.",
@@ -17,14 +16,8 @@ USED = {
     "overlap_p2p_comm_warmup_flush": "Overlap pipeline communication at the start and end of the schedule too.",
     "account_for_embedding_in_pipeline_split": "Count the embedding as a layer when splitting into stages.",
     "account_for_loss_in_pipeline_split": "Count the output layer as a layer when splitting into stages.",
-    "perform_initialization": "Do not draw first weights; for those that are loaded.",
-    "use_cpu_initialization": "Draw first weights on the host.",
-    "init_method_std": "The standard deviation of first weights, where none are loaded.",
-    "embedding_init_method_std": "The standard deviation of the embedding's first weights, if it is to be another.",
     "deterministic_mode": "Choose kernels that give the same bits each time.",
     "disable_bf16_reduced_precision_matmul": "Do not let matrix products of bfloat16 accumulate in bfloat16.",
-    "attention_backend": "Which attention TransformerEngine takes.",
-    "flash_attention_version": "Which flash-attention TransformerEngine takes.",
     "use_te_activation_func": "Take TransformerEngine's activation.",
     "transformer_impl": "Whose layers the model is built of; local where TransformerEngine is not installed.",
     "clone_scatter_output_in_embedding": "Keep the embedding's output whole in memory with sequence parallelism.",
@@ -37,11 +30,6 @@ USED = {
     "moe_grouped_gemm": "Compute the experts of a rank in one call, where there is a kernel for it.",
     "moe_z_loss_coeff": "The weight of the router's z-loss.",
     "moe_token_dispatcher_type": "How tokens reach their experts.",
-    "moe_enable_deepep": "Dispatch with DeepEP.",
-    "moe_flex_dispatcher_backend": "What the flex dispatcher runs on.",
-    "moe_flex_dispatcher_num_sms": "Multiprocessors that the flex dispatcher may use.",
-    "moe_deepep_num_sms": "Multiprocessors that DeepEP may use.",
-    "moe_hybridep_num_sms": "Multiprocessors that HybridEP may use.",
     "moe_layer_recompute": "The older spelling of `--recompute-granularity selective --recompute-modules moe`.",
     "moe_permute_fusion": "Permute tokens with one kernel, where there is one.",
     "moe_router_fusion": "Route with one kernel, where there is one.",
@@ -140,6 +128,7 @@ _ONE_CONTEXT = (
 )
 _NO_OVERLAP = "its buffers are made for one sequence length, and packed groups differ in length; drop the flag"
 _NOT_TRAINED = "the policy would not be the one that the engines sample from; drop the flag"
+_ALLTOALL = "packed groups differ in length, and alltoall alone takes them here"
 _NOT_KNOWN = "it has not been shown to keep log-probs and exported weights right; drop the flag"
 
 # Patterns of fields, the first that matches counts.
@@ -199,6 +188,7 @@ REFUSED = {
     "symmetric_ar_type": _NO_INFERENCE,
     "*_for_prefill": _NO_INFERENCE,
     "*_for_cuda_graph_inference": _NO_INFERENCE,
+    "moe_enable_deepep": f"{_ALLTOALL}; drop the flag",
     "moe_use_legacy_grouped_gemm": "megatron-core has given it up; write --moe-grouped-gemm",
     "moe_extended_tp": "megatron-core has given it up; write --expert-tensor-parallel-size",
     "*": _NOT_KNOWN,
@@ -209,15 +199,30 @@ ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
     "hidden_dropout": ((0.0,), f"with dropout {_NOT_TRAINED}"),
     "attention_dropout": ((0.0,), f"with dropout {_NOT_TRAINED}"),
     "normalization": (("RMSNorm",), "every supported model has RMSNorm; write --normalization RMSNorm"),
+    "moe_token_dispatcher_type": (("alltoall",), f"{_ALLTOALL}; write alltoall"),
     "optimizer": (("adam", "sgd"), "the state of others cannot be resharded here; write --optimizer adam"),
     "transformer_impl": (("local", "transformer_engine"), f"inference_optimized: {_NO_INFERENCE}"),
 }
 
 # Fields whose flag does not change anything here.
+_OWN_ATTENTION = "attention is shared-prompt attention, which --shared-prompt-backend chooses"
+_LOADED = "weights are those of --hf-model or --load: none are drawn"
+_OWN_METRICS = "metrics are those of this package"
 IGNORED = {
     "cross_entropy_loss_fusion": "log-probs are computed by an operation of this package",
     "cross_entropy_fusion_impl": "log-probs are computed by an operation of this package",
-    "log_max_attention_logit": "metrics are those of this package",
-    "moe_per_layer_logging": "metrics are those of this package",
-    "barrier_with_L1_time": "metrics are those of this package",
+    "log_max_attention_logit": _OWN_METRICS,
+    "moe_per_layer_logging": _OWN_METRICS,
+    "barrier_with_L1_time": _OWN_METRICS,
+    "attention_backend": _OWN_ATTENTION,
+    "flash_attention_version": _OWN_ATTENTION,
+    "perform_initialization": _LOADED,
+    "use_cpu_initialization": _LOADED,
+    "init_method_std": _LOADED,
+    "embedding_init_method_std": _LOADED,
+    "pipeline_model_parallel_comm_backend": "each platform has one backend of collectives",
+    "moe_flex_dispatcher_backend": _ALLTOALL,
+    "moe_flex_dispatcher_num_sms": _ALLTOALL,
+    "moe_deepep_num_sms": _ALLTOALL,
+    "moe_hybridep_num_sms": _ALLTOALL,
 }

@@ -61,7 +61,15 @@ IGNORED = {
         --no-use-layer-wise-param-layout --data-parallel-sharding-strategy= --outer-dp-sharding-strategy=
         --suggested-communication-unit-size= --torch-fsdp2-no-reshard-after-forward --rerun-mode=
         --error-injection-rate= --error-injection-type= --decrease-batch-size-if-needed --no-align-grad-reduce
-        --disable-align-grad-reduce""",
+        --disable-align-grad-reduce --no-gradient-reduce-div-fusion""",
+    "attention is shared-prompt attention, which --shared-prompt-backend chooses": """
+        --attention-softmax-in-fp32 --no-masked-softmax-fusion""",
+    "norms are those of this package, or TransformerEngine's": """
+        --no-persist-layer-norm""",
+    "the norm of the reduced gradients is checked in each update": """
+        --no-check-for-nan-in-loss-and-grad""",
+    "each platform has one backend of collectives": """
+        --distributed-backend=""",
     "the loop here takes care of it, or the defaults of Megatron-core hold": """
         --manual-gc --manual-gc-interval= --empty-unused-memory-level= --train-sync-interval=
         --check-weight-hash-across-dp-replicas-interval= --gpu-sniff-test-interval= --disable-jit-fuser

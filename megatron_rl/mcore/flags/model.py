@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UsageError
 from megatron_rl.flags import text_of
 from megatron_rl.mcore.flags.given import Given
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
@@ -23,36 +22,50 @@ REQUIRED = {
 # Megatron's llama3 scaling has these built in.
 _LLAMA3 = Rope(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 _YARN = Rope(kind=RopeKind.YARN, original_max_positions=4096)
+_OF_YARN = ("original_max_positions", "beta_fast", "beta_slow", "truncate")
+# A factor has a flag for each kind of scaling.
+_FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_factor": RopeKind.YARN}
 
 
-def from_folder(folder: Path, given: Mapping[str, Given]) -> Architecture:
-    """The architecture that the folder holds; a flag that says otherwise is an error naming both."""
+def from_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
+    """The architecture that the folder holds, and each flag that says otherwise, with what it contradicts."""
     architecture = families.read_architecture(folder)
-    for path, said in _statements(given).items():
-        actual = _at(architecture, path)
-        if actual != said.value:
-            raise UsageError(
-                f"{said.source} contradicts {_key(architecture, path)} = {_text(actual)} in {folder / 'config.json'}: "
-                "drop the flag"
-            )
-    return architecture
+    said = _statements(given)
+    for name, kind in _FACTORS.items():
+        if name in given and architecture.rope.kind is kind:
+            said["rope.factor"] = given[name]
+        elif name in given and given[name].value != 1 and "rope.kind" not in said:
+            said["rope.kind"] = dataclasses.replace(given[name], value=kind)
+    return architecture, [
+        f"{item.source} contradicts {_key(architecture, path)} = {_text(_at(architecture, path))} in "
+        f"{folder / 'config.json'}: drop the flag"
+        for path, item in said.items()
+        if _at(architecture, path) != item.value
+    ]
 
 
-def from_flags(given: Mapping[str, Given]) -> Architecture:
-    """The architecture that Megatron's flags describe, what they leave out being as in Megatron's scripts."""
+def from_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
+    """The architecture that Megatron's flags describe, what they leave out being as in Megatron's scripts.
+
+    And what is wrong with it; where that leaves no architecture, None.
+    """
     said = {path: item.value for path, item in _statements(given).items()}
     missing = [flag for field, flag in REQUIRED.items() if field not in said]
     if missing:
-        raise UsageError(
+        return None, [
             f"no model is given: write --hf-model with a Hugging Face folder, or describe one with Megatron's flags, "
             f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        )
-    _require_supported(given)
+        ]
+    problems = [*_unsupported(given), *_without_effect(said, given)]
     fields: dict[str, Any] = {path: value for path, value in said.items() if "." not in path}
     heads = fields["num_attention_heads"]
     if "kv_channels" not in fields:
-        _require_multiple("--hidden-size", fields["hidden_size"], "--num-attention-heads", heads)
-        fields["kv_channels"] = fields["hidden_size"] // heads
+        if heads < 1 or fields["hidden_size"] % heads:
+            problems.append(
+                f"--hidden-size {fields['hidden_size']} is no multiple of --num-attention-heads {heads}: write "
+                "--kv-channels too, the width of a head"
+            )
+        fields["kv_channels"] = fields["hidden_size"] // max(1, heads)
     fields["num_query_groups"] = _query_groups(given, heads)
     # Megatron's own default for gated units: two thirds of four times the width, in whole 64s.
     fields.setdefault("ffn_hidden_size", int(fields["hidden_size"] * 8 / 3 / 64) * 64)
@@ -61,11 +74,13 @@ def from_flags(given: Mapping[str, Given]) -> Architecture:
     fields.setdefault("linear_bias", True)
     # A bias of every linear layer is one of the attention's too, to Megatron.
     fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
-    fields["rope"] = _rope(said, given)
+    fields["rope"] = _rope(said)
     fields["experts"] = _experts(said, fields["ffn_hidden_size"])
     fields["dtype"] = _dtype(given)
     architecture = Architecture(family="", **fields)
-    return dataclasses.replace(architecture, family=families.infer(architecture))
+    if problems:
+        return architecture, problems
+    return dataclasses.replace(architecture, family=families.infer(architecture)), []
 
 
 def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
@@ -84,13 +99,13 @@ def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
         factor = given["described.interpolation_factor"]
         said["rope.kind"] = dataclasses.replace(factor, value=RopeKind.LINEAR)
         said["rope.factor"] = factor
-    for name, kind in (("described.rope_scaling_factor", RopeKind.LLAMA3), ("described.yarn_factor", RopeKind.YARN)):
-        if name in given and ("rope.kind" in said and said["rope.kind"].value == kind):
+    for name, kind in _FACTORS.items():
+        if name in given and "rope.kind" in said and said["rope.kind"].value == kind:
             said["rope.factor"] = given[name]
     return said
 
 
-def _require_supported(given: Mapping[str, Given]) -> None:
+def _unsupported(given: Mapping[str, Given]) -> Iterator[str]:
     """Megatron's defaults describe a GPT of 2019: what a supported model has must be said."""
     for name, flag in (
         ("described.swiglu", "--swiglu"),
@@ -98,32 +113,44 @@ def _require_supported(given: Mapping[str, Given]) -> None:
         ("described.position_embedding_type", "--position-embedding-type rope"),
     ):
         if name not in given:
-            raise UsageError(
+            yield (
                 f"{flag} is missing: without it Megatron builds a model that no supported family has; add the flag, "
                 "or write --hf-model in place of the flags that describe the model"
             )
-    if "described.rope_scaling_factor" in given and "architecture.rope.kind" not in given:
-        raise UsageError("--rope-scaling-factor has no effect without --use-rope-scaling: add it, or drop the flag")
+
+
+def _without_effect(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+    """What describes a part that the model does not have."""
+    kind = said.get("rope.kind", RopeKind.DEFAULT)
+    yarn = "--position-embedding-type yarn"
+    needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
+    needs["described.yarn_factor"] = (RopeKind.YARN, yarn)
+    needs["described.rope_scaling_factor"] = (RopeKind.LLAMA3, "--use-rope-scaling")
+    for name, (needed, flag) in needs.items():
+        # A factor of 1 scales nothing.
+        if name in given and kind is not needed and not (name == "described.yarn_factor" and given[name].value == 1):
+            yield f"{given[name].source} has no effect without {flag}: add it, or drop the flag"
+    groups = None if "described.group_query_attention" in given else given.get("architecture.num_query_groups")
+    if groups is not None and groups.value != said["num_attention_heads"]:
+        yield f"{groups.source} has no effect without --group-query-attention: add that"
+    if not said.get("experts.num_experts"):
+        for field in ("num_active", "ffn_hidden_size", "normalize_weights"):
+            if f"experts.{field}" in said:
+                source = given[f"architecture.experts.{field}"].source
+                yield f"{source} has no effect without --num-experts: add it, or drop the flag"
 
 
 def _query_groups(given: Mapping[str, Given], heads: int) -> int:
     groups = given.get("architecture.num_query_groups")
     if "described.group_query_attention" not in given:
-        if groups is not None and groups.value != heads:
-            raise UsageError(f"{groups.source} has no effect without --group-query-attention: add that")
         return heads
     return 1 if groups is None else groups.value
 
 
-def _rope(said: Mapping[str, Any], given: Mapping[str, Given]) -> Rope:
+def _rope(said: Mapping[str, Any]) -> Rope:
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     start = {RopeKind.LLAMA3: _LLAMA3, RopeKind.YARN: _YARN}.get(kind, Rope(kind=kind))
     fields = {path.removeprefix("rope."): value for path, value in said.items() if path.startswith("rope.")}
-    if kind is not RopeKind.YARN:
-        for field in ("original_max_positions", "beta_fast", "beta_slow", "truncate"):
-            if field in fields:
-                source = given[f"architecture.rope.{field}"].source
-                raise UsageError(f"{source} has no effect without --position-embedding-type yarn: drop the flag")
     return dataclasses.replace(start, **fields)
 
 
@@ -143,13 +170,6 @@ def _dtype(given: Mapping[str, Given]) -> str:
         if target in given:
             return name
     return "float32"
-
-
-def _require_multiple(flag: str, value: int, divisor_flag: str, divisor: int) -> None:
-    if divisor < 1 or value % divisor:
-        raise UsageError(
-            f"{flag} {value} is no multiple of {divisor_flag} {divisor}: write --kv-channels too, the width of a head"
-        )
 
 
 def _at(architecture: Architecture, path: str) -> object:

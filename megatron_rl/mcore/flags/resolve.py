@@ -1,13 +1,14 @@
-"""What Megatron's flags come to together, as fields of megatron-core's dataclasses."""
+"""What Megatron's flags come to together: megatron-core's configurations, complete."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_rl.errors import UsageError
 from megatron_rl.flags import Flag, Kind
+from megatron_rl.mcore.config import HasFusions, architecture_fields, settled_fields
 from megatron_rl.mcore.flags import generated
 from megatron_rl.mcore.flags.fields import OWN_DEFAULTS
 from megatron_rl.mcore.flags.given import Given
@@ -20,11 +21,14 @@ SUBJECTS = ("transformer", "optimizer", "ddp")
 class Fields:
     """Values for the fields of megatron-core's dataclasses, with where each came from."""
 
-    transformer: dict[str, Any]
-    optimizer: dict[str, Any]
-    ddp: dict[str, Any]
-    sources: dict[str, str]
-    notes: list[str]
+    transformer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    has_model: bool = True
+    # What cannot be.
+    problems: list[str] = dataclasses.field(default_factory=list)
 
     def derive(self, target: str, value: object, source: str) -> None:
         subject, _, field = target.partition(".")
@@ -32,13 +36,62 @@ class Fields:
         self.sources[target] = source
 
 
-def resolve(flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture, version: str) -> Fields:
-    """The fields of megatron-core's dataclasses that flags, or what follows from them, give a value."""
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """megatron-core's configurations. One that cannot be built has the values that it was to be built of."""
+
+    transformer: Any
+    optimizer: Any
+    ddp: Any
+    refusals: tuple[str, ...]
+
+
+def resolve(
+    flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
+) -> Fields:
+    """The fields of megatron-core's dataclasses that flags, or what follows from them, give a value.
+
+    Without an architecture, which is wrong then, what follows from it is left out.
+    """
     fields = _start(flags, given)
-    _layout(fields, given, architecture, version)
+    fields.has_model = architecture is not None
+    if architecture is not None:
+        for field, value in architecture_fields(architecture).items():
+            fields.transformer.setdefault(field, value)
+    _layout(fields, given, architecture)
     _single_values(fields)
     _precision(fields, given)
+    _settle(fields, platform)
+    # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
+    # norm of the reduced gradients, which is checked here, is the same on all of them.
+    fields.derive("ddp.check_for_nan_in_grad", False, "the norm of the reduced gradients is checked instead")
     return fields
+
+
+def build(fields: Fields) -> Built:
+    """The configurations themselves."""
+    built: dict[str, Any] = {}
+    refusals = []
+    for subject, config in generated.configs().items():
+        values = getattr(fields, subject)
+        if subject == "transformer" and not fields.has_model:
+            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            continue
+        try:
+            built[subject] = config(**values)
+        except Exception as error:
+            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            reason = str(error) or "an assertion without a text"
+            name = {"ddp": "data-parallel"}.get(subject, subject)
+            refusals.append(f"megatron-core {generated.installed_version()} refuses the {name} configuration: {reason}")
+    return Built(**built, refusals=tuple(refusals))
+
+
+def _defaults(config: type) -> dict[str, Any]:
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
 
 
 def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
@@ -48,7 +101,7 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
         for subject, config in generated.configs().items()
         for field in dataclasses.fields(config)
     }
-    fields = Fields({}, {}, {}, {}, [])
+    fields = Fields()
     for flag in flags:
         for target in flag.targets:
             if flag.kind is Kind.USED and target in defaults and flag.default not in (None, defaults[target]):
@@ -62,60 +115,60 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     return fields
 
 
-def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture, version: str) -> None:
+def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
     transformer = fields.transformer
     if transformer.get("sequence_parallel") and transformer.get("tensor_model_parallel_size", 1) == 1:
         fields.derive("transformer.sequence_parallel", False, "off: --tensor-model-parallel-size is 1")
         fields.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
-    stages, source = _virtual_stages(transformer, given, architecture)
-    if stages is not None and stages > 1:
+    stages, source = _virtual_stages(fields, given, architecture)
+    interleaved = stages is not None and stages > 1
+    if interleaved:
         fields.derive("transformer.virtual_pipeline_model_parallel_size", stages, source)
-        overlap = transformer.get("overlap_p2p_comm", True)
-        overlap_source = fields.sources.get("transformer.overlap_p2p_comm", source)
-    else:
-        if "transformer.overlap_p2p_comm" in given:
-            fields.notes.append("--no-overlap-p2p-communication has no effect without virtual pipeline stages")
-        overlap, overlap_source = False, "off: there are no virtual pipeline stages"
-    fields.derive("transformer.overlap_p2p_comm", overlap, overlap_source)
-    fields.derive("transformer.batch_p2p_comm", not overlap, "the opposite of overlap_p2p_comm")
-    interleaved = "virtual_pipeline_model_parallel_size" in transformer
+        if "layout.waits_for_stages" in given:
+            fields.problems.append(
+                f"{given['layout.waits_for_stages'].source} with virtual pipeline stages ({source}) gives wrong "
+                "results without an error: drop the flag"
+            )
     align = given["ddp.align_param_gather"].value if "ddp.align_param_gather" in given else True
     fields.derive("ddp.align_param_gather", interleaved and align, "on with virtual pipeline stages only")
-    # Up to 0.18 the interleaved schedule frees outputs that it still needs: losses are wrong, and nothing says so.
-    keep = interleaved and tuple(int(part) for part in version.split(".")[:2]) < (0, 19)
-    fields.derive("transformer.deallocate_pipeline_outputs", not keep, "on where the schedule allows it")
-    if transformer.get("pipeline_model_parallel_size", 1) > 1:
-        fields.derive("transformer.variable_seq_lengths", True, "packed groups differ in length")
     if transformer.get("context_parallel_size", 1) > 1 and "transformer.cp_comm_type" not in given:
         fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
 
 
 def _virtual_stages(
-    transformer: Mapping[str, Any], given: Mapping[str, Given], architecture: Architecture
+    fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
+    """How many, and the flag that says so; None where none does, or what it says cannot be."""
+    transformer, problems = fields.transformer, fields.problems
     layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
     if layers is not None and stages is not None:
-        raise UsageError(f"{layers.source} and {stages.source} say the same thing in two ways: drop one of them")
+        problems.append(f"{layers.source} and {stages.source} say the same thing in two ways: drop one of them")
     if stages is not None:
         return stages.value, stages.source
-    if layers is None:
+    if layers is None or architecture is None:
         return None, ""
-    for field, flag in (
-        ("num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers"),
-        ("num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers"),
-    ):
-        if field in transformer:
-            raise UsageError(
-                f"{layers.source} wants as many layers in every stage, and {flag} says otherwise: "
-                "write --num-virtual-stages-per-pipeline-rank"
-            )
-    size = transformer.get("pipeline_model_parallel_size", 1)
+    uneven = [
+        flag
+        for field, flag in (
+            ("num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers"),
+            ("num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers"),
+        )
+        if field in transformer
+    ]
+    if uneven:
+        problems.append(
+            f"{layers.source} wants as many layers in every stage, and {' and '.join(uneven)} otherwise: "
+            "write --num-virtual-stages-per-pipeline-rank"
+        )
+        return None, ""
+    size = max(1, transformer.get("pipeline_model_parallel_size", 1))
     per_stage = _counted_layers(transformer, architecture) // size
     if layers.value < 1 or per_stage % layers.value:
         choices = ", ".join(str(n) for n in range(1, per_stage + 1) if per_stage % n == 0)
-        raise UsageError(
+        problems.append(
             f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of {choices}"
         )
+        return None, ""
     return per_stage // layers.value, layers.source
 
 
@@ -140,6 +193,19 @@ def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
         # Gradients are sums over all tokens of an update: more than float16 holds, at any loss scale.
         if "ddp.grad_reduce_in_fp32" not in given and fields.optimizer.get("main_grads_dtype") in (None, torch.float32):
             fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
-    if fields.transformer.get("fp16") and fields.optimizer.get("loss_scale") is None:
-        # A NaN in a gradient is how dynamic loss scaling learns that the scale is too large.
-        fields.derive("ddp.check_for_nan_in_grad", False, "off with --fp16 and dynamic loss scaling")
+
+
+def _settle(fields: Fields, platform: HasFusions) -> None:
+    """What holds whatever flags say, and which of them have no effect for it."""
+    for field, (value, reason) in settled_fields(fields.transformer, platform).items():
+        target = f"transformer.{field}"
+        if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:
+            continue
+        source = fields.sources.get(target, "")
+        if isinstance(value, list):
+            lost = [item for item in fields.transformer[field] if item not in value]
+            source = f"{source.partition(' ')[0]} {' '.join(lost)}"
+        if source.startswith("--") and value is not None:
+            where = f"on the {reason}" if reason.startswith("platform") else f"here, {reason}"
+            fields.notes.append(f"without effect {where}: {source}")
+        fields.derive(target, value, reason)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.flags import Flag
+from megatron_rl.flags import Flag, Kind
 from megatron_rl.types import RopeKind
 
 
@@ -220,11 +220,12 @@ def _parallel() -> list[Flag]:
             "layout.num_virtual_stages",
             help="Virtual stages on each pipeline rank.",
         ),
-        switch(
-            "--no-overlap-p2p-communication",
-            "transformer.overlap_p2p_comm",
-            const=False,
-            help="Wait for pipeline communication in the interleaved schedule.",
+        Flag(
+            name="--no-overlap-p2p-communication",
+            kind=Kind.IGNORED,
+            # With virtual stages it is an error.
+            targets=("layout.waits_for_stages",),
+            remedy="stages overlap their communication with virtual stages, which need it, and without them never do",
         ),
         value(
             "--cp-comm-type",
@@ -250,12 +251,6 @@ def _precision() -> list[Flag]:
         switch("--bf16", "transformer.bf16", "optimizer.bf16", help="Train in bfloat16."),
         switch("--fp16", "transformer.fp16", "optimizer.fp16", help="Train in float16, with loss scaling."),
         switch(
-            "--attention-softmax-in-fp32",
-            "transformer.attention_softmax_in_fp32",
-            default=False,
-            help="Compute attention's softmax in float32 where Megatron's own attention runs.",
-        ),
-        switch(
             "--accumulate-allreduce-grads-in-fp32",
             "ddp.grad_reduce_in_fp32",
             help="Accumulate and reduce gradients in float32; so it is with `--bf16` and `--fp16` in any case.",
@@ -272,11 +267,9 @@ def _precision() -> list[Flag]:
 def _fusions() -> list[Flag]:
     fusions = {
         "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
-        "--no-masked-softmax-fusion": "masked_softmax_fusion",
         "--no-bias-swiglu-fusion": "bias_activation_fusion",
         "--no-bias-dropout-fusion": "bias_dropout_fusion",
         "--no-rope-fusion": "apply_rope_fusion",
-        "--no-persist-layer-norm": "persist_layer_norm",
     }
     return [
         switch(
@@ -328,13 +321,6 @@ def _ddp() -> list[Flag]:
             const=False,
             help="Let each pipeline stage gather parameters when it needs them, in the interleaved schedule.",
         ),
-        switch(
-            "--no-check-for-nan-in-loss-and-grad",
-            "ddp.check_for_nan_in_grad",
-            const=False,
-            default=True,
-            help="Do not look for NaN in gradients before they are reduced.",
-        ),
         switch("--check-for-large-grads", "ddp.check_for_large_grads", help="Look for very large gradients."),
         value("--ddp-num-buckets", int, "ddp.num_buckets", help="Buckets that gradients are reduced in."),
         value("--ddp-bucket-size", int, "ddp.bucket_size", help="Elements in a bucket."),
@@ -354,12 +340,6 @@ def _ddp() -> list[Flag]:
             "--disable-symmetric-registration",
             "ddp.disable_symmetric_registration",
             help="Do not register them symmetrically.",
-        ),
-        switch(
-            "--no-gradient-reduce-div-fusion",
-            "ddp.gradient_reduce_div_fusion",
-            const=False,
-            help="Divide gradients in a step of its own.",
         ),
         value(
             "--num-distributed-optimizer-instances",

@@ -1,0 +1,83 @@
+"""What is wrong with a command line is said by one rank, though every rank finds it.
+
+Under torchrun the ranks tell each other what they found, through the launcher's own store, which is there before they
+meet. The first rank that found something waits for what the others have, says all of it, and then every one of them
+ends; torchrun ends the rest. What only another rank can see, as a folder that its host does not have, is said with that
+rank's number. Without a store every rank says what it found: nothing is lost.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from megatron_rl.errors import MegatronRLError
+
+# How long a rank that found something waits for others, which may be starting still.
+_PATIENCE = datetime.timedelta(seconds=60)
+_SAID = "said"
+
+
+@contextlib.contextmanager
+def said_once(say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is wrong with what is done inside, each problem once, and exit with the error's code."""
+    store, rank = _launchers_store(), int(os.environ.get("RANK", "0"))
+    try:
+        yield
+    except MegatronRLError as error:
+        if store is None:
+            problems: Sequence[str] | None = error.problems
+        else:
+            problems = _to_say(store, rank, error.problems)
+        for problem in problems or ():
+            say(problem)
+        if store is not None and problems is not None:
+            _set(store, _SAID, [])
+        raise SystemExit(error.exit_code) from error
+    if store is not None:
+        _set(store, _key(rank), [])
+
+
+def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:
+    """What all ranks found, where this rank is the one to say it; else None, once that is said."""
+    _set(store, _key(rank), own)
+    if any(_get(store, _key(other)) for other in range(rank)):
+        _get(store, _SAID)
+        return None
+    found: dict[str, int] = dict.fromkeys(own, rank)
+    for other in range(rank + 1, int(os.environ["WORLD_SIZE"])):
+        for problem in _get(store, _key(other)) or ():
+            found.setdefault(problem, other)
+    return [problem if first == 0 else f"on rank {first}: {problem}" for problem, first in found.items()]
+
+
+def _launchers_store() -> dist.Store | None:
+    """That of torchrun; None where something else starts the ranks, or it is not to be reached."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    except (RuntimeError, ValueError):
+        return None
+    return dist.PrefixStore("megatron_rl/command_line", store)
+
+
+def _key(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _set(store: dist.Store, key: str, problems: Sequence[str]) -> None:
+    # A store that is gone takes the run with it, and is not what is wrong here.
+    with contextlib.suppress(RuntimeError):
+        store.set(key, json.dumps(list(problems)))
+
+
+def _get(store: dist.Store, key: str) -> list[str] | None:
+    """None if nothing came in time."""
+    try:
+        return list(json.loads(store.get(key)))
+    except RuntimeError:
+        return None

@@ -1,0 +1,75 @@
+"""How far the trainer's log-probs may be from those that tokens were sampled with before that ends a run."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from megatron_rl.config import Settings
+from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.rollout.probe import coarsest
+from megatron_rl.rollout.wire import EngineKind, Mismatch
+
+HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""What the mean difference is when all is well, with room."""
+_ERROR = 5.0
+_QUANTIZED = 4.0
+
+
+class MismatchBeyond(MegatronRLError):
+    """An iteration's tokens are not of the policy that is to be trained on them."""
+
+    exit_code = ExitCode.RUN
+
+    def __init__(self, version: int, mismatch: Mismatch) -> None:
+        super().__init__(
+            f"iteration {version}: the trainer's log-probs differ from those that the tokens were sampled with by "
+            f"{mismatch.mean:.3g} on the average, beyond {mismatch.bound:g} (--rollout-mismatch-error): the update "
+            "was not made; an engine computes with other weights, or in another precision: see `mismatch` in the "
+            "metrics of the iterations before"
+        )
+        self.mismatch = mismatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one replica has measured of an update's tokens."""
+
+    total: float
+    largest: float
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchBounds:
+    """Of the mean difference: what flags give, or what follows from who computes."""
+
+    dtypes: tuple[str, ...]
+    """In which the trainer computes, and weights travel."""
+    temperature: float
+    given: float | None = None
+
+    def error(self, kind: EngineKind) -> float | None:
+        """What ends a run; None where tokens are drawn by chance."""
+        if not kind.has_model:
+            return None
+        if self.given is not None:
+            return self.given
+        healthy = HEALTHY[coarsest(kind.dtype, *self.dtypes)] * (_QUANTIZED if kind.is_quantized else 1.0)
+        # Log-probs are of logits over the temperature, and so are their differences.
+        return _ERROR * healthy / min(1.0, self.temperature)
+
+
+def bounds_of(settings: Settings, trainer_dtype: str) -> MismatchBounds:
+    """As the flags have it, for a trainer that computes in this dtype."""
+    return MismatchBounds(
+        dtypes=(trainer_dtype, settings.publish.dtype or settings.architecture.dtype),
+        temperature=settings.sampling.temperature,
+        given=settings.observe.mismatch_error,
+    )
+
+
+def combined(parts: Iterable[Part], bound: float | None) -> Mismatch:
+    """Of all replicas. NaN is the largest of all."""
+    known = list(parts)
+    num_tokens = sum(part.num_tokens for part in known)
+    largest = max((part.largest for part in known), key=lambda value: (value != value, value))
+    return Mismatch(mean=sum(part.total for part in known) / max(1, num_tokens), largest=largest, bound=bound)

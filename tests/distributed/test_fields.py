@@ -1,0 +1,117 @@
+"""Fields of megatron-core's configurations that used flags set are read by something when a model is trained.
+
+What is never read changes nothing, whatever its flag says. See tests/unit/test_every_flag.py for the flags themselves.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.flags import Flag, Kind
+from megatron_rl.mcore.flags import generated, resolve, spelled, table
+from tests import hf_models
+from tests.distributed.training import session_of, settings_of, training_in
+from tests.ranks import run_ranks
+
+# A model and flags; together they have every part that reads a field on a CPU.
+RUNS = (
+    ("qwen3", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000 --bf16"),
+    ("qwen3", "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --decoupled-lr 1e-4"),
+    (
+        "qwen3",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    ("qwen3_moe", "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01"),
+    ("qwen3_moe", "--recompute-granularity selective --recompute-modules core_attn moe --optimizer sgd"),
+)
+_ALLOWS_ONE = "one value is taken, and another is an error"
+_ENGINE = "TransformerEngine's layers read it"
+_PRECISE = "--use-precision-aware-optimizer reads it, which needs TransformerEngine"
+_OFFLOADED = "--optimizer-cpu-offload reads it, which needs TransformerEngine"
+_BUILT = "it is read when the configuration is built"
+# Fields that nothing reads on a CPU, and who does, or what reads another field for it.
+ELSEWHERE = {
+    "transformer.moe_layer_freq": _ALLOWS_ONE,
+    "transformer.attention_dropout": _ALLOWS_ONE,
+    "transformer.cp_comm_type": "with context-parallel ranks another than the one that runs is an error",
+    "transformer.moe_grouped_gemm": _ENGINE,
+    "transformer.disable_bf16_reduced_precision_matmul": _BUILT,
+    "transformer.moe_layer_recompute": _BUILT,
+    "optimizer.overlap_param_gather": "the field of that name of DistributedDataParallelConfig is read",
+    "optimizer.main_grads_dtype": _PRECISE,
+    "optimizer.main_params_dtype": _PRECISE,
+    "optimizer.exp_avg_dtype": _PRECISE,
+    "optimizer.exp_avg_sq_dtype": _PRECISE,
+    "optimizer.optimizer_offload_fraction": _OFFLOADED,
+    "optimizer.use_torch_optimizer_for_cpu_offload": _OFFLOADED,
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": _OFFLOADED,
+    "optimizer.pin_cpu_grads": _OFFLOADED,
+    "optimizer.pin_cpu_params": _OFFLOADED,
+    "ddp.disable_symmetric_registration": "--use-nccl-ub reads it, which needs NCCL",
+}
+
+
+@contextlib.contextmanager
+def reads_recorded(into: set[str]) -> Iterator[None]:
+    """Note every field of the configurations that is read, but for comparing and printing them."""
+
+    def recorder(subject: str, names: set[str]):
+        def read(self: object, name: str) -> object:
+            if name in names and sys._getframe(1).f_code.co_name not in ("__eq__", "__repr__"):
+                into.add(f"{subject}.{name}")
+            return object.__getattribute__(self, name)
+
+        return read
+
+    configs = generated.configs()
+    for subject, config in configs.items():
+        config.__getattribute__ = recorder(subject, {field.name for field in dataclasses.fields(config)})
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            del config.__getattribute__
+
+
+def fields_read(folders: dict[str, Path]) -> set[str]:
+    """By a session, a model, two updates, on these ranks."""
+    torch.distributed.init_process_group("gloo")
+    read: set[str] = set()
+    for model, words in RUNS:
+        settings = settings_of(folders[model], f"--lr 1e-3 {words}")
+        with reads_recorded(read), session_of(settings) as session:
+            trained = training_in(session, settings)
+            trained.update()
+            trained.update()
+    return read
+
+
+def never_read(flags: Iterable[Flag], read: set[str]) -> dict[str, str]:
+    """Used flags that set fields which nobody reads, here or elsewhere."""
+    return {
+        flag.name: target
+        for flag in flags
+        if flag.kind is Kind.USED
+        for target in flag.targets
+        if target.partition(".")[0] in resolve.SUBJECTS and target not in read and target not in ELSEWHERE
+    }
+
+
+def test_every_field_that_a_used_flag_sets_is_read_when_a_model_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {name: hf_models.draw(name, tmp_path / name) for name in ("qwen3", "qwen3_moe")}
+    read = set().union(*run_ranks(fields_read, 2, folders))
+    assert never_read(table.all_flags(), read) == {}
+    assert not ELSEWHERE.keys() & read
+
+    planted = spelled.switch("--divide-gradients-apart", "ddp.gradient_reduce_div_fusion", help="Nobody reads it.")
+    everything = [*spelled.flags(), planted]
+    monkeypatch.setattr(spelled, "flags", lambda: everything)
+    assert never_read(table.all_flags(), read) == {planted.name: "ddp.gradient_reduce_div_fusion"}

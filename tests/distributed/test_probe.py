@@ -1,0 +1,90 @@
+"""The trainer's own log-probs of a probe: transformers' in every layout, and of what every replica holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.mcore.model import unwrap
+from megatron_rl.mcore.probe import Probe, ReplicasDiffer
+from megatron_rl.rollout import probe
+from megatron_rl.rollout.wire import ProbeAnswer, log_probs_of, tokens_of
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.ranks import run_ranks
+from tests.truth import error_over_bound
+
+LAYOUTS = {
+    "qwen3": ("TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "CP2"),
+    "qwen3_moe": ("EP2", "EP2xCP2", "TP2+SP,EP2,ETP1"),
+}
+VERSION = 3
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.answers: list[ProbeAnswer] = []
+
+    def probed(self, answer: ProbeAnswer) -> None:
+        self.answers.append(answer)
+
+
+def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
+    """What rank 0 sends in each layout, and what is said where a replica holds something else."""
+    torch.distributed.init_process_group("gloo")
+    found: dict[tuple[str, str], Any] = {}
+    for family, layouts in LAYOUTS.items():
+        for layout in layouts:
+            with session_of(CASES[layout]) as session:
+                model = build(session, CASES[layout], folders[family])
+                chunks = [unwrap(chunk) for chunk in model.wrapped]
+                ours, receiver = Probe(chunks, session, "run", 100, divisor(CASES[layout].sizes)), Receiver()
+                ours.send(VERSION, "fingerprint", receiver if session.rank == 0 else None)
+                found[family, layout] = (ours.tokens(VERSION), receiver.answers)
+                if session.num_replicas > 1 and "EP" not in layout:
+                    found["error", layout] = _differing(session, chunks, ours)
+    return found
+
+
+def _differing(session: Any, chunks: list[Any], ours: Probe) -> str:
+    """One step of an update that one replica alone has made."""
+    if session.replica == 1:
+        with torch.no_grad():
+            chunks[0].decoder.layers[1].mlp.linear_fc2.weight.mul_(1.5)
+    with pytest.raises(ReplicasDiffer) as error:
+        ours.send(VERSION, "fingerprint", Receiver())
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: hf_models.draw(name, root / name) for name in LAYOUTS}
+
+
+def test_the_answer_is_that_of_the_weights_whatever_the_layout(folders):
+    found = run_ranks(answers, 2, folders)[0]
+    for family, layouts in LAYOUTS.items():
+        for layout in layouts:
+            tokens, (answer,) = found[family, layout]
+            asked = tokens_of(tokens).tolist()
+            assert (answer.version, answer.fingerprint, answer.dtype, answer.bound) == (
+                3,
+                "fingerprint",
+                "float32",
+                None,
+            )
+            assert len(asked) == probe.num_tokens()
+            (theirs,), (truth,) = (
+                hf_models.log_probs(folders[family], [asked], dtype=dtype) for dtype in (torch.float32, torch.float64)
+            )
+            ours = torch.from_numpy(log_probs_of(answer.log_probs).copy())
+            assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
+    assert "replica 1 is not replica 0: with version 3" in found["error", "DP2+distopt"]
+
+
+def test_probes_are_of_their_version_within_the_vocabulary_and_longer_where_there_are_experts():
+    assert probe.tokens_of(5, 100) == probe.tokens_of(5, 100) != probe.tokens_of(6, 100)
+    assert {token for version in range(40) for token in probe.tokens_of(version, 100)} == set(range(100))
+    assert probe.num_tokens() == 64 == probe.num_tokens(8, 4) < probe.num_tokens(128, 8)

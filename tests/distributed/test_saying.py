@@ -1,0 +1,69 @@
+"""What is wrong with a command line, on the ranks that torchrun starts: said once, and nothing is lost."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.saying import said_once
+from megatron_rl.types import Architecture
+from megatron_rl.weights import families
+from tests.command_lines import CPU, RUN
+from tests.processes import ROOT
+
+MODEL = Architecture(
+    family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
+    kv_channels=16, vocab_size=200, max_position_embeddings=256, qk_layernorm=True,
+)  # fmt: skip
+# pretrain_grpo.py, where the host of the second rank has no model.
+SCRIPT = f"""
+    import os, runpy, sys
+    if os.environ["RANK"] == "1":
+        sys.argv = [word.replace("/model", "/absent") for word in sys.argv]
+    runpy.run_path({str(ROOT / "pretrain_grpo.py")!r}, run_name="__main__")
+"""
+
+
+def said(folder: Path, script: Path, *words: str) -> list[str]:
+    """The lines that two ranks say before they end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = (*CPU, "--hf-model", str(folder / "model"), *RUN, *words, "--print-config")
+    result = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode != 0
+    assert f"exitcode  : {ExitCode.USAGE}" in result.stderr or f"exitcode  : {ExitCode.INPUT}" in result.stderr
+    return [line for line in result.stderr.splitlines() if line.startswith("pretrain_grpo.py: ")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(families.derive_config(MODEL)))
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    return tmp_path
+
+
+def test_ranks_say_once_what_all_of_them_find(folder: Path) -> None:
+    lines = said(folder, ROOT / "pretrain_grpo.py", "--lr", "much", "--no-such-flag")
+    assert [line.split(":")[1].strip() for line in lines] == ["--lr much", "unknown flag --no-such-flag"]
+
+
+def test_what_only_another_rank_finds_is_said_with_its_number(folder: Path) -> None:
+    absent = f"{folder}/absent/config.json does not exist: --hf-model wants a folder with config.json and weights"
+    assert said(folder, folder / "script.py") == [f"pretrain_grpo.py: on rank 1: {absent}"]
+    assert said(folder, folder / "script.py", "--no-such-flag") == [
+        "pretrain_grpo.py: unknown flag --no-such-flag",
+        f"pretrain_grpo.py: on rank 1: {absent}",
+    ]
+
+
+def test_a_rank_that_no_launcher_started_says_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    lines: list[str] = []
+    with pytest.raises(SystemExit) as ended, said_once(lines.append):
+        raise UsageError("one thing", "another")
+    assert ended.value.code == ExitCode.USAGE
+    assert lines == ["one thing", "another"]

@@ -1,0 +1,105 @@
+"""A vLLM that was changed: a plugin of it, with which a run finds out what its engines do not say.
+
+`write` makes an interpreter whose vLLM loads the plugin; `register` is what vLLM calls in each of its processes.
+"""
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+_PLANT = "MEGATRON_RL_PLANT"
+
+
+def write(folder: Path, plant: dict[str, Any]) -> Path:
+    """A command that runs Python with this plant in its vLLM."""
+    packages = folder / "plugin"
+    information = packages / "stale_vllm-1.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: stale-vllm\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nstale = stale_vllm:register\n")
+    (packages / "stale_vllm.py").symlink_to(FOLDER / "stale_vllm.py")
+    command = folder / "python"
+    command.write_text(
+        textwrap.dedent(
+            f"""\
+            #!/bin/sh
+            export {_PLANT}='{json.dumps(plant)}'
+            export PYTHONPATH="$PYTHONPATH:{packages}"
+            exec {sys.executable} "$@"
+            """
+        )
+    )
+    command.chmod(0o755)
+    return command
+
+
+def register() -> None:
+    plant = json.loads(os.environ[_PLANT])
+    {"load": _keep_tensors, "pack": _keep_packed, "sample": _shift_log_probs}[plant["where"]](plant)
+
+
+def _keep_tensors(plant: dict[str, Any]) -> None:
+    """From a load on, the tensors that match are those of the load before."""
+    from vllm.model_executor.models import qwen3, qwen3_moe
+
+    for model in (qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
+        model.load_weights = _stale(model.load_weights, plant)
+
+
+def _stale(load_weights: Any, plant: dict[str, Any]) -> Any:
+    known: dict[str, Any] = {}
+    count = 0
+
+    def kept(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            if count < plant["from_load"] or plant["names"] not in name:
+                known[name] = tensor.clone()
+            yield name, known[name]
+
+    def load(self: Any, weights: Iterable[tuple[str, Any]]) -> Any:
+        nonlocal count
+        count += 1
+        return load_weights(self, kept(weights))
+
+    return load
+
+
+def _keep_packed(plant: dict[str, Any]) -> None:
+    """From a load on, one layer computes with what it packed before, whatever it is given."""
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    counts: dict[int, int] = {}
+
+    def keeps(layer: Any, remove_weight: bool) -> None:
+        before = getattr(layer, "cpu_linear", None)
+        counts[id(layer)] = counts.get(id(layer), 0) + 1
+        dispatch(layer, remove_weight)
+        if (
+            before is not None
+            and counts[id(layer)] >= plant["from_load"]
+            and plant["names"] in getattr(layer, "prefix", "")
+        ):
+            layer.cpu_linear = before
+
+    utils.dispatch_cpu_unquantized_gemm = keeps
+
+
+def _shift_log_probs(plant: dict[str, Any]) -> None:
+    """Log-probs of sampled tokens, and theirs alone, are others."""
+    from vllm.v1.sample.sampler import Sampler
+
+    forward = Sampler.forward
+
+    def shifted(self: Any, *args: Any, **keywords: Any) -> Any:
+        output = forward(self, *args, **keywords)
+        if (tensors := output.logprobs_tensors) is not None:
+            output.logprobs_tensors = tensors._replace(logprobs=tensors.logprobs - plant["by"])
+        return output
+
+    Sampler.forward = shifted

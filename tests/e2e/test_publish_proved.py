@@ -1,0 +1,111 @@
+"""An engine that does not compute with the version that it claims ends the run, by name, before anything is updated.
+
+The engines' vLLM is changed (`stale_vllm.py`): what they say of themselves stays right.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main as megatron_rl
+from megatron_rl.rollout.audit_chain import BreachName
+from megatron_rl.rollout.audit_check import verify
+from tests.e2e import loop, stale_vllm
+
+ITERATIONS = 5
+# vLLM loads its checkpoint, the numbers that the order is learned from, the checkpoint again: no version before that.
+LOADS_BEFORE = 6
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> loop.World:
+    folder = tmp_path_factory.mktemp("proved")
+    world = loop.make_world(folder)
+    loop.draw_model(folder / "wide", head_dim=32)
+    return world
+
+
+def fails(world: loop.World, name: str, plant: dict, expected: str, **changes) -> Path:
+    """A run with a changed vLLM must end with exit code 5 and this reason; its folder."""
+    folder = world.folder / name
+    folder.mkdir()
+    words = world.words(
+        name,
+        **{
+            "hf_model": world.folder / "wide",
+            "rollout_engine": "vllm",
+            "rollout_num_engines": 1,
+            "rollout_python": stale_vllm.write(folder, plant),
+            "rollout_folder": folder / "run",
+            "train_iters": ITERATIONS,
+            **changes,
+        },
+    )
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(300) == [5], ranks.text()
+        (reason,) = re.findall(r"the run ended: (.*)", ranks.text())
+    assert re.search(expected, reason), reason
+    return folder / "run"
+
+
+def refused_at(run: Path, name: BreachName) -> int:
+    """The version that the log says was found out; every one before it was trained on."""
+    report = verify(run)
+    assert {breach.name for breach in report.breaches} == {name}, report.breaches
+    complete = [item.version for item in report.iterations if item.outcome == "complete"]
+    assert complete == list(range(len(complete)))
+    assert megatron_rl(["audit", str(run)]) == 5
+    metrics = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    assert [json.loads(line)["version"] for line in metrics] == complete
+    return len(complete)
+
+
+@pytest.mark.timeout(400)
+def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_the_learning_rate(world):
+    plant = {"where": "load", "names": "layers.1.mlp.up_proj", "from_load": LOADS_BEFORE + 4}
+    expected = "version 3 was not published: engine engine-0, .* held with other numbers.*: model.layers.1.mlp.up_proj"
+    run = fails(world, "layer", plant, expected, lr=1e-7)
+    assert refused_at(run, BreachName.NOT_PROVEN) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("family", "names", "version"),
+    [
+        ("qwen3", "embed_tokens", 1),
+        ("qwen3", "layers.0.input_layernorm", 2),
+        ("qwen3", "model.norm.weight", 4),
+        ("qwen3", "layers.1.self_attn.k_proj", 1),
+        ("qwen3_moe", "layers.1.mlp.experts.3.down_proj", 2),
+        ("qwen3_moe", "layers.0.mlp.gate.weight", 3),
+    ],
+)
+def test_any_tensor_that_is_kept_from_any_publish_on_ends_the_run_there(world, family, names, version):
+    folder = world.folder / family
+    if not folder.exists():
+        loop.draw_model(folder, family=family, head_dim=32)
+    plant = {"where": "load", "names": names, "from_load": LOADS_BEFORE + 1 + version}
+    expected = f"version {version} was not published: engine engine-0, .* held with other numbers.*{re.escape(names)}"
+    run = fails(world, f"{names}-{version}", plant, expected, hf_model=folder, lr=1e-6)
+    assert refused_at(run, BreachName.NOT_PROVEN) == version
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_trainers_log_probs(world):
+    plant = {"where": "pack", "names": "layers.1.mlp.gate_up_proj", "from_load": LOADS_BEFORE + 3}
+    expected = r"version [23] was not published: engine engine-0: its log-probs of the probe .* --publish-probe-bound"
+    run = fails(world, "packed", plant, expected.replace(" --", ".*--"), lr=1e-2)
+    assert refused_at(run, BreachName.NOT_PROVEN) in (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_tokens_whose_log_probs_are_not_the_trainers_are_not_trained_on(world):
+    plant = {"where": "sample", "by": 0.125}
+    expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on the average, beyond 0.005 \(--rollout-mism"
+    run = fails(world, "mismatch", plant, expected)
+    assert refused_at(run, BreachName.MISMATCH) == 0

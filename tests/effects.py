@@ -1,0 +1,183 @@
+"""What becomes of a command line: everything that is made of its settings, as plain values that can be compared.
+
+Of what takes process groups, files or other packages to make, it is what that is called with.
+"""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.arguments import RunSettings
+from megatron_rl.config import Settings
+from megatron_rl.mcore import build, checkpointer, model, optimizer, rope, tri_model
+from megatron_rl.observe import progress, sinks
+from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.sidecar import words_of
+
+# What tells one stand-in from another of the same name.
+_IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
+_NUM_VERSIONS = 8
+
+
+def effect(settings: Settings, name: str) -> object:
+    """Of everything that is made of the settings the one thing that is named, as "part.name"."""
+    part, _, field = name.partition(".")
+    if part in ("transformer", "optimizer", "ddp"):
+        return getattr(getattr(settings, part), field)
+    return _PARTS[part](settings)[field]
+
+
+def _process(settings: Settings) -> dict[str, object]:
+    """Building the configuration sets it for the process."""
+    return {"reduced_precision": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction}
+
+
+def _positions(settings: Settings) -> dict[str, object]:
+    described = settings.architecture.rope
+    frequencies = rope.inverse_frequencies(described, settings.architecture.kv_channels)
+    return {"frequencies": frequencies.tolist(), "attention": rope.attention_factor(described)}
+
+
+def _model(settings: Settings) -> dict[str, object]:
+    """What a model is built of."""
+    with (
+        patch.object(model, "PackedGPTModel") as made,
+        patch.object(model, "block_spec"),
+        patch.object(model, "_mark_tensor_parallel"),
+        patch.object(model, "parallel_state"),
+    ):
+        build.model_of(settings)
+    _, options = made.call_args
+    names = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights", "rotary_base")
+    return {"stages": made.call_count} | {name: options[name] for name in names}
+
+
+def _session(settings: Settings) -> dict[str, object]:
+    with patch.object(build, "Session") as made:
+        build.session_of(settings)
+    sizes, platform, seed, timeout, waiting = made.call_args.args
+    return {"sizes": sizes, "platform": platform.name, "seed": seed, "timeout": timeout, "waiting": waiting}
+
+
+def _making_of_optimizer(settings: Settings) -> dict[str, object]:
+    with patch.object(optimizer, "get_megatron_optimizer") as made, patch.object(optimizer, "_connect"):
+        made.return_value.chained_optimizers = ()
+        optimizer.optimizer_of(settings, [])
+    return dict(made.call_args.kwargs)
+
+
+def _schedule(settings: Settings) -> dict[str, object]:
+    if not isinstance(settings, RunSettings):
+        return {}
+    assert settings.training.train_iters is not None
+    num_updates = settings.training.train_iters * settings.sizes.plan.num_updates
+    groups: list[dict] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    with contextlib.redirect_stdout(io.StringIO()):
+        schedule = optimizer.schedule_of(settings, SimpleNamespace(param_groups=groups), num_updates)  # type: ignore[arg-type]
+    rates, decays = [], []
+    for _ in range(_NUM_VERSIONS + 1):
+        rates.append(groups[0]["lr"])
+        decays.append(groups[0]["weight_decay"])
+        schedule.step(1)
+    of_checkpoint = (schedule.override_opt_param_scheduler, schedule.use_checkpoint_opt_param_scheduler)
+    return {"rates": rates, "decays": decays, "of_checkpoint": of_checkpoint}
+
+
+def _roles(settings: Settings) -> dict[str, object]:
+    roles = tri_model.roles_of(settings, MagicMock(), MagicMock(), None, 1)
+    return {"temperature": roles._temperature, "kind": type(roles).__name__}
+
+
+def _checkpoints(settings: Settings) -> dict[str, object]:
+    """What is called to save and to load, with what."""
+    session = SimpleNamespace(
+        rank=0, platform="cpu", agree=lambda action: action(), from_first=lambda item: item, gather=lambda item: [item]
+    )
+    calls = MagicMock()
+    with (
+        patch.object(checkpointer, "checkpoint", calls.checkpoint),
+        patch.object(checkpointer, "training_state", calls.training_state),
+        patch.object(checkpointer, "folders", calls.folders),
+        patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
+    ):
+        calls.checkpoint.find.return_value = (3, Path("iter_0000003"))
+        # They are called where there are files.
+        calls.checkpoint.prepare.side_effect = lambda state, *_: state() and MagicMock()
+        calls.checkpoint.finish.side_effect = lambda session, prepared, action: action()
+        calls.checkpoint.together.side_effect = lambda session, action, explain: action()
+        calls.checkpoint.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
+        calls.folders.holds_checkpoint.return_value = False
+        calls.training_state.has_rng_of_layout.return_value = True
+        calls.folders.latest_iteration.return_value = None
+        state = MagicMock()
+        state.wrapped[0].ddp_config.use_distributed_optimizer = False
+        made = checkpointer.Checkpointer(settings, session, state)  # type: ignore[arg-type]
+        due = [version for version in range(_NUM_VERSIONS + 1) if made.is_due(version)]
+        if settings.checkpoint.save is not None:
+            made.save(2, {})
+            made.finish()
+        loaded = made.load()
+    said = [_IDENTITY.sub("", str(call)) for call in calls.mock_calls]
+    version = None if loaded is None else loaded.version
+    return {"due": due, "calls": said, "version": version}
+
+
+def _objective(settings: Settings) -> dict[str, object]:
+    """The loss of two targets whose ratios leave the clip range on either side, and whose engine differs."""
+    old_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    policy_N = old_N + torch.tensor([0.4, -0.4, 0.26, -0.26])
+    roles = RoleLogProbs(policy_N, old_N, old_N - 0.5)
+    advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, _ = Objective(settings.algorithm, 8).loss(
+        roles, old_N - 1.5, advantages_N, torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
+    )
+    return {"loss": loss.item()}
+
+
+def _observed(settings: Settings) -> dict[str, object]:
+    """Lines for people, and what dashboards are called with."""
+    stream = io.StringIO()
+    with patch.object(sinks, "_imported") as package:
+        made = sinks.sinks_of(settings.observe, "run", 0, stream.write)
+        made.close()
+    shown = progress.progress_of(dataclasses.replace(settings.observe, progress="lines"), _NUM_VERSIONS, stream)
+    for version in range(_NUM_VERSIONS):
+        shown.end(version, {})
+    return {"lines": stream.getvalue(), "dashboards": [_IDENTITY.sub("", str(call)) for call in package.mock_calls]}
+
+
+def _evaluations(settings: Settings) -> dict[str, object]:
+    none: Any = None
+    evaluator = Evaluator(settings.evaluation, none, "run", [], none, 1.0)
+    return {"due": [version for version in range(_NUM_VERSIONS) if evaluator.is_due(version, is_last=False)]}
+
+
+def _iteration(settings: Settings) -> dict[str, object]:
+    assert isinstance(settings, RunSettings)
+    assert settings.sidecar is not None
+    return {"sizes": settings.sizes, "sidecar": words_of(settings.sidecar)}
+
+
+_PARTS: dict[str, Callable[[Settings], dict[str, object]]] = {
+    "process": _process,
+    "positions": _positions,
+    "model": _model,
+    "session": _session,
+    "making": _making_of_optimizer,
+    "schedule": _schedule,
+    "roles": _roles,
+    "checkpoints": _checkpoints,
+    "objective": _objective,
+    "observed": _observed,
+    "evaluations": _evaluations,
+    "iteration": _iteration,
+}

@@ -1,0 +1,52 @@
+"""What the difference of the trainer's and the engines' log-probs may be, and what it is over all replicas."""
+
+import math
+
+import pytest
+
+from megatron_rl.rollout.probe import bound, coarsest
+from megatron_rl.rollout.wire import EngineKind, Mismatch
+from megatron_rl.training.mismatch import MismatchBounds, Part, combined
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kind", "expected"),
+    [
+        (("float32",), EngineKind(), 5e-3),
+        (("bfloat16",), EngineKind(), 0.25),
+        (("float32",), EngineKind(dtype="bfloat16", device="cuda"), 0.25),
+        (("float32",), EngineKind(is_quantized=True), 2e-2),
+        (("float32",), EngineKind(has_model=False), None),
+    ],
+)
+def test_the_bound_follows_from_the_coarsest_of_those_who_compute(dtypes, kind, expected) -> None:
+    assert MismatchBounds(dtypes, temperature=1.0).error(kind) == pytest.approx(expected)
+    assert MismatchBounds(dtypes, temperature=1.5).error(kind) == pytest.approx(expected)
+    half = MismatchBounds(dtypes, temperature=0.5).error(kind)
+    assert half == (None if expected is None else pytest.approx(2 * expected))
+    given = MismatchBounds(dtypes, temperature=0.5, given=0.125).error(kind)
+    assert given == (0.125 if kind.has_model else None)
+
+
+def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
+    assert bound(EngineKind(), "float32") == 1e-3
+    assert bound(EngineKind(device="cuda"), "float32") == 1e-2
+    assert bound(EngineKind(device="cuda"), "bfloat16") == bound(EngineKind(dtype="bfloat16"), "float32") == 0.25
+    assert bound(EngineKind(is_quantized=True), "float32") == 4e-3
+    assert coarsest("float32", "bfloat16", "float16") == "bfloat16"
+
+
+def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:
+    found = combined([Part(3.0, 0.5, 30), Part(1.0, 2.0, 10)], 0.2)
+    assert found == Mismatch(mean=0.1, largest=2.0, bound=0.2)
+    assert found.is_borne
+    assert not combined([Part(3.0, 0.5, 10)], 0.2).is_borne
+    assert combined([Part(3.0, 0.5, 10)], None).is_borne
+
+
+def test_what_is_not_a_number_is_borne_by_no_bound() -> None:
+    for parts in ([Part(math.nan, math.nan, 4), Part(1.0, 1.0, 4)], [Part(1.0, 1.0, 4), Part(math.nan, math.nan, 4)]):
+        found = combined(parts, 1e9)
+        assert math.isnan(found.largest)
+        assert not found.is_borne
+        assert not combined(parts, math.inf).is_borne
