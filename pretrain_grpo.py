@@ -6,6 +6,8 @@ import sys
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.training.watch import Watch
 
+_PATIENCE_SECONDS = 60.0
+
 
 def main() -> int:
     """Returns the exit code: docs/operations.md lists them."""
@@ -24,9 +26,9 @@ def main() -> int:
         watch.tell(interrupt)
         return ExitCode.INTERRUPTED
     except SystemExit as ended:
-        # What is wrong was said.
+        # What is wrong with the command line was said. Rank 0 finds the same, and what is wrong on its host.
         if ended.__cause__ is not None:
-            watch.tell(ended.__cause__)
+            watch.tell(ended.__cause__, _PATIENCE_SECONDS)
         raise
     watch.close()
     return code

@@ -243,15 +243,16 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
     folder = world.folder / "flags"
     words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
     words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(60) == [2]
+    with loop.running(folder, 2, words) as ranks:
+        assert ranks.wait() == [2, 2], ranks.text()
+    said = ranks.outputs[0].read_text()
     for message in (
         f"--reward {tmp_path}/none.py cannot be read",
-        "\n--rollout-script none.json cannot be read",
+        "--rollout-script none.json cannot be read",
         "--rollout-num-threads 0 must be at least 1",
-        "\n--reward-on-error perhaps: neither stop nor a finite number",
+        "--reward-on-error perhaps: neither stop nor a finite number",
     ):
-        assert message in ranks.text()
+        assert f"pretrain_grpo.py: {message}" in said
     assert "Traceback" not in ranks.text()
     assert not (folder / "r").exists()
 
