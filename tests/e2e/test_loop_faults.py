@@ -132,7 +132,7 @@ _FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"),
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        pytest.param(victim, moment, marks=() if (victim, moment) in _FAST else pytest.mark.slow)
+        pytest.param(victim, moment, marks=pytest.mark.each_change if (victim, moment) in _FAST else pytest.mark.slow)
         for moment in MOMENTS
         for victim in (0, 1)
     ],
@@ -244,15 +244,16 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
     folder = world.folder / "flags"
     words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
     words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(60) == [2]
+    with loop.running(folder, 2, words) as ranks:
+        assert ranks.wait() == [2, 2], ranks.text()
+    said = ranks.outputs[0].read_text()
     for message in (
         f"--reward {tmp_path}/none.py cannot be read",
-        "pretrain_grpo.py: --rollout-script none.json cannot be read",
+        "--rollout-script none.json cannot be read",
         "--rollout-num-threads 0 must be at least 1",
-        "pretrain_grpo.py: --reward-on-error perhaps: neither stop nor a finite number",
+        "--reward-on-error perhaps: neither stop nor a finite number",
     ):
-        assert message in ranks.text()
+        assert f"pretrain_grpo.py: {message}" in said
     assert "Traceback" not in ranks.text()
     assert not (folder / "r").exists()
 
