@@ -2,8 +2,11 @@
 
 import sys
 
-from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.training.watch import Watch
+
+# Less than what a rank that is gone is noticed within.
+_PATIENCE_SECONDS = 15.0
 
 
 def main() -> int:
@@ -16,7 +19,8 @@ def main() -> int:
     except MegatronRLError as error:
         for problem in error.problems:
             _say(problem)
-        watch.tell(error)
+        # Rank 0 finds the same in the command line, and what is wrong on its host.
+        watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         _say("interrupted")

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_python(code: str, timeout: float = 120) -> str:
+def run_python(code: str, timeout: float = 600) -> str:
     """What the code prints, both streams together. A code that fails fails the test with all it printed."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

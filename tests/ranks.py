@@ -41,7 +41,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 600,
     num_threads: int = 1,
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in the order of ranks.

@@ -20,7 +20,9 @@ LEAST_TOKENS = 64
 _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
 _COARSER = ("float32", "float16", "bfloat16")
-_QUANTIZED, _EXPERTS = 4.0, 2.0
+_QUANTIZED = 4.0
+# A few tokens that other experts compute move the mean of a probe farther than that of an iteration.
+_EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
 
 
 class Difference(NamedTuple):
@@ -58,9 +60,14 @@ def bound(kind: EngineKind, *dtypes: str) -> float:
     """The mean difference that is borne, given the dtypes in which the trainer computes and weights travel."""
     dtype = coarsest(kind.dtype, *dtypes)
     is_device = dtype == "float32" and kind.device != "cpu"
-    return (_BOUND_FLOAT32_DEVICE if is_device else _BOUNDS[dtype]) * allowance(kind)
+    experts = _EXPERTS if kind.has_experts else 1.0
+    return (_BOUND_FLOAT32_DEVICE if is_device else _BOUNDS[dtype]) * experts * _quantized(kind)
 
 
 def allowance(kind: EngineKind) -> float:
-    """How much farther than by rounding alone the log-probs of an engine may be from the trainer's."""
-    return (_QUANTIZED if kind.is_quantized else 1.0) * (_EXPERTS if kind.has_experts else 1.0)
+    """How much farther than by rounding alone an iteration's log-probs may be from the trainer's."""
+    return (_EXPERTS_OF_ITERATION if kind.has_experts else 1.0) * _quantized(kind)
+
+
+def _quantized(kind: EngineKind) -> float:
+    return _QUANTIZED if kind.is_quantized else 1.0

@@ -36,16 +36,20 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
         return
     groups = model.num_query_groups
     columns = model.experts.ffn_hidden_size if model.experts else model.ffn_hidden_size
-    for is_even, what in (
-        (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
-        (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
-        (columns % size == 0, f"{columns} columns of {'an expert' if model.experts else 'the MLP'}"),
-    ):
-        if not is_even:
-            yield (
-                f"--rollout-tensor-parallel-size {size}: the model's {what} cannot be divided over so many devices: "
-                "write another number"
-            )
+    uneven = [
+        what
+        for is_even, what in (
+            (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
+            (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
+            (columns % size == 0, f"{columns} columns of {'an expert' if model.experts else 'the MLP'}"),
+        )
+        if not is_even
+    ]
+    if uneven:
+        yield (
+            f"--rollout-tensor-parallel-size {size}: the model's {' and '.join(uneven)} cannot be divided over so many "
+            "devices: write another number"
+        )
 
 
 def _longest(model: Architecture) -> int:

@@ -155,8 +155,11 @@ class Watch:
             print("".join(traceback.format_exception(error)), file=sys.stderr)
         self._end(self.tell(error))
 
-    def tell(self, error: BaseException) -> Failure:
-        """Tell the other ranks why this one ends; the reason that all of them end for."""
+    def tell(self, error: BaseException, patience: float = 0.0) -> Failure:
+        """Tell the other ranks why this one ends; the reason that all of them end for.
+
+        Rank 0 has so many seconds of patience to say first what it finds itself.
+        """
         if isinstance(error, KeyboardInterrupt):
             own = Failure("interrupted", self.rank, int(ExitCode.INTERRUPTED))
         elif isinstance(error, MegatronRLError):
@@ -167,6 +170,7 @@ class Watch:
             return own
         if self.rank == 0:
             return self._decide(own)
+        self._decided.wait(patience)
         self._lines.tell("failed", *own)
         self._decided.wait(_ANSWER_SECONDS)
         return self._first or own

@@ -84,13 +84,15 @@ def expected(folder: Path, batches: list[Groups] | None = None, temperature: flo
     return Expected(*(_with_gradients(folder, batches, temperature, dtype) for dtype in (torch.float32, torch.float64)))
 
 
-def expected_at(weights: dict[str, torch.Tensor], like: Path) -> Expected:
+def expected_at(
+    weights: dict[str, torch.Tensor], like: Path, batches: list[Groups] | None = None, temperature: float = 1.0
+) -> Expected:
     """The same with other weights in place of that folder's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(like / "config.json", folder)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return expected(folder)
+        return expected(folder, batches, temperature)
 
 
 def by_transformers(

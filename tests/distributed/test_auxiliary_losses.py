@@ -88,7 +88,7 @@ def run(problem: Problem, trials: list[Trial]) -> tuple[dict[Trial, list[Seen]],
 @pytest.fixture(scope="module")
 def ran(problem: Problem) -> tuple[dict[Trial, list[Seen]], list[Tensors]]:
     trials = sorted([*TRIALS, *WITHOUT], key=lambda trial: trial.layout)
-    return run_ranks(run, 2, problem, trials, timeout=280)[0]
+    return run_ranks(run, 2, problem, trials)[0]
 
 
 @pytest.fixture(scope="module")

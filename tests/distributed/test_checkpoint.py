@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders, tmp_path: Path) -> None:
     dense = [("TP2", "PP2"), ("PP2xVPP2", "TP2"), ("DP2+distopt", "PP2xVPP2")]
     pairs = {"qwen3": dense, "qwen2": dense, "mixtral": [("EP2", "PP2"), ("PP2", "EP2")]}
-    results = run_ranks(save_and_load, 2, folders, tmp_path, pairs, timeout=240)
+    results = run_ranks(save_and_load, 2, folders, tmp_path, pairs)
     for key, (saved, loaded, iteration, finite) in results[0].items():
         assert saved == loaded, key
         assert iteration == 7

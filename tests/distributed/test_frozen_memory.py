@@ -125,7 +125,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str, 
         "qwen3", tmp_path_factory.mktemp("deep"), num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE
     )
     deep = dataclasses.replace(problem, policy=folder, reference=folder)
-    return run_ranks(measure, 2, deep, timeout=280)
+    return run_ranks(measure, 2, deep)
 
 
 @pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)

@@ -125,7 +125,7 @@ def run(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Seen]]:
     for size in sorted({WORLD_SIZES[trial.layout] for trial in trials}):
         of_size = [trial for trial in trials if WORLD_SIZES[trial.layout] == size]
         ordered = sorted(of_size, key=lambda trial: trial.layout)
-        results |= run_ranks(run_trials, size, problem, ordered, timeout=280)[0]
+        results |= run_ranks(run_trials, size, problem, ordered)[0]
     return results
 
 

@@ -40,7 +40,7 @@ def computed(folders: dict[str, Path]) -> Callable[[int], Computed]:
         results: Computed = {}
         for names, models in ((DENSE_LAYOUTS, dense), (EXPERT_LAYOUTS, experts)):
             cases = [name for name in names if CASES[name].world_size == world_size]
-            results |= run_ranks(parity.run_layouts, world_size, cases, models, timeout=240)[0]
+            results |= run_ranks(parity.run_layouts, world_size, cases, models)[0]
         return results
 
     return of

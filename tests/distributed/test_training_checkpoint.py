@@ -188,7 +188,7 @@ def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_a
         ("TP2", "PP2"), ("PP2xVPP2", "PP2xVPP2"), ("DP2+overlap", "DP2+overlap"), ("DP2+overlap", "TP2+distopt"),
         ("CP2+distopt", "CP2+distopt"), ("CP2+distopt", "DP2+distopt"),
     ]  # fmt: skip
-    more, resumed = run_ranks(write_and_resume, 2, folder, tmp_path, words, pairs, timeout=240)[0]
+    more, resumed = run_ranks(write_and_resume, 2, folder, tmp_path, words, pairs)[0]
     written |= more
     from_one = [("TP1", "TP2"), ("DP1+distopt", "DP2+distopt"), ("DP1+distopt", "CP2+distopt")]
     resumed |= run_ranks(resume, 2, folder, tmp_path, words, from_one)[0]

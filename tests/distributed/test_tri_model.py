@@ -255,7 +255,7 @@ def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
         *both({"no reference": PP2}, problem, beta=0.0),
         *(RoleTrial(fault, problem, PP2, fault=fault) for fault in FAULTS),
     ]
-    return run_ranks(run, 2, sorted(cases, key=lambda case: case.flags), timeout=280)[0]
+    return run_ranks(run, 2, sorted(cases, key=lambda case: case.flags))[0]
 
 
 def differences(one: Ran, other: Ran) -> dict[str, float]:
@@ -309,7 +309,7 @@ def test_frozen_models_in_host_memory_compute_the_same(name, computed) -> None:
 
 
 def test_they_are_on_four_ranks(problem) -> None:
-    computed = run_ranks(run, 4, both(OF_FOUR_RANKS, problem), timeout=120)[0]
+    computed = run_ranks(run, 4, both(OF_FOUR_RANKS, problem))[0]
     for name in OF_FOUR_RANKS:
         check(name, computed)
 
@@ -318,7 +318,7 @@ def test_they_are_on_four_ranks(problem) -> None:
 def test_they_are_in_more_layouts_of_four_ranks(problem, tmp_path) -> None:
     experts = draw_problem(tmp_path, "qwen3_moe")
     cases = [*both(MORE_OF_FOUR_RANKS, problem), *both(EXPERTS, experts)]
-    computed = run_ranks(run, 4, cases, timeout=280)[0]
+    computed = run_ranks(run, 4, cases)[0]
     for name in (*MORE_OF_FOUR_RANKS, *EXPERTS):
         check(name, computed)
 

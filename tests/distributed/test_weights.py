@@ -64,7 +64,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trips(folders: dict[str, Path], out: Path) -> dict[tuple[str, str], list[dict]]:
     results: dict[tuple[str, str], list[dict]] = {}
     for world_size in (1, 2, 4):
-        for ranks in run_ranks(round_trips, world_size, world_size, folders, out, timeout=240):
+        for ranks in run_ranks(round_trips, world_size, world_size, folders, out):
             for key, result in ranks.items():
                 results.setdefault(key, []).append(result)
     return results

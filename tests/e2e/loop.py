@@ -63,7 +63,7 @@ class Ranks:
     processes: list[subprocess.Popen]
     outputs: list[Path]
 
-    def wait(self, seconds: float = 120.0) -> list[int]:
+    def wait(self, seconds: float = 600.0) -> list[int]:
         """Exit codes; whoever has not ended by then is killed, and the test fails with what they printed."""
         deadline = time.monotonic() + seconds
         try:
@@ -145,7 +145,7 @@ def running(
         ranks.kill()
 
 
-def run(folder: Path, world_size: int, words: list[str], seconds: float = 120.0, **environment: str) -> Ranks:
+def run(folder: Path, world_size: int, words: list[str], seconds: float = 600.0, **environment: str) -> Ranks:
     """A run that must end well."""
     ranks = start(folder, world_size, words, **environment)
     codes = ranks.wait(seconds)
@@ -182,7 +182,7 @@ class World:
             "lr_decay_style": "constant",
             "clip_grad": 1.0,
             "weight_decay": 0.01,
-            "rollout_deadline_minutes": 1,
+            "rollout_deadline_minutes": 10,
             "consume_order": "prompt",
             **changes,
         }

@@ -38,14 +38,12 @@ def reasons(ranks: loop.Ranks) -> list[str]:
     return [re.findall(r"the run ended: (.*)", path.read_text())[-1] for path in ranks.outputs]
 
 
-def ended(
-    world: loop.World, name: str, expected: str, code: int, faults=None, seconds: float = 90.0, **changes
-) -> None:
+def ended(world: loop.World, name: str, expected: str, code: int, faults=None, **changes) -> None:
     """All ranks end by themselves, with this exit code, for this reason."""
     folder = world.folder / name
     words = world.words(name, rollout_folder=folder / name, **changes)
     with loop.running(folder, 2, words, faults) as ranks:
-        codes = ranks.wait(seconds)
+        codes = ranks.wait()
     assert codes == [code, code], ranks.text()
     found = set(reasons(ranks))
     assert len(found) == 1, ranks.text()
@@ -132,7 +130,7 @@ _FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"),
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        pytest.param(victim, moment, marks=() if (victim, moment) in _FAST else pytest.mark.slow)
+        pytest.param(victim, moment, marks=pytest.mark.each_change if (victim, moment) in _FAST else pytest.mark.slow)
         for moment in MOMENTS
         for victim in (0, 1)
     ],
@@ -181,7 +179,7 @@ def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
         ]  # fmt: skip
         sidecar.kill()
         killed = time.monotonic()
-        codes = ranks.wait(60)
+        codes = ranks.wait()
         print(f"all ranks ended {time.monotonic() - killed:.1f} s after the sidecar")
     assert codes == [5, 5], ranks.text()
     assert len({reason.split("(")[0] for reason in reasons(ranks)}) == 1
@@ -195,7 +193,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     with loop.running(folder, 2, words) as ranks:
         until_line(ranks, folder / "stop", 1)
         ranks.signal(signal.SIGTERM)
-        assert ranks.wait(60) == [0, 0], ranks.text()
+        assert ranks.wait() == [0, 0], ranks.text()
     written = len((folder / "stop" / "metrics.jsonl").read_text().splitlines())
     assert 1 <= written < 500
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == str(written)
@@ -212,13 +210,13 @@ def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_we
         publish_folder=shared,
     )  # fmt: skip
     with loop.running(folder, 2, words) as ranks:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not list(shared.glob("*/version-0")) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert list(shared.glob("*/version-0/*")), ranks.text()
         time.sleep(1)
         ranks.signal(signal.SIGTERM)
-        assert ranks.wait(20) == [143, 143], ranks.text()
+        assert ranks.wait() == [143, 143], ranks.text()
     assert "grace are over" in ranks.text()
     assert list(shared.iterdir()) == []
     assert not (folder / "save" / "latest_checkpointed_iteration.txt").exists()
@@ -244,15 +242,16 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
     folder = world.folder / "flags"
     words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
     words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(60) == [2]
+    with loop.running(folder, 2, words) as ranks:
+        assert ranks.wait() == [2, 2], ranks.text()
+    said = ranks.outputs[0].read_text()
     for message in (
         f"--reward {tmp_path}/none.py cannot be read",
-        "pretrain_grpo.py: --rollout-script none.json cannot be read",
+        "--rollout-script none.json cannot be read",
         "--rollout-num-threads 0 must be at least 1",
-        "pretrain_grpo.py: --reward-on-error perhaps: neither stop nor a finite number",
+        "--reward-on-error perhaps: neither stop nor a finite number",
     ):
-        assert message in ranks.text()
+        assert f"pretrain_grpo.py: {message}" in said
     assert "Traceback" not in ranks.text()
     assert not (folder / "r").exists()
 
@@ -263,7 +262,7 @@ def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(
     reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
     folder = world.folder / "broken"
     with loop.running(folder, 1, world.words("broken", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait(60) == [2]
+        assert ranks.wait() == [2]
     assert "nothing_of_this_name" in ranks.text()
     assert "serving" not in ranks.text()
 
@@ -274,7 +273,7 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')
     folder = world.folder / "row"
     with loop.running(folder, 1, world.words("row", prompts=prompts, rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait(60) == [4]
+        assert ranks.wait() == [4]
     assert re.search(r"pretrain_grpo.py: .*prompts.jsonl.*2.*prompt", ranks.text()), ranks.text()
     assert not (folder / "r").exists()
 
@@ -284,12 +283,12 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
     folder = world.folder / "weights"
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
     with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(60) == [4]
+        assert ranks.wait() == [4]
     assert f"{tmp_path} holds no *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
 
 
-def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 60.0) -> None:
+def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 600.0) -> None:
     """Wait until so many iterations are written down."""
     deadline = time.monotonic() + seconds
     path = run / "metrics.jsonl"

@@ -187,11 +187,11 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_as_if_it_had_not_been(wo
         # A rank that is killed before the ranks have met is waited for that long.
         with loop.running(folder, 2, words(world, folder, distributed_timeout_minutes=1)) as ranks:
             started = time.monotonic()
-            while not (folder / "run" / "address").exists() and time.monotonic() < started + 60:
+            while not (folder / "run" / "address").exists() and time.monotonic() < started + 600:
                 time.sleep(0.05)
             time.sleep(delay)
             ranks.processes[victim].kill()
-            ranks.wait(200)
+            ranks.wait()
         resumed(world, folder, 2)
         assert_same(folder, whole)
         print(f"rank {victim} killed {delay:.1f} s after the sidecar served: the same")

@@ -138,6 +138,6 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
 @pytest.mark.slow
 def test_engines_sample_from_what_was_streamed_to_them(tmp_path):
     model = vllm_models.draw("qwen3", tmp_path / "models").first
-    found, _ = run_ranks(train_ranks, 2, model, tmp_path, timeout=400)
+    found, _ = run_ranks(train_ranks, 2, model, tmp_path)
     print(found)
     assert found == {(layout, attempt): 2 * NUM_PROMPTS * NUM_TOKENS for layout in LAYOUTS for attempt in range(2)}

@@ -34,7 +34,7 @@ class SidecarProcess:
                 start_new_session=True,
             )
 
-    def wait_until_it_serves(self, seconds: float = 60.0) -> None:
+    def wait_until_it_serves(self, seconds: float = 600.0) -> None:
         deadline = time.monotonic() + seconds
         while not (self.folder / "address").exists():
             assert self.process.poll() is None, self.output.read_text()
@@ -56,13 +56,13 @@ class SidecarProcess:
         self.process.wait()
         (self.folder / "address").unlink(missing_ok=True)
 
-    def end(self, seconds: float = 30.0) -> int:
+    def end(self, seconds: float = 600.0) -> int:
         self.process.terminate()
         return self.process.wait(seconds)
 
 
 @contextlib.contextmanager
-def sidecar(folder: Path, *words: str, seconds: float = 60.0) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, *words: str, seconds: float = 600.0) -> Iterator[SidecarProcess]:
     """One that serves; it is asked to end at last, and whatever is left of it then is killed."""
     started = SidecarProcess(folder, *words)
     try:
@@ -72,7 +72,7 @@ def sidecar(folder: Path, *words: str, seconds: float = 60.0) -> Iterator[Sideca
         left = started.tree() if started.process.poll() is None else []
         # What is killed cannot clear its shared memory away.
         started.process.terminate()
-        psutil.wait_procs(left, timeout=20)
+        psutil.wait_procs(left, timeout=60)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -133,7 +133,7 @@ def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) 
 def test_what_cannot_work_ends_it_at_once_with_what_to_write(words, code: int, message: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *words],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
     )  # fmt: skip
     assert message in ended.stderr
     assert ended.returncode == code
@@ -145,7 +145,7 @@ def test_a_second_sidecar_of_the_same_run_is_refused(tmp_path: Path) -> None:
     with sidecar(tmp_path / "run", *SCRIPTED):
         ended = subprocess.run(
             [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *SCRIPTED],
-            capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+            capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
         )  # fmt: skip
         assert ended.returncode != 0
         assert "Traceback" not in ended.stderr

@@ -217,8 +217,8 @@ def test_killed_in_mid_generation_it_leaves_no_process_and_no_shared_memory(runn
     assert theirs
     running.process.kill()
     killed = time.monotonic()
-    assert not psutil.wait_procs(members, timeout=5)[1]
+    assert not psutil.wait_procs(members, timeout=60)[1]
     print(f"{len(members)} processes gone {time.monotonic() - killed:.1f} s after the sidecar")
     while theirs & set(os.listdir("/dev/shm")):
-        assert time.monotonic() < killed + 5, theirs & set(os.listdir("/dev/shm"))
+        assert time.monotonic() < killed + 60, theirs & set(os.listdir("/dev/shm"))
         time.sleep(0.05)

@@ -9,6 +9,7 @@ import pytest
 from tests.processes import ROOT
 
 
+@pytest.mark.each_change
 @pytest.mark.parametrize(("name", "keys"), [("sidecar", {"ms_per_group_scripted", "gib_scripted"})])
 def test_a_benchmark_runs_and_its_last_line_has_its_figures(name: str, keys: set[str]) -> None:
     ended = subprocess.run(

@@ -78,4 +78,4 @@ def test_the_doctor_names_a_version_that_is_out_of_range(monkeypatch, capsys):
 def _doctor(*arguments, path=None):
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     command = [sys.executable, "-m", "megatron_rl.cli", "doctor", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)

@@ -108,7 +108,7 @@ def test_one_whose_process_breaks_or_does_not_end_fails_and_is_not_measured(monk
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    result = subprocess.run(CHECK, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(CHECK, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 3
     assert "no GPU that torch can use" in result.stderr
 

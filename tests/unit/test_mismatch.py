@@ -33,7 +33,7 @@ def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
     assert bound(EngineKind(), "float32") == 1e-3
     assert bound(EngineKind(device="cuda"), "float32") == 1e-2
     assert bound(EngineKind(device="cuda"), "bfloat16") == bound(EngineKind(dtype="bfloat16"), "float32") == 0.5
-    assert bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 1.0
+    assert bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 2.0
     assert bound(EngineKind(is_quantized=True), "float32") == 4e-3
     assert coarsest("float32", "bfloat16", "float16") == "bfloat16"
 

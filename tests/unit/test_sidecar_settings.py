@@ -78,8 +78,8 @@ def test_all_that_cannot_be_is_said_at_once_a_line_each(tmp_path: Path) -> None:
         f"--reward {tmp_path}/mine.py:scores gsm9k --reward-on-error perhaps --reward-environment NO_SUCH"
     )
     expected = (
-        "--rollout-folder is missing", "--rollout-num-engines 0", "--hf-model is missing",
-        "--rollout-max-model-len is missing", f"--rollout-python {tmp_path}", "--rollout-listen nowhere",
+        "--rollout-folder is missing", "--hf-model is missing", "--rollout-max-model-len is missing",
+        "--rollout-num-engines 0", f"--rollout-python {tmp_path}", "--rollout-listen nowhere",
         f"--reward {tmp_path}/mine.py:scores", "--reward gsm9k", "--reward-on-error perhaps",
         "--reward-environment NO_SUCH",
     )  # fmt: skip
@@ -162,9 +162,14 @@ def test_a_vllm_sidecar_wants_a_length(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--rollout-tensor-parallel-size 3", "--rollout-tensor-parallel-size 3: the model's 8 attention heads"),
-        ("--rollout-tensor-parallel-size 3", "--rollout-tensor-parallel-size 3: the model's 4 heads of keys"),
-        ("--rollout-tensor-parallel-size 64", "--rollout-tensor-parallel-size 64: the model's 96 columns of the MLP"),
+        (
+            "--rollout-tensor-parallel-size 3",
+            "--rollout-tensor-parallel-size 3: the model's 8 attention heads and 4 heads of keys and values cannot",
+        ),
+        (
+            "--rollout-tensor-parallel-size 64",
+            "--rollout-tensor-parallel-size 64: the model's 8 attention heads and 96 columns of the MLP cannot",
+        ),
         ("--rollout-max-model-len 257", "--rollout-max-model-len 257 is above the model's longest sequence, 256"),
         ("--rollout-devices 0", "--rollout-devices 0 are accelerators, and the engines compute on the CPU"),
         ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),

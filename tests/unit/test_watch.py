@@ -18,7 +18,7 @@ from megatron_rl.training.stop import StopRequest
 from tests.ranks import ROOT, free_port
 
 # No test asks how soon: it waits so long at most.
-DEADLINE = 60
+DEADLINE = 120
 CODE = """
     import os, sys, time
     from megatron_rl.errors import InputError

@@ -30,7 +30,7 @@ def problems(reward: RewardConfig) -> Iterator[str]:
     try:
         parse_on_error(reward.on_error)
     except UsageError as error:
-        yield str(error)
+        yield from error.problems
     if reward.workers < 1:
         yield f"--reward-workers {reward.workers} must be at least 1: write 1 or more"
     if not 0 < reward.timeout < math.inf:
@@ -63,12 +63,12 @@ def _problems_of_functions(texts: list[str]) -> Iterator[str]:
                 _check_file(text, spec)
         except UsageError as error:
             are_right = False
-            yield str(error)
+            yield from error.problems
     if are_right:
         try:
             parse_specs(texts)
         except UsageError as error:
-            yield str(error)
+            yield from error.problems
 
 
 def _check_file(text: str, spec: RewardSpec) -> None:

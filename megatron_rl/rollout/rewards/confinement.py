@@ -147,7 +147,7 @@ def environment_problems(names: Iterable[str]) -> Iterator[str]:
 def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
     """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
     if found := list(environment_problems(names)):
-        raise UsageError("\n".join(found))
+        raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     fixed = {
