@@ -78,8 +78,8 @@ def test_all_that_cannot_be_is_said_at_once_a_line_each(tmp_path: Path) -> None:
         f"--reward {tmp_path}/mine.py:scores gsm9k --reward-on-error perhaps --reward-environment NO_SUCH"
     )
     expected = (
-        "--rollout-folder is missing", "--hf-model is missing", "--rollout-max-model-len is missing",
-        "--rollout-num-engines 0", f"--rollout-python {tmp_path}", "--rollout-listen nowhere",
+        "--rollout-folder is missing", "--rollout-num-engines 0", "--hf-model is missing",
+        "--rollout-max-model-len is missing", f"--rollout-python {tmp_path}", "--rollout-listen nowhere",
         f"--reward {tmp_path}/mine.py:scores", "--reward gsm9k", "--reward-on-error perhaps",
         "--reward-environment NO_SUCH",
     )  # fmt: skip
