@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -17,6 +18,12 @@ from tests.sidecar import vllm_models
 from tests.sidecar.vllm_models import Models
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def _kernels() -> dict[str, str]:
+    """Which kernels the tests are run with, which an engine does not inherit from the sidecar."""
+    names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +52,7 @@ def engine(run: Run, models: Models, sockets: Path) -> Iterator[VllmEngine]:
         vllm_models.CONFIG,
         model=str(models.first),
         flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.held_extension.Extension"),
-        environment={"PYTHONPATH": str(Path(__file__).parents[2])},
+        environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
     )
     engine = VllmFactory(config, sockets, LocalLauncher()).create("engine-0")
     try:
