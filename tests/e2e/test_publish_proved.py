@@ -62,7 +62,7 @@ def refused_at(run: Path, name: BreachName) -> int:
     return len(complete)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.each_change
 def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_the_learning_rate(world):
     plant = {"where": "load", "names": "layers.1.mlp.up_proj", "from_load": LOADS_BEFORE + 4}
     expected = "version 3 was not published: engine engine-0, .* held with other numbers.*: model.layers.1.mlp.up_proj"
@@ -71,7 +71,6 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("family", "names", "version"),
     [
@@ -94,7 +93,6 @@ def test_any_tensor_that_is_kept_from_any_publish_on_ends_the_run_there(world, f
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_trainers_log_probs(world):
     plant = {"where": "pack", "names": "layers.1.mlp.gate_up_proj", "from_load": LOADS_BEFORE + 3}
     expected = r"version [23] was not published: engine engine-0: its log-probs of the probe .* --publish-probe-bound"
@@ -103,7 +101,6 @@ def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_traine
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_tokens_whose_log_probs_are_not_the_trainers_are_not_trained_on(world):
     plant = {"where": "sample", "by": 0.125}
     expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on the average, beyond 0.005 \(--rollout-mism"
