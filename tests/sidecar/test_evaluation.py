@@ -123,7 +123,7 @@ def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
         # Two were in flight before training asked for anything.
         assert order == [True, True, *[False] * 8, *[True] * 4]
 
-    asyncio.run(asyncio.wait_for(check(), 30))
+    asyncio.run(asyncio.wait_for(check(), 600))
 
 
 def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it() -> None:

@@ -56,7 +56,7 @@ class Server:
             self._server.should_exit = True
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def client(self, token: str = TOKEN, patience: float = 5.0) -> RolloutClient:

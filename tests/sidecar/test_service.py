@@ -33,7 +33,7 @@ def serve(
         await service.take_lease("run")
         await service.publish(weights())
         try:
-            await asyncio.wait_for(check(service), 30)
+            await asyncio.wait_for(check(service), 600)
         finally:
             await service.close()
 
