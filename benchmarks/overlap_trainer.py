@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_rl.arguments import parse_run
 from megatron_rl.observe.metrics import read
+from megatron_rl.rollout.wire import Mismatch
 
 
 def main() -> None:
@@ -35,6 +36,9 @@ def main() -> None:
         def iteration(self, version: int, fingerprint: str) -> AbstractContextManager[IterationSlots]:
             return self._rollouts[version % 2].iteration(version, fingerprint)
 
+        def complete(self, version: int, mismatch: Mismatch) -> None:
+            self._rollouts[version % 2].complete(version, mismatch)
+
     class Alternating(Run):
         def rollouts(self, waiting: Callable[[], AbstractContextManager]) -> Rollouts:
             sync = self.rollouts_of(self._sizes.division, Sync(self._session), waiting)
@@ -45,7 +49,9 @@ def main() -> None:
 
     learn = Learner.learn
 
-    def timed(self: Learner, slots: IterationSlots, reference_is_policy: bool) -> Learned:
+    def timed(
+        self: Learner, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None
+    ) -> Learned:
         start, waited = time.monotonic(), 0.0
         waiting = slots._waiting
 
@@ -58,7 +64,7 @@ def main() -> None:
             waited += time.monotonic() - begun
 
         slots._waiting = counted
-        learned = learn(self, slots, reference_is_policy)
+        learned = learn(self, slots, reference_is_policy, mismatch_bound)
         seconds.append(time.monotonic() - start - waited)
         return learned
 

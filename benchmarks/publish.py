@@ -57,6 +57,7 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl import platforms
     from megatron_rl.mcore.config import transformer_config
     from megatron_rl.mcore.model import build_chunks
+    from megatron_rl.mcore.probe import Probe
     from megatron_rl.mcore.publish import SharedMemoryPublisher
     from megatron_rl.mcore.session import ParallelSizes, Session
     from megatron_rl.mcore.weights import ModelWeights
@@ -75,7 +76,8 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
         weights.load_hf(model)
         client.take_lease(run.name)
         shared = SHARED / f"megatron-rl-{os.getuid()}" / run.name
-        publisher = SharedMemoryPublisher(weights, session, client, run.name, shared)
+        probe = Probe(chunks, session, run.name, 64)
+        publisher = SharedMemoryPublisher(weights, session, client, run.name, shared, probe=probe)
         num_bytes = sum(shard.parameter.nbytes for shard in weights.shards)
         for version in range(rounds + 1):
             start = time.perf_counter()
