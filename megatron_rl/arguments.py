@@ -107,7 +107,7 @@ def _platform_name(words: list[str]) -> str:
     flag = next(flag for flag in flags_of(RunConfig, "run") if flag.name == "--platform")
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]
     names += [word.partition("=")[2] for word in words if word.startswith(f"{flag.name}=")]
-    # What is no platform is said with all else that is wrong.
+    # An unknown platform is said with all else that is wrong.
     return names[-1] if names and names[-1] in flag.choices else str(flag.default)
 
 

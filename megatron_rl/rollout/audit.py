@@ -61,8 +61,8 @@ class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: float
     largest: float
-    bound: float
-    """Of the mean."""
+    bound: float | None
+    """Of the mean; None, which JSON writes for infinity, where none was asked for."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,7 +163,7 @@ class _Meaning:
                     f"published was {event.version} ({event.fingerprint[:12]})",
                 )
             probe = report.probe
-            if probe is not None and not probe.mean <= probe.bound:
+            if probe is not None and probe.bound is not None and not probe.mean <= probe.bound:
                 yield (
                     BreachName.PROBE_DIFFERS,
                     f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on the average, beyond "

@@ -260,7 +260,7 @@ def _said_lengths(settings: Settings) -> tuple[int | None, int | None, int | Non
 
 
 def run_folder(settings: Settings) -> Path:
-    """Where everything of a run lies that is no checkpoint; its name is the run's."""
+    """Where everything of a run lies but its checkpoints; its name is the run's."""
     save = settings.checkpoint.save
     if settings.rollout.folder is not None:
         return settings.rollout.folder

@@ -18,7 +18,7 @@ class RunSettings(Settings):
 
     sizes: Sizes
     folder: Path
-    """Where everything of the run lies that is no checkpoint."""
+    """Where everything of the run lies but its checkpoints."""
     sidecar: SidecarSettings | None
     """Of the sidecar that rank 0 starts; None with one that is running."""
 

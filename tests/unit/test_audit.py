@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,6 +301,16 @@ def test_it_is_counted_how_what_engines_hold_was_proved(path: Path) -> None:
         log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT, 2e-5), held("engine-1", 3, FINGERPRINT), other])
     proofs = verify(path).proofs
     assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
+
+
+def test_a_probe_without_a_bound_is_written_and_read(path: Path) -> None:
+    report = held("engine-0", 3, FINGERPRINT)
+    assert report.probe is not None
+    unbounded = msgspec.structs.replace(report, probe=msgspec.structs.replace(report.probe, mean=7.0, bound=math.inf))
+    with AuditLog(path, "run") as log:
+        log.publish(3, FINGERPRINT, [unbounded])
+    assert names(verify(path)) == set()
+    assert verify(path).proofs.furthest == 7.0
 
 
 def test_a_consistent_forgery_is_caught_by_the_head_alone(path: Path) -> None:

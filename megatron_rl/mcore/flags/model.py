@@ -62,7 +62,7 @@ def from_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     if "kv_channels" not in fields:
         if heads < 1 or fields["hidden_size"] % heads:
             problems.append(
-                f"--hidden-size {fields['hidden_size']} is no multiple of --num-attention-heads {heads}: write "
+                f"--hidden-size {fields['hidden_size']} must be a multiple of --num-attention-heads {heads}: write "
                 "--kv-channels too, the width of a head"
             )
         fields["kv_channels"] = fields["hidden_size"] // max(1, heads)
