@@ -20,7 +20,9 @@ from tests.ranks import ROOT, free_port
 # No test asks how soon: it waits so long at most.
 DEADLINE = 120
 CODE = """
-    import os, sys, time
+    import os, signal, sys, time
+    # A shell starts what it puts into the background with this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from megatron_rl.errors import InputError
     from megatron_rl.training.watch import Watch
 
