@@ -35,7 +35,7 @@ FLAGS = (
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turns, on one thread."""
     from megatron_rl import arguments
-    from megatron_rl.mcore.build import session_of
+    from megatron_rl.mcore.session import session_of
 
     torch.set_num_threads(1)
     slot = draw_slot(prompt, response, num_responses)
@@ -91,9 +91,9 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     from megatron_rl.data.slots import Identity, IterationSlots
     from megatron_rl.mcore.policy import policy_of
     from megatron_rl.mcore.tri_model import roles_of
-    from megatron_rl.training.batches import batcher_of
     from megatron_rl.training.learner import Learner
     from megatron_rl.training.plan import sizes_of
+    from megatron_rl.training.rollouts import batcher_of
 
     sizes = sizes_of(settings, 1)
     policy = policy_of(settings, session, settings.training.train_iters)

@@ -31,12 +31,12 @@ from megatron_rl.config import Settings
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore import runner
-from megatron_rl.mcore.build import model_of, session_of
 from megatron_rl.mcore.frozen import copy_weights, frozen
+from megatron_rl.mcore.model import model_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.reference import reference_of
 from megatron_rl.mcore.roles import SeparateRoles
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.tri_model import TriModel
 from megatron_rl.rollout.wire import Slot
 from megatron_rl.training.plan import sizes_of

@@ -13,9 +13,9 @@ from megatron_rl import describe, platforms
 from megatron_rl.config import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.flags import Flag, Kind, flags_of, index, meant, nearest
-from megatron_rl.mcore import backend
 from megatron_rl.mcore.flags import checks, idle, model, resolve, table
 from megatron_rl.mcore.flags.given import Given
+from megatron_rl.ops.shared_prompt import Choice, Conditions, choose
 from megatron_rl.platforms import Platform
 from megatron_rl.training.settings import RunSettings, resolve_run
 from megatron_rl.types import Architecture
@@ -237,7 +237,7 @@ def _architecture(folder: Path | None, reading: _Reading) -> Architecture | None
 def _with_backend(settings: Settings, reading: _Reading) -> Settings:
     """The settings with the backend of shared-prompt attention that runs."""
     try:
-        choice = backend.choice_of(settings)
+        choice = _choice_of(settings)
     except UsageError as error:
         reading.consider(error.problems)
         return settings
@@ -246,6 +246,13 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
     if choice.notes:
         sources["attention.backend"] = "; ".join(choice.notes)
     return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
+
+
+def _choice_of(settings: Settings) -> Choice:
+    """What `--shared-prompt-backend` comes to on this platform, in this precision, for this model."""
+    device = platforms.select(settings.platform).device_type
+    conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
+    return choose(settings.attention.backend, conditions)
 
 
 def _world_size() -> int | None:

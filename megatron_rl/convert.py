@@ -39,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _convert(settings: Settings) -> str:
     # Below the platform's installation, which `parse` has done.
-    from megatron_rl.mcore.build import model_of, session_of
     from megatron_rl.mcore.checkpoint import load_model, save_model
+    from megatron_rl.mcore.model import model_of
+    from megatron_rl.mcore.session import session_of
     from megatron_rl.mcore.weights import ModelWeights
 
     checkpoint, hf_model = settings.checkpoint, settings.model.hf_model

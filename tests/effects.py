@@ -18,7 +18,7 @@ import torch
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.arguments import RunSettings
 from megatron_rl.config import Settings
-from megatron_rl.mcore import build, checkpointer, model, optimizer, rope, tri_model
+from megatron_rl.mcore import checkpointer, model, optimizer, rope, session, tri_model
 from megatron_rl.observe import progress, sinks
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.sidecar import words_of
@@ -55,15 +55,15 @@ def _model(settings: Settings) -> dict[str, object]:
         patch.object(model, "_mark_tensor_parallel"),
         patch.object(model, "parallel_state"),
     ):
-        build.model_of(settings)
+        model.model_of(settings)
     _, options = made.call_args
     names = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights", "rotary_base")
     return {"stages": made.call_count} | {name: options[name] for name in names}
 
 
 def _session(settings: Settings) -> dict[str, object]:
-    with patch.object(build, "Session") as made:
-        build.session_of(settings)
+    with patch.object(session, "Session") as made:
+        session.session_of(settings)
     sizes, platform, seed, timeout, waiting, _ = made.call_args.args
     return {"sizes": sizes, "platform": platform.name, "seed": seed, "timeout": timeout, "waiting": waiting}
 

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config import Settings
 from megatron_rl.data.packing import Pack
 from megatron_rl.mcore import context, rope
 from megatron_rl.mcore.attention import PackParams
@@ -194,3 +195,14 @@ def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
             tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def model_of(settings: Settings) -> list[PackedGPTModel]:
+    """This rank's stages of the model, their weights not yet filled."""
+    return build_chunks(
+        # Megatron keeps what its schedules call in there, which differs from model to model.
+        copy.copy(settings.transformer),
+        settings.architecture,
+        settings.model.make_vocab_size_divisible_by,
+        attention_backend=settings.attention.backend,
+    )

@@ -6,8 +6,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config import Settings
-from megatron_rl.mcore.build import model_of
-from megatron_rl.mcore.model import PackedGPTModel, wrap
+from megatron_rl.mcore.model import PackedGPTModel, model_of, wrap
 from megatron_rl.mcore.optimizer import (
     UpdateResult,
     apply_update,

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Settings
-from megatron_rl.mcore.build import model_of
 from megatron_rl.mcore.frozen import copy_weights, frozen
-from megatron_rl.mcore.model import PackedGPTModel, unwrap
+from megatron_rl.mcore.model import PackedGPTModel, model_of, unwrap
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.weights import ModelWeights
 

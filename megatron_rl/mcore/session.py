@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_rl.config import Settings
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
-from megatron_rl.platforms import Platform
+from megatron_rl.platforms import Platform, select
 from megatron_rl.types import ParallelSizes
 from megatron_rl.weights.mapping import Coordinates
 
@@ -205,3 +206,11 @@ def _coordinates() -> Coordinates:
         expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
     )
+
+
+def session_of(
+    settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
+) -> Session:
+    """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""
+    timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
+    return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting, meet)

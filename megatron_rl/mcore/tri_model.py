@@ -19,9 +19,8 @@ from megatron_rl.data.batch import Batch
 from megatron_rl.data.packing import Pack
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.mcore import runner
-from megatron_rl.mcore.build import model_of
 from megatron_rl.mcore.frozen import copy_weights, frozen
-from megatron_rl.mcore.model import unwrap
+from megatron_rl.mcore.model import model_of, unwrap
 from megatron_rl.mcore.piggyback import Piggyback
 from megatron_rl.mcore.policy import Policy
 from megatron_rl.mcore.reference import Reference

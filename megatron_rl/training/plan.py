@@ -13,7 +13,6 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.mcore.flags.checks import fills_interleaving, interleaved_group
 from megatron_rl.rollout.slots import Division, divide
 from megatron_rl.rollout.wire import LEAST_TEMPERATURE, Plan
-from megatron_rl.training.batches import pack_multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,3 +296,9 @@ def shared_folder(settings: Settings) -> Path:
     of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
     run = run_folder(settings).resolve()
     return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
+
+
+def pack_multiple(settings: Settings) -> int:
+    """What the length of a pack is padded to a multiple of: every rank that rows are divided over has as many."""
+    config = settings.transformer
+    return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size

@@ -5,13 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
+
+from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.config import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session
+from megatron_rl.ops.shared_prompt import backend
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Mismatch, Prompt, Sampling, Submission
 from megatron_rl.training.mismatch import MismatchBeyond
+from megatron_rl.training.plan import pack_multiple
 
 
 class PromptSource(Protocol):
@@ -119,3 +125,15 @@ class Rollouts:
                 deadline_seconds=self._deadline_seconds,
             )
         )
+
+
+def batcher_of(settings: Settings, device: torch.device) -> Batcher:
+    """What the settings say of packs."""
+    attention = backend(settings.attention.backend)
+    return Batcher(
+        ADVANTAGES[settings.algorithm.advantage],
+        multiple_of=pack_multiple(settings),
+        vocab_size=settings.architecture.vocab_size,
+        is_shared=settings.attention.is_shared,
+        prepare=lambda layout: attention.prepare(layout, device),
+    )

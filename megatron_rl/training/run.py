@@ -7,16 +7,17 @@ import os
 import sys
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.probe import Probe
 from megatron_rl.mcore.publish import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.reference import Reference, reference_of
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.stream_publish import StreamPublisher
 from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.observe import metrics, samples
@@ -29,20 +30,19 @@ from megatron_rl.rollout.slots import Division
 from megatron_rl.rollout.wire import Sampling
 from megatron_rl.sidecar import vllm_sender
 from megatron_rl.sidecar.scoring import tokenizer_decoder
-from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.meeting import meet
+from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import bounds_of
 from megatron_rl.training.plan import check_folders, shared_folder
 from megatron_rl.training.reporter import Reporter, reporter_of
-from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync
+from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync, batcher_of
 from megatron_rl.training.settings import RunSettings
 from megatron_rl.training.sidecar import Address, OwnSidecar, given_address
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.training.watch import Watch
+from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
 
@@ -308,3 +308,29 @@ def _reference(settings: Settings, session: Session) -> Reference | None:
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
     return reference_of(settings, session, folder)
+
+
+def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
+    """The store, once this rank is connected to it; from then on at the latest the ranks watch each other."""
+    if watch.is_connected:
+        return _store_of_rank_0(watch, timeout)
+    store, _, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if world_size > 1 and meets_in_an_agent():
+        watch.connect_through(store)
+    return store
+
+
+def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
+    """At a port that rank 0 tells the others: the one that all of them know is where they watch each other."""
+    host = os.environ["MASTER_ADDR"]
+    if watch.rank == 0:
+        listener = listen(host, 0)
+        port = listener.getsockname()[1]
+        watch.say_store(port)
+        return dist.TCPStore(
+            host, port, watch.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    port = watch.store_port(timeout.total_seconds())
+    if port is None:
+        raise TimeoutError("rank 0 did not say where its store is")
+    return dist.TCPStore(host, port, watch.world_size, is_master=False, timeout=timeout)

@@ -16,19 +16,18 @@ from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.algorithm.statistics import Statistics, combined
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import Policy, policy_of
 from megatron_rl.mcore.reference import reference_of
 from megatron_rl.mcore.roles import is_reporter
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.tri_model import roles_of
 from megatron_rl.rollout import wire
 from megatron_rl.rollout.provenance import version_tag
 from megatron_rl.rollout.slots import Division
 from megatron_rl.training import learner
-from megatron_rl.training.batches import batcher_of
 from megatron_rl.training.measures import Measures, UpdateOutcome, metrics_of
 from megatron_rl.training.plan import sizes_of
+from megatron_rl.training.rollouts import batcher_of
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem, Trial

@@ -12,10 +12,9 @@ import torch
 
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.build import session_of
 from megatron_rl.mcore.policy import policy_of
 from megatron_rl.mcore.reference import reference_of
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.tri_model import TriModel, roles_of
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.plan import sizes_of

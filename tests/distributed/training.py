@@ -8,12 +8,11 @@ from typing import Any
 
 from megatron_rl import arguments
 from megatron_rl.config import Settings
-from megatron_rl.mcore.build import model_of, session_of
 from megatron_rl.mcore.checkpointer import Checkpointer
-from megatron_rl.mcore.model import wrap
+from megatron_rl.mcore.model import model_of, wrap
 from megatron_rl.mcore.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of
 from megatron_rl.mcore.runner import forward_backward
-from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.training_state import TrainState
 from megatron_rl.mcore.weights import ModelWeights
 from tests.distributed.layouts import Model, divisor, gather_reduced_shards

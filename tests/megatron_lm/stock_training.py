@@ -68,8 +68,9 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
     from megatron_rl import arguments
-    from megatron_rl.mcore.build import model_of, session_of
     from megatron_rl.mcore.checkpoint import load_model
+    from megatron_rl.mcore.model import model_of
+    from megatron_rl.mcore.session import session_of
 
     described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
     settings = arguments.parse(f"{OURS} {described} {layout} --load {folder}".split())

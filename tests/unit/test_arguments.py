@@ -13,7 +13,7 @@ import torch
 from megatron_rl import arguments, config, describe
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.flags import Kind, index
-from megatron_rl.mcore import build
+from megatron_rl.mcore import model
 from megatron_rl.mcore.flags import checks, generated, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
@@ -510,9 +510,9 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     settings = parse(*SPARSE, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
     config = settings.transformer
     assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
-    with patch.object(build, "build_chunks") as made:
-        build.model_of(settings)
-        build.model_of(settings)
+    with patch.object(model, "build_chunks") as made:
+        model.model_of(settings)
+        model.model_of(settings)
     copies = [call.args[0] for call in made.call_args_list]
     assert all(copy == config for copy in copies)
     # Megatron writes into what a model has.
