@@ -7,7 +7,7 @@ when they are loaded again it copies them as they are into what is read as packe
 import inspect
 from typing import Any
 
-_MARK = "megatron_rl_moe_patch"
+_MOE_MARK = "megatron_rl_moe_patch"
 NOT_APPLIED = "not applied"
 
 
@@ -23,19 +23,19 @@ def patch_experts_updated_in_place(model: Any) -> str:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     except ImportError:
         return f"{NOT_APPLIED}: this vLLM keeps its experts elsewhere"
-    return patch(UnquantizedFusedMoEMethod)
+    return patch_method(UnquantizedFusedMoEMethod)
 
 
 def has_experts(model: Any) -> bool:
     return any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
-def patch(method: Any) -> str:
+def patch_method(method: Any) -> str:
     """Patch vLLM's method for experts; says what was done.
 
     Another vLLM than the one that is known is left as it is: it may be right without.
     """
-    if getattr(method, _MARK, False):
+    if getattr(method, _MOE_MARK, False):
         return "applied before"
     process = method.process_weights_after_loading
     setup = inspect.getsource(getattr(method, "_setup_kernel", method))
@@ -51,5 +51,5 @@ def patch(method: Any) -> str:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     method.process_weights_after_loading = process_weights_after_loading
-    setattr(method, _MARK, True)
+    setattr(method, _MOE_MARK, True)
     return "applied"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.errors import PlatformError
 
-_MARK = "megatron_rl_seed_patch"
+_SEED_MARK = "megatron_rl_seed_patch"
 # What vLLM 0.32 has. Another vLLM may have mended it, or have moved what is patched.
 _SAMPLE = ("self", "logits", "spec_decode_metadata")
 _BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
@@ -24,12 +24,12 @@ def patch_seeded_partial_prefill() -> str:
         return "not needed: not a CPU"
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    return patch(GPUModelRunner)
+    return patch_runner(GPUModelRunner)
 
 
-def patch(runner: Any) -> str:
+def patch_runner(runner: Any) -> str:
     """Patch vLLM's runner of models; says what was done."""
-    if getattr(runner, _MARK, False):
+    if getattr(runner, _SEED_MARK, False):
         return "applied before"
     bookkeep, sample = runner._bookkeeping_sync, runner._sample
     if "set_offset" not in inspect.getsource(bookkeep):
@@ -42,7 +42,7 @@ def patch(runner: Any) -> str:
                 f"{parameters}: use vLLM 0.32, or see whether this version still needs {__name__}"
             )
     runner._sample, runner._bookkeeping_sync = _keeping_discarded(sample), _without_generators(bookkeep)
-    setattr(runner, _MARK, True)
+    setattr(runner, _SEED_MARK, True)
     return "applied"
 
 

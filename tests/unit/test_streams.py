@@ -189,10 +189,10 @@ def test_the_seed_patch_knows_what_it_patches():
             return "set_offset"
 
     with pytest.raises(PlatformError, match="something_new"):
-        vllm_seed_patch.patch(Runner)
+        vllm_seed_patch.patch_runner(Runner)
 
     class Mended(Runner):
         def _bookkeeping_sync(self):
             return None
 
-    assert vllm_seed_patch.patch(Mended).startswith("not needed")
+    assert vllm_seed_patch.patch_runner(Mended).startswith("not needed")

@@ -26,8 +26,8 @@ class Experts:
 
 def test_weights_of_experts_are_packed_once_each_time_they_are_loaded():
     method = type("Method", (Experts,), {})
-    assert vllm_moe_patch.patch(method) == "applied"
-    assert vllm_moe_patch.patch(method) == "applied before"
+    assert vllm_moe_patch.patch_method(method) == "applied"
+    assert vllm_moe_patch.patch_method(method) == "applied before"
     experts = method()
     for load in range(3):
         experts.process_weights_after_loading(load)
@@ -40,7 +40,7 @@ def test_a_method_that_packs_updates_itself_is_left_alone():
             self.packed.append(layer)
 
     process = Mended.process_weights_after_loading
-    assert vllm_moe_patch.patch(Mended).startswith(vllm_moe_patch.NOT_APPLIED)
+    assert vllm_moe_patch.patch_method(Mended).startswith(vllm_moe_patch.NOT_APPLIED)
     assert Mended.process_weights_after_loading is process
 
 
@@ -48,4 +48,4 @@ def test_the_method_of_the_vllm_that_is_installed_is_known():
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     copy = type("Copy", (UnquantizedFusedMoEMethod,), {})
-    assert vllm_moe_patch.patch(copy) == "applied"
+    assert vllm_moe_patch.patch_method(copy) == "applied"
