@@ -31,9 +31,9 @@ def main() -> int:
 
 
 def _run(watch: Watch) -> int:
-    from megatron_rl.arguments import parse_run
-    from megatron_rl.describe import print_config
-    from megatron_rl.saying import said_once
+    from megatron_rl.arguments.command_line import parse_run
+    from megatron_rl.arguments.describe import print_config
+    from megatron_rl.arguments.saying import said_once
 
     with said_once(_say):
         settings = parse_run()
@@ -42,7 +42,7 @@ def _run(watch: Watch) -> int:
             print(print_config(settings), end="")
         return ExitCode.OK
     # Megatron is imported once the platform is installed, which parsing does.
-    from megatron_rl.training.run import train
+    from megatron_rl.training.build import train
 
     return train(settings, watch=watch)
 

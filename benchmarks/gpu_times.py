@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, gather
-from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.ops.shared_prompt.strands import strands
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.shared_prompt.backends import gather
+from megatron_rl.ops.shared_prompt.layout import Layout, strands
 
 # Matrix products in bf16 on an H200.
 FLOPS_PER_MS = 790e9

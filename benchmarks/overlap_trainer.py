@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megatron_rl.arguments import parse_run
+from megatron_rl.arguments.command_line import parse_run
 from megatron_rl.observe.metrics import read
-from megatron_rl.rollout.wire import Mismatch
+from megatron_rl.protocol.wire import Mismatch
 
 
 def main() -> None:
     out, schedules, *words = sys.argv[1:]
     settings = parse_run(words)
     from megatron_rl.data.slots import IterationSlots
+    from megatron_rl.training.build import Run, train
     from megatron_rl.training.learner import Learned, Learner
     from megatron_rl.training.rollouts import Periodic, Rollouts, Sync
-    from megatron_rl.training.run import Run, train
 
     seconds: list[float] = []
 

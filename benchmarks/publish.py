@@ -55,13 +55,13 @@ def main() -> None:
 
 def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl import platforms
-    from megatron_rl.mcore.config import transformer_config
-    from megatron_rl.mcore.model import build_chunks
-    from megatron_rl.mcore.probe import Probe
-    from megatron_rl.mcore.publish import SharedMemoryPublisher
+    from megatron_rl.arguments.resolve import transformer_config
+    from megatron_rl.mcore.model.gpt import build_chunks
+    from megatron_rl.mcore.model.weights import ModelWeights
+    from megatron_rl.mcore.publish.probe import Probe
+    from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
     from megatron_rl.mcore.session import ParallelSizes, Session
-    from megatron_rl.mcore.weights import ModelWeights
-    from megatron_rl.rollout.client import RolloutClient, read_token
+    from megatron_rl.protocol.client import RolloutClient, read_token
     from megatron_rl.weights.families import read_architecture
 
     platform, architecture = platforms.select("cpu"), read_architecture(model)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from benchmarks import checkpoints
-from megatron_rl.config import Settings
-from megatron_rl.rollout import wire
+from megatron_rl.config.settings import Settings
+from megatron_rl.protocol import wire
 from megatron_rl.types import Architecture
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ FLAGS = (
 
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turns, on one thread."""
-    from megatron_rl import arguments
+    from megatron_rl.arguments import command_line
     from megatron_rl.mcore.session import session_of
 
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
         model = Path(folder) / "model"
         checkpoints.make(model, ARCHITECTURE)
         parse = [*words.split(), "--hf-model", str(model)]
-        shared, separate = arguments.parse(parse), arguments.parse([*parse, "--no-shared-prompt"])
+        shared, separate = command_line.parse(parse), command_line.parse([*parse, "--no-shared-prompt"])
         with session_of(shared) as session:
             ways = {
                 "shared prompt": our_step(shared, session, slot),
@@ -88,11 +88,11 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """As a run makes it."""
     from megatron_rl.algorithm.objective import Objective
+    from megatron_rl.arguments.plan import sizes_of
     from megatron_rl.data.slots import Identity, IterationSlots
-    from megatron_rl.mcore.policy import policy_of
-    from megatron_rl.mcore.tri_model import roles_of
+    from megatron_rl.mcore.step.policy import policy_of
+    from megatron_rl.mcore.step.tri_model import roles_of
     from megatron_rl.training.learner import Learner
-    from megatron_rl.training.plan import sizes_of
     from megatron_rl.training.rollouts import batcher_of
 
     sizes = sizes_of(settings, 1)
@@ -115,9 +115,9 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_rl.mcore import runner
-    from megatron_rl.mcore.model import wrap
-    from megatron_rl.mcore.optimizer import apply_update, optimizer_of, schedule_of
+    from megatron_rl.mcore.model.gpt import wrap
+    from megatron_rl.mcore.step import schedule
+    from megatron_rl.mcore.step.optimizer import apply_update, optimizer_of, schedule_of
 
     config = copy.copy(settings.transformer)
     model = GPTModel(
@@ -133,7 +133,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
         torch.nn.init.normal_(parameter, std=0.02)
     wrapped = wrap([model], settings.ddp)
     optimizer = optimizer_of(settings, wrapped)
-    schedule = schedule_of(settings, optimizer, settings.training.train_iters)
+    learning_rates = schedule_of(settings, optimizer, settings.training.train_iters)
     batch = Sequences.of(slot)
 
     def compute(chunk: torch.nn.Module, micro_batch: Sequences) -> tuple[torch.Tensor, Callable]:
@@ -143,8 +143,8 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
         return losses_BS, lambda losses_BS: (losses_BS * micro_batch.weights_BS).sum()
 
     def step() -> None:
-        runner.train(wrapped, [batch], compute)
-        apply_update(optimizer, schedule, wrapped, 1.0 / batch.weights_BS.count_nonzero().item())
+        schedule.train(wrapped, [batch], compute)
+        apply_update(optimizer, learning_rates, wrapped, 1.0 / batch.weights_BS.count_nonzero().item())
 
     return step
 

@@ -20,11 +20,10 @@ import psutil
 
 from benchmarks import report
 from benchmarks.connection import Connection
-from megatron_rl.rollout import wire
-from megatron_rl.sidecar.http import application
+from megatron_rl.protocol import wire
+from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
+from megatron_rl.sidecar.http import application, serve
 from megatron_rl.sidecar.recorder import RunRecorder
-from megatron_rl.sidecar.scripted import Script, ScriptedEngine
-from megatron_rl.sidecar.server import serve
 from megatron_rl.sidecar.service import RolloutService
 from tests.sidecar.scripted_service import Engines, RewardLength, weights
 

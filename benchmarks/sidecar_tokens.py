@@ -19,10 +19,10 @@ import msgspec
 
 from benchmarks import checkpoints
 from benchmarks.connection import Connection
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.sidecar.engine import GroupRequest
-from megatron_rl.sidecar.vllm_answers import Limits, body
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.client import RolloutClient
+from megatron_rl.sidecar.engines.engine import GroupRequest
+from megatron_rl.sidecar.vllm.answers import Limits, body
 from megatron_rl.types import Architecture
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar
 from tests.sidecar.vllm_models import in_shared_memory

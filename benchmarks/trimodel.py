@@ -27,19 +27,18 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from benchmarks import report
 from benchmarks.log_probs_memory import logprob_peak
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config import Settings
+from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore import runner
-from megatron_rl.mcore.frozen import copy_weights, frozen
-from megatron_rl.mcore.model import model_of
-from megatron_rl.mcore.policy import policy_of
-from megatron_rl.mcore.reference import reference_of
-from megatron_rl.mcore.roles import SeparateRoles
+from megatron_rl.mcore.model.frozen import copy_weights, frozen
+from megatron_rl.mcore.model.gpt import model_of
 from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.tri_model import TriModel
-from megatron_rl.rollout.wire import Slot
-from megatron_rl.training.plan import sizes_of
+from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step.policy import policy_of, reference_of
+from megatron_rl.mcore.step.roles import SeparateRoles
+from megatron_rl.mcore.step.tri_model import TriModel
+from megatron_rl.protocol.wire import Slot
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, batcher_of
 from tests.distributed.training import settings_of
@@ -240,9 +239,9 @@ def _one_stage(problem: Problem, rounds: int) -> Times:
 
         parts = {
             "fused": lambda: bench.run_fused(slots),
-            "policy forward and backward": lambda: runner.forward_backward(policy, micro_batches, on_policy),
-            "old forward": lambda: runner.forward(bench.old, micro_batches),
-            "reference forward": lambda: runner.forward(bench.reference, micro_batches),
+            "policy forward and backward": lambda: schedule.forward_backward(policy, micro_batches, on_policy),
+            "old forward": lambda: schedule.forward(bench.old, micro_batches),
+            "reference forward": lambda: schedule.forward(bench.reference, micro_batches),
         }
         for number, name in itertools.product(range(rounds + 1), parts):
             seconds = bench.seconds(parts[name])

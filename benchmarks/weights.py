@@ -59,10 +59,10 @@ def main() -> None:
 
 def _measure(source: Path, out: Path, rounds: int) -> dict:
     from megatron_rl import platforms
-    from megatron_rl.mcore import model
-    from megatron_rl.mcore.config import transformer_config
+    from megatron_rl.arguments.resolve import transformer_config
+    from megatron_rl.mcore.model import gpt
+    from megatron_rl.mcore.model.weights import ModelWeights
     from megatron_rl.mcore.session import ParallelSizes, Session
-    from megatron_rl.mcore.weights import ModelWeights
 
     platform = platforms.select("cpu")
     sizes = ParallelSizes(tensor=NUM_RANKS)
@@ -83,7 +83,7 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
             timed("write", _write, out / f"plain-{session.rank}", copied)
             (out / f"plain-{session.rank}").unlink()
             del copied
-            chunks = model.build_chunks(config, ARCHITECTURE)
+            chunks = gpt.build_chunks(config, ARCHITECTURE)
             weights = ModelWeights(chunks, session)
             before = platform.memory().allocated
             timed("import", weights.load_hf, source)

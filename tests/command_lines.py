@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from megatron_rl import arguments, config
+from megatron_rl.arguments import command_line
+from megatron_rl.config import settings as config
 from megatron_rl.errors import ExitCode, UsageError
 
 CPU = ("--platform", "cpu")
@@ -36,13 +37,13 @@ def without(words: Sequence[str], flag: str) -> list[str]:
 def parse(*words: str, world_size: int | None = None) -> config.Settings:
     """The settings, as one of so many ranks, or as no rank of a launcher."""
     with _ranks(world_size):
-        return arguments.parse([word for text in words for word in text.split()])
+        return command_line.parse([word for text in words for word in text.split()])
 
 
-def parse_run(*words: str, world_size: int | None = None) -> arguments.RunSettings:
+def parse_run(*words: str, world_size: int | None = None) -> command_line.RunSettings:
     """The same of a run that trains."""
     with _ranks(world_size):
-        return arguments.parse_run([word for text in words for word in text.split()])
+        return command_line.parse_run([word for text in words for word in text.split()])
 
 
 @contextlib.contextmanager

@@ -16,12 +16,15 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments import RunSettings
-from megatron_rl.config import Settings
-from megatron_rl.mcore import checkpointer, model, optimizer, rope, session, tri_model
+from megatron_rl.arguments.command_line import RunSettings
+from megatron_rl.config.settings import Settings
+from megatron_rl.mcore import session
+from megatron_rl.mcore.checkpoint import checkpointer
+from megatron_rl.mcore.model import gpt, rope
+from megatron_rl.mcore.step import optimizer, tri_model
 from megatron_rl.observe import progress, sinks
+from megatron_rl.sidecar.child import words_of
 from megatron_rl.training.evaluator import Evaluator
-from megatron_rl.training.sidecar import words_of
 
 # What tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
@@ -50,12 +53,12 @@ def _positions(settings: Settings) -> dict[str, object]:
 def _model(settings: Settings) -> dict[str, object]:
     """What a model is built of."""
     with (
-        patch.object(model, "PackedGPTModel") as made,
-        patch.object(model, "block_spec"),
-        patch.object(model, "_mark_tensor_parallel"),
-        patch.object(model, "parallel_state"),
+        patch.object(gpt, "PackedGPTModel") as made,
+        patch.object(gpt, "block_spec"),
+        patch.object(gpt, "_mark_tensor_parallel"),
+        patch.object(gpt, "parallel_state"),
     ):
-        model.model_of(settings)
+        gpt.model_of(settings)
     _, options = made.call_args
     names = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights", "rotary_base")
     return {"stages": made.call_count} | {name: options[name] for name in names}

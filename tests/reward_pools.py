@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.rollout.rewards.pool import RewardPool
-from megatron_rl.rollout.rewards.spec import parse_specs
-from megatron_rl.rollout.rewards.types import PoolSettings, RewardRequest, RewardResult
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.rewards.types import PoolSettings, RewardRequest, RewardResult
 
 
 def write(folder: Path, code: str, name: str = "mine.py") -> Path:

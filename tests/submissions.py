@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.seeds import group_seed
-from megatron_rl.rollout.wire import (
+from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.wire import (
     Group,
     Plan,
     Prompt,

@@ -3,7 +3,7 @@
 --reward examples/rewards/from_verl.py:reward
 """
 
-from megatron_rl.rollout.rewards.verl import from_verl
+from megatron_rl.rewards.verl import from_verl
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

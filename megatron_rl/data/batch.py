@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.data.packing import Pack, Tokens, pack_groups, separated
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.rollout.wire import GroupPart, Slot, log_probs_of, tokens_of
+from megatron_rl.protocol.wire import GroupPart, Slot, log_probs_of, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)

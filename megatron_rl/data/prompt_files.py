@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config import DataConfig
+from megatron_rl.config.flag import nearest
+from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError, UsageError
-from megatron_rl.flags import nearest
-from megatron_rl.rollout.rewards.types import GIVEN
-from megatron_rl.rollout.wire import JSON
+from megatron_rl.protocol.wire import JSON
+from megatron_rl.rewards.types import GIVEN
 
 # The name under which rewards know the column of --answer-key.
 ANSWER = "answer"

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_rl.config import DataConfig
+from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.rollout.wire import Prompt, tokens_of
+from megatron_rl.protocol.wire import Prompt, tokens_of
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

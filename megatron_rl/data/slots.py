@@ -18,9 +18,9 @@ import torch
 
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout.provenance import version_tag
-from megatron_rl.rollout.slots import Division
-from megatron_rl.rollout.wire import Slot
+from megatron_rl.protocol.provenance import version_tag
+from megatron_rl.protocol.slots import Division
+from megatron_rl.protocol.wire import Slot
 
 FetchSlot = Callable[[int], Slot]
 """Waits for the slot of that index."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config import DataConfig
+from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompt_files import Row
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.rollout.wire import JSON, Prompt, token_bytes
+from megatron_rl.protocol.wire import JSON, Prompt, token_bytes
 
 _ROWS_AT_A_TIME = 1024
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl.config import Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
 from megatron_rl.platforms import Platform, select
 from megatron_rl.types import ParallelSizes

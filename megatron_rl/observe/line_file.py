@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.append_file import AppendFile, FileInUse
+from megatron_rl.records.append_file import AppendFile, FileInUse
 
 _T = TypeVar("_T")
 

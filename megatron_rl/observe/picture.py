@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
-from megatron_rl.observe.chart import Points
-from megatron_rl.observe.report import evaluations_of, rewards_of, text_curves, time_by_span
+from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")

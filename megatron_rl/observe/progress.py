@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.config import ObserveConfig
+from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.observe.metrics import number_at
 
 _REFRESHES_PER_SECOND = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config import ObserveConfig
+from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import MegatronRLError, PlatformError
 from megatron_rl.observe.metrics import flat
 

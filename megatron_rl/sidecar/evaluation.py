@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout import wire
+from megatron_rl.protocol import wire
 
 Finished = Callable[[wire.Group], None]
 MakeAll = Callable[

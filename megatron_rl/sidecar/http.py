@@ -2,20 +2,23 @@
 
 import asyncio
 import hmac
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
-from megatron_rl.rollout import wire
+from megatron_rl.protocol import wire
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
-from megatron_rl.sidecar.metrics import exposition
 from megatron_rl.sidecar.service import Conflict, RolloutService
 
 MAX_BODY_BYTES = 1 << 30
@@ -229,3 +232,55 @@ def _number(text: str) -> float:
 def _bounded(patience: float) -> float:
     """NaN and negative numbers are no patience at all."""
     return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0
+
+
+async def serve(
+    app: Any, *, until: asyncio.Event, uds: Path | None = None, listener: socket.socket | None = None
+) -> None:
+    """Answer requests until the event is set; then finish those that are being answered, and return."""
+    config = uvicorn.Config(
+        app,
+        uds=str(uds) if uds is not None else None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    # Signals belong to the sidecar, which has engines to end.
+    task = asyncio.create_task(server._serve([listener] if listener is not None else None))
+    ended = asyncio.create_task(until.wait())
+    await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    ended.cancel()
+    await task
+
+
+_PREFIX = "megatron_rl_rollout"
+
+
+def exposition(status: dict[str, Any]) -> bytes:
+    """One gauge a number; what is counted over the sidecar's life only grows."""
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> None:
+        metric = Gauge(f"{_PREFIX}_{name}", text, labels, registry=registry)
+        for key, value in values.items():
+            (metric.labels(*key) if labels else metric).set(value)
+
+    version = status["version"]
+    gauge("version", "The version that engines hold; -1 for none.", {(): -1 if version is None else version})
+    for name, value in status["counters"].items():
+        gauge(name, f"The sidecar's {name.replace('_', ' ')}.", {(): value})
+    gauge("slots_waited_for", "Slots that ranks wait for.", {(): len(status["slots_waited_for"])})
+    iteration = status["iteration"]
+    if iteration is not None:
+        groups = {(progress,): count for progress, count in iteration["groups"].items()}
+        gauge("iteration_groups", "Groups of the current iteration.", groups, ("progress",))
+        gauge("iteration_failed", "1 when the current iteration has failed.", {(): iteration["failure"] is not None})
+    engines = status["engines"].get("engines", {})
+    for key, text in (("in_flight", "Responses in flight."), ("restarts", "Starts after a death.")):
+        gauge(f"engine_{key}", text, {(name,): engine[key] for name, engine in engines.items()}, ("engine",))
+    ready = {(name,): engine["state"] == "ready" for name, engine in engines.items()}
+    gauge("engine_ready", "1 when the engine takes groups.", ready, ("engine",))
+    return generate_latest(registry)

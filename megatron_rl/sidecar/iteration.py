@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.provenance import check_group
-from megatron_rl.rollout.slots import Claim, Place, divide
-from megatron_rl.rollout.wire import Group, GroupPart, Prompt, Slot, Submission
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.provenance import check_group
+from megatron_rl.protocol.slots import Claim, Place, divide
+from megatron_rl.protocol.wire import Group, GroupPart, Prompt, Slot, Submission
 
 
 class WrongVersion(MegatronRLError):

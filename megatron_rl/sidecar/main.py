@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
-from megatron_rl.rollout.append_file import make_private_folder
-from megatron_rl.rollout.rewards.pool import RewardPool
-from megatron_rl.rollout.rewards.spec import parse_on_error, parse_specs
-from megatron_rl.rollout.rewards.types import PoolSettings
-from megatron_rl.sidecar.http import application
+from megatron_rl.records.append_file import make_private_folder
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.spec import parse_on_error, parse_specs
+from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
+from megatron_rl.sidecar.http import application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.making import Decode, PoolScorer, tokenizer_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
-from megatron_rl.sidecar.scoring import Decode, PoolScorer, tokenizer_decoder
-from megatron_rl.sidecar.script_file import read_script
-from megatron_rl.sidecar.scripted import ScriptedFactory
-from megatron_rl.sidecar.server import serve
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
-from megatron_rl.sidecar.vllm_factory import VllmFactory
-from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.engine import VllmFactory
+from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"

@@ -20,10 +20,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout import probe
-from megatron_rl.rollout.probe import Difference
-from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engine import Engine, EngineLost, EngineRefused, GroupRequest, WeightReport, WrongWeights
+from megatron_rl.protocol import probe
+from megatron_rl.protocol.probe import Difference
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Sampling, Weights, log_probs_of, tokens_of
+from megatron_rl.sidecar.engines.engine import (
+    Engine,
+    EngineLost,
+    EngineRefused,
+    GroupRequest,
+    WeightReport,
+    WrongWeights,
+)
 
 T = TypeVar("T")
 

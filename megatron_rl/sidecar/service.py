@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.append_file import AppendFailed
-from megatron_rl.rollout.provenance import Asked
-from megatron_rl.rollout.slots import Claim, Place
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.provenance import Asked
+from megatron_rl.protocol.slots import Claim, Place
+from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer

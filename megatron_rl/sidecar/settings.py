@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_rl.config import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
+from megatron_rl.config.flag import Flag, flags_of, nearest
+from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.flags import Flag, flags_of, nearest
-from megatron_rl.rollout.rewards import checks as reward_checks
-from megatron_rl.sidecar import vllm_support
+from megatron_rl.rewards import checks as reward_checks
+from megatron_rl.sidecar.vllm import support
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 
@@ -233,12 +233,12 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             "installed in, its bin/python"
         )
     if architecture is not None:
-        yield from vllm_support.problems(architecture, settings.device, rollout.tensor_parallel_size, length)
+        yield from support.problems(architecture, settings.device, rollout.tensor_parallel_size, length)
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:
     # Imported here: a start with vLLM does without numpy's random numbers.
-    from megatron_rl.sidecar.script_file import read_script
+    from megatron_rl.sidecar.engines.scripted import read_script
 
     try:
         read_script(script, architecture.vocab_size if architecture else None)

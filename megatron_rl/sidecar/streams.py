@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.protocol.wire import Weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint_folders import iteration_folder, withdraw
-from megatron_rl.mcore.checkpointer import Checkpointer
-from megatron_rl.mcore.policy import Policy
-from megatron_rl.mcore.reference import Reference
+from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
+from megatron_rl.mcore.checkpoint.folders import iteration_folder, withdraw
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.step.policy import Policy, Reference
 
 
 class Checkpoints:

@@ -3,9 +3,9 @@
 import statistics
 from typing import Any
 
-from megatron_rl.config import EvaluationConfig
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.wire import Evaluated, Evaluation, Prompt, Sampling
+from megatron_rl.config.settings import EvaluationConfig
+from megatron_rl.protocol.client import RolloutClient
+from megatron_rl.protocol.wire import Evaluated, Evaluation, Prompt, Sampling
 
 
 class Evaluator:

@@ -12,17 +12,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.algorithm.statistics import Statistics, combined
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combined
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.mcore.auxiliary import take_losses
-from megatron_rl.mcore.policy import Policy
-from megatron_rl.mcore.roles import RoleLoss, is_reporter
-from megatron_rl.mcore.runner import Share
 from megatron_rl.mcore.session import Session
-from megatron_rl.rollout.wire import Mismatch
+from megatron_rl.mcore.step.auxiliary import take_losses
+from megatron_rl.mcore.step.policy import Policy
+from megatron_rl.mcore.step.roles import RoleLoss, is_reporter
+from megatron_rl.mcore.step.schedule import Share
+from megatron_rl.protocol.wire import Mismatch
 from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
 from megatron_rl.training.mismatch import MismatchBeyond, Part
 from megatron_rl.training.mismatch import combined as combined_mismatch

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
 from megatron_rl.data.batch import Batch
-from megatron_rl.rollout.wire import GroupPart
+from megatron_rl.protocol.wire import GroupPart
 
 
 class Measures(msgspec.Struct):

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable
 
-from megatron_rl.config import Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.rollout.probe import allowance, coarsest
-from megatron_rl.rollout.wire import EngineKind, Mismatch
+from megatron_rl.protocol.probe import allowance, coarsest
+from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """What the mean difference is when all is well, with room."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe import metrics as metrics_file
@@ -16,7 +16,7 @@ from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sinks, sinks_of
-from megatron_rl.rollout.wire import Response, tokens_of
+from megatron_rl.protocol.wire import Response, tokens_of
 from megatron_rl.training.mismatch import HEALTHY
 
 Decode = Callable[[list[int]], str]

@@ -8,16 +8,16 @@ from typing import Protocol
 import torch
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
-from megatron_rl.config import Settings
+from megatron_rl.arguments.plan import pack_multiple
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session
 from megatron_rl.ops.shared_prompt import backend
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.slots import Division
-from megatron_rl.rollout.wire import Mismatch, Prompt, Sampling, Submission
+from megatron_rl.protocol.client import RolloutClient
+from megatron_rl.protocol.slots import Division
+from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Submission
 from megatron_rl.training.mismatch import MismatchBeyond
-from megatron_rl.training.plan import pack_multiple
 
 
 class PromptSource(Protocol):

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_rl.data.slots import IterationSlots
-from megatron_rl.mcore.policy import Policy
-from megatron_rl.mcore.publish import Publisher
-from megatron_rl.mcore.reference import Reference
+from megatron_rl.mcore.publish.shared_memory import Publisher
 from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.step.policy import Policy, Reference
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator

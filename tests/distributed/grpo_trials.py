@@ -12,21 +12,19 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import mean
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.algorithm.statistics import Statistics, combined
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combined
+from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.policy import Policy, policy_of
-from megatron_rl.mcore.reference import reference_of
-from megatron_rl.mcore.roles import is_reporter
 from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.tri_model import roles_of
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.provenance import version_tag
-from megatron_rl.rollout.slots import Division
+from megatron_rl.mcore.step.policy import Policy, policy_of, reference_of
+from megatron_rl.mcore.step.roles import is_reporter
+from megatron_rl.mcore.step.tri_model import roles_of
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.provenance import version_tag
+from megatron_rl.protocol.slots import Division
 from megatron_rl.training import learner
 from megatron_rl.training.measures import Measures, UpdateOutcome, metrics_of
-from megatron_rl.training.plan import sizes_of
 from megatron_rl.training.rollouts import batcher_of
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of

@@ -12,11 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_rl import platforms
+from megatron_rl.arguments.resolve import transformer_config
 from megatron_rl.data.packing import Pack
-from megatron_rl.mcore import model, runner
-from megatron_rl.mcore.config import transformer_config
+from megatron_rl.mcore.model import gpt
+from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import ParallelSizes, Session
-from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.mcore.step import schedule
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 from megatron_rl.weights.shards import shards_of
@@ -73,7 +74,7 @@ class Model:
 
     session: Session
     architecture: Architecture
-    chunks: list[model.PackedGPTModel]
+    chunks: list[gpt.PackedGPTModel]
     weights: ModelWeights
     wrapped: list[DistributedDataParallel]
 
@@ -84,26 +85,26 @@ class Model:
 
     def forward(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probs of all packs in their order, on every rank."""
-        return self._everywhere(runner.forward(self.wrapped, self.mine(packs), temperature))
+        return self._everywhere(schedule.forward(self.wrapped, self.mine(packs), temperature))
 
     def forward_backward(
-        self, packs: Sequence[Pack], loss: runner.Loss, temperature: float = 1.0
+        self, packs: Sequence[Pack], loss: schedule.Loss, temperature: float = 1.0
     ) -> list[torch.Tensor]:
         """The same, leaving gradients in `main_grad`."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        results = runner.forward_backward(self.wrapped, self.mine(packs), loss, temperature)
+        results = schedule.forward_backward(self.wrapped, self.mine(packs), loss, temperature)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
         return self._everywhere(results)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
-        return self.whole({name: parameter.main_grad for name, parameter in model.named_shards(self.chunks)})
+        return self.whole({name: parameter.main_grad for name, parameter in gpt.named_shards(self.chunks)})
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Weights, likewise."""
-        return self.whole({name: parameter.detach() for name, parameter in model.named_shards(self.chunks)})
+        return self.whole({name: parameter.detach() for name, parameter in gpt.named_shards(self.chunks)})
 
     def whole(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What every rank has for its parameters, likewise."""
@@ -165,7 +166,7 @@ def build(
         **changes,
     }
     config = transformer_config(architecture, overrides, session.platform)
-    chunks = model.build_chunks(config, architecture, attention_backend=attention_backend)
+    chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     ddp = DistributedDataParallelConfig(
@@ -175,7 +176,7 @@ def build(
         # Several buckets even for a tiny model; megatron allows them for overlapped reductions only.
         bucket_size=5000 if case.overlap_grad_reduce else None,
     )
-    return Model(session, architecture, chunks, weights, model.wrap(chunks, ddp))
+    return Model(session, architecture, chunks, weights, gpt.wrap(chunks, ddp))
 
 
 def gather_reduced_shards(chunk: DistributedDataParallel) -> None:

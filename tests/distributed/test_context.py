@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.data.packing import pack_groups
-from megatron_rl.mcore import context
-from megatron_rl.ops.shared_prompt import naive
+from megatron_rl.mcore.model import context
+from megatron_rl.ops.shared_prompt.backends import naive
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, session_of

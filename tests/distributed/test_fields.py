@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.flags import Flag, Kind
-from megatron_rl.mcore.flags import generated, resolve, spelled, table
+from megatron_rl.arguments import generated, resolve, spelled, table
+from megatron_rl.config.flag import Flag, Kind
 from tests import hf_models
 from tests.distributed.training import session_of, settings_of, training_in
 from tests.ranks import run_ranks

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.policy import policy_of
-from megatron_rl.mcore.reference import reference_of
 from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.tri_model import TriModel, roles_of
+from megatron_rl.mcore.step.policy import policy_of, reference_of
+from megatron_rl.mcore.step.tri_model import TriModel, roles_of
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.plan import sizes_of
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, batcher_of
 from tests.distributed.training import settings_of

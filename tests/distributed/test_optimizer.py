@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import Settings
-from megatron_rl.mcore.optimizer import NonFiniteGradient, UpdateResult, apply_update, schedule_of, synchronized
+from megatron_rl.config.settings import Settings
+from megatron_rl.mcore.step.optimizer import NonFiniteGradient, UpdateResult, apply_update, schedule_of, synchronized
 from tests import hf_models
 from tests.command_lines import DENSE, parse
 from tests.distributed.layouts import Model

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.model import unwrap
-from megatron_rl.mcore.probe import Probe, ReplicasDiffer
-from megatron_rl.rollout import probe
-from megatron_rl.rollout.wire import ProbeAnswer, log_probs_of, tokens_of
+from megatron_rl.mcore.model.gpt import unwrap
+from megatron_rl.mcore.publish.probe import Probe, ReplicasDiffer
+from megatron_rl.protocol import probe
+from megatron_rl.protocol.wire import ProbeAnswer, log_probs_of, tokens_of
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, session_of
 from tests.ranks import run_ranks

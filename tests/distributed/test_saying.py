@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.arguments.saying import said_once
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.saying import said_once
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
 from tests.command_lines import CPU, RUN

@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.mcore import training_state
-from megatron_rl.mcore.checkpoint_folders import TRACKER
-from megatron_rl.mcore.checkpointer import Loaded
-from megatron_rl.mcore.model import named_shards
-from megatron_rl.mcore.policy import Policy
-from megatron_rl.mcore.training_state import TrainState
-from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.mcore.checkpoint import state as training_state
+from megatron_rl.mcore.checkpoint.checkpointer import Loaded
+from megatron_rl.mcore.checkpoint.folders import TRACKER
+from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.model.gpt import named_shards
+from megatron_rl.mcore.model.weights import ModelWeights
+from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.training.checkpoints import Checkpoints
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at

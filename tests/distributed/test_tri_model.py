@@ -13,16 +13,15 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config import Settings
+from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore import tri_model
-from megatron_rl.mcore.piggyback import Piggyback
-from megatron_rl.mcore.policy import policy_of
-from megatron_rl.mcore.reference import reference_of
 from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.tri_model import Cast, TriModel, roles_of
+from megatron_rl.mcore.step import tri_model
+from megatron_rl.mcore.step.piggyback import Piggyback
+from megatron_rl.mcore.step.policy import policy_of, reference_of
+from megatron_rl.mcore.step.tri_model import Cast, TriModel, roles_of
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.plan import sizes_of
 from megatron_rl.training.rollouts import batcher_of
 from tests.distributed.grpo_trials import Source, Witness
 from tests.distributed.layouts import Model

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import arguments
-from megatron_rl.config import Settings
-from megatron_rl.mcore.checkpointer import Checkpointer
-from megatron_rl.mcore.model import model_of, wrap
-from megatron_rl.mcore.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of
-from megatron_rl.mcore.runner import forward_backward
+from megatron_rl.arguments import command_line
+from megatron_rl.config.settings import Settings
+from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
+from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.model.gpt import model_of, wrap
+from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.training_state import TrainState
-from megatron_rl.mcore.weights import ModelWeights
+from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of
+from megatron_rl.mcore.step.schedule import forward_backward
 from tests.distributed.layouts import Model, divisor, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 
@@ -53,7 +53,7 @@ class Training(Model):
 
 
 def settings_of(folder: Path, words: str) -> Settings:
-    return arguments.parse(["--platform", "cpu", "--hf-model", str(folder), *words.split()])
+    return command_line.parse(["--platform", "cpu", "--hf-model", str(folder), *words.split()])
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ KEEP_GRADIENTS = """
 import torch
 from megatron_rl import platforms
 platforms.select("cpu").install()
-from megatron_rl.mcore.policy import Policy
+from megatron_rl.mcore.step.policy import Policy
 inner = Policy.update
 def update(self, scale):
     gradients = {{name: p.main_grad * scale for chunk in self.chunks for name, p in chunk.named_parameters()}}

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.rollout.audit_chain import BreachName
-from megatron_rl.rollout.audit_check import verify
+from megatron_rl.records.audit_chain import BreachName
+from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
 
 PATCH_LOSS = """
@@ -97,21 +97,21 @@ MOMENTS = {
         Watch.of_environment = stay_here
     """,
     "before the ranks meet": """
-        import megatron_rl.training.settings as settings
+        import megatron_rl.arguments.run as settings
         settings.resolve_sizes = stay
     """,
     "while weights are loaded": """
         from megatron_rl import platforms
         platforms.select("cpu").install()
-        from megatron_rl.mcore.weights import ModelWeights
+        from megatron_rl.mcore.model.weights import ModelWeights
         ModelWeights.load_hf = stay
     """,
     "while engines start": """
-        from megatron_rl.training.sidecar import OwnSidecar
+        from megatron_rl.sidecar.child import OwnSidecar
         OwnSidecar.address = stay
     """,
     "while the lease is taken": """
-        from megatron_rl.rollout.client import RolloutClient
+        from megatron_rl.protocol.client import RolloutClient
         RolloutClient.take_lease = stay
     """,
 }

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.cli import main as megatron_rl
+from megatron_rl.commands.cli import main as megatron_rl
 from megatron_rl.data.packing import pack_groups
-from megatron_rl.mcore import runner
-from megatron_rl.mcore.model import unwrap
-from megatron_rl.mcore.probe import Probe
-from megatron_rl.mcore.publish import SharedMemoryPublisher
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit_check import verify
-from megatron_rl.rollout.client import RolloutClient, read_token
+from megatron_rl.mcore.model.gpt import unwrap
+from megatron_rl.mcore.publish.probe import Probe
+from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.mcore.step import schedule
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.client import RolloutClient, read_token
+from megatron_rl.records.audit_check import verify
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, session_of
 from tests.distributed.parity import expected_at
@@ -105,7 +105,7 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
         # On the first rank.
         "weights": built.parameters(),
         # The first pipeline stage computes no log-probs.
-        "trainer": runner.forward(built.wrapped, packs, temperature),
+        "trainer": schedule.forward(built.wrapped, packs, temperature),
         "engine": engine,
         "fingerprints": {r.fingerprint for slot in slots for part in slot.parts for r in part.responses},
     }

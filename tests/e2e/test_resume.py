@@ -18,7 +18,7 @@ ITERATIONS = 4
 # Code that a rank runs before it begins: `now()` is called at the moment, and kills in the second iteration.
 AT = {
     "publish": """
-        from megatron_rl.mcore.weights import ModelWeights as Owner
+        from megatron_rl.mcore.model.weights import ModelWeights as Owner
         name = "write_files"
     """,
     "generation": """
@@ -30,15 +30,15 @@ AT = {
         name = "loss"
     """,
     "optimizer": """
-        from megatron_rl.mcore.policy import Policy as Owner
+        from megatron_rl.mcore.step.policy import Policy as Owner
         name = "update"
     """,
     "save": """
-        from megatron_rl.mcore import checkpoint as Owner
+        from megatron_rl.mcore.checkpoint import sharded as Owner
         name = "_plan"
     """,
     "latest": """
-        from megatron_rl.mcore import checkpoint_folders as Owner
+        from megatron_rl.mcore.checkpoint import folders as Owner
         name = "publish"
     """,
 }

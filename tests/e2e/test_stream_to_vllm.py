@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.model import unwrap
-from megatron_rl.mcore.probe import Probe
-from megatron_rl.mcore.stream_publish import StreamPublisher
-from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Weights
-from megatron_rl.sidecar import streams, vllm_sender
+from megatron_rl.mcore.model.gpt import unwrap
+from megatron_rl.mcore.publish.probe import Probe
+from megatron_rl.mcore.publish.stream import StreamPublisher
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import Steps, coarsest
-from megatron_rl.sidecar.vllm_engine import VllmEngine
-from megatron_rl.sidecar.vllm_factory import VllmFactory
-from megatron_rl.sidecar.vllm_server import run_folder
+from megatron_rl.sidecar.vllm import sender
+from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
+from megatron_rl.sidecar.vllm.server import run_folder
 from tests.distributed.layouts import CASES, build, session_of
 from tests.ranks import ROOT, run_ranks
 from tests.sidecar import vllm_models
@@ -119,7 +119,7 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
             with session_of(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
                 probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
-                make = vllm_sender.open_sender
+                make = sender.open_sender
                 publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", make, probe=probe)
                 for attempt in range(2):
                     version = 2 * number + attempt

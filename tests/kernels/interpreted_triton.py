@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import BACKENDS, triton_fused
-from megatron_rl.ops.shared_prompt.backend import Attention
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backends import triton_fused
+from megatron_rl.ops.shared_prompt.backends.backend import Attention
+from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, Kernels
+from megatron_rl.ops.shared_prompt.backends.triton_plan import Plan
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
-from megatron_rl.ops.shared_prompt.triton_fused import Blocks, Kernels
-from megatron_rl.ops.shared_prompt.triton_plan import Plan
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import NAMES, Case, errors
 from tests.truth import error_over_bound

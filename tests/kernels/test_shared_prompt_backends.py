@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend, flash_cpu, merge
-from megatron_rl.ops.shared_prompt.flash_cpu import Call, CpuFlash, Sequences
-from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
-from megatron_rl.ops.shared_prompt.strands import strands
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend
+from megatron_rl.ops.shared_prompt.backends import flash_cpu, merge
+from megatron_rl.ops.shared_prompt.backends.flash_cpu import Call, CpuFlash, Sequences
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout, strands
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
 from tests.truth import worst_of

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt import BACKENDS, flash_attention
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backends import flash_attention
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
 from tests.kernels.varlen_flash import VarlenFlashOperators

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from megatron_rl.ops.shared_prompt import flex
+from megatron_rl.ops.shared_prompt.backends import flex
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors

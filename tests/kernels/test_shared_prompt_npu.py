@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt import BACKENDS, flash_npu, gather, merge
-from megatron_rl.ops.shared_prompt.flash_varlen import Sequences, VarlenFlash
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backends import flash_npu, gather, merge
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.npu_operators import NpuOperators
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import Conditions, triton_fused
+from megatron_rl.ops.shared_prompt import Conditions
+from megatron_rl.ops.shared_prompt.backends import triton_fused
+from megatron_rl.ops.shared_prompt.backends.triton_plan import MOST_PARTS, TILE, Plan
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.ops.shared_prompt.triton_plan import MOST_PARTS, TILE, Plan
 from tests.kernels.drawn_layouts import layouts
 from tests.processes import ROOT, run_python
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt import BACKENDS, flash_varlen, gather, merge
-from megatron_rl.ops.shared_prompt.flash_varlen import VarlenFlash
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.backends import flash_varlen, gather, merge
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
 from tests.kernels.varlen_flash import VarlenFlashOperators

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl import platforms
-from megatron_rl.mcore import config
-from megatron_rl.mcore.config import transformer_config
+from megatron_rl.arguments import resolve as config
+from megatron_rl.arguments.resolve import transformer_config
 from megatron_rl.types import Architecture, Experts
 
 MODEL = Architecture(

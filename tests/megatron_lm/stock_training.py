@@ -67,13 +67,13 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    from megatron_rl import arguments
-    from megatron_rl.mcore.checkpoint import load_model
-    from megatron_rl.mcore.model import model_of
+    from megatron_rl.arguments import command_line
+    from megatron_rl.mcore.checkpoint.sharded import load_model
+    from megatron_rl.mcore.model.gpt import model_of
     from megatron_rl.mcore.session import session_of
 
     described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
-    settings = arguments.parse(f"{OURS} {described} {layout} --load {folder}".split())
+    settings = command_line.parse(f"{OURS} {described} {layout} --load {folder}".split())
     with session_of(settings) as session:
         chunks = model_of(settings)
         iteration = load_model(chunks, folder, session)

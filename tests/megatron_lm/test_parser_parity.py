@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl import arguments
-from megatron_rl.flags import index
-from megatron_rl.mcore import config
-from megatron_rl.mcore.flags import table
+from megatron_rl.arguments import command_line, table
+from megatron_rl.arguments import resolve as config
+from megatron_rl.config.flag import index
 from tests import recipes
 
 # Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
@@ -82,7 +81,7 @@ def our_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
 
     def configs(name: str) -> Configs:
         monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
-        settings = arguments.parse([*recipes.words(name), "--platform", "cpu"])
+        settings = command_line.parse([*recipes.words(name), "--platform", "cpu"])
         return Configs(settings.transformer, settings.optimizer, settings.ddp)
 
     return configs

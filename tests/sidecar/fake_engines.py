@@ -4,9 +4,9 @@ import asyncio
 import collections
 from typing import Any
 
-from megatron_rl.rollout.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engine import (
+from megatron_rl.sidecar.engines.engine import (
     EngineLost,
     EngineRefused,
     EngineState,
@@ -14,7 +14,7 @@ from megatron_rl.sidecar.engine import (
     WeightReport,
     WrongWeights,
 )
-from megatron_rl.sidecar.scripted import Script, ScriptedEngine
+from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 
 STEPS = ("pause", "load", "commit", "verify", "probe", "resume")
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
-from megatron_rl.sidecar.vllm_extension import WorkerExtension as Extension
+from megatron_rl.sidecar.vllm.worker import WorkerExtension as Extension
 
 __all__ = ["Extension"]
 _TIMEOUT = datetime.timedelta(seconds=60)

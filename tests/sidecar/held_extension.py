@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_rl.sidecar.vllm_extension import WorkerExtension, answered
+from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
 
 
 class Extension(WorkerExtension):

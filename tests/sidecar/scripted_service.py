@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.append_file import AppendFailed
-from megatron_rl.rollout.slots import Claim
-from megatron_rl.sidecar.engine import EngineLost, GroupRequest
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.slots import Claim
+from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.sidecar.engines.engine import EngineLost, GroupRequest
+from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
-from megatron_rl.sidecar.scripted import Script, ScriptedEngine
 
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=2, micro_batch_size=4)
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit_check import verify
-from megatron_rl.rollout.client import EvaluationFailed as ClientEvaluationFailed
-from megatron_rl.rollout.client import RolloutError
-from megatron_rl.rollout.seeds import evaluation_seed
-from megatron_rl.sidecar.engine import EngineState, GroupRequest
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.client import EvaluationFailed as ClientEvaluationFailed
+from megatron_rl.protocol.client import RolloutError
+from megatron_rl.protocol.seeds import evaluation_seed
+from megatron_rl.records.audit_check import verify
+from megatron_rl.sidecar.engines.engine import EngineState, GroupRequest
+from megatron_rl.sidecar.engines.pool import EnginePool
+from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
-from megatron_rl.sidecar.pool import EnginePool
 from megatron_rl.sidecar.recorder import RunRecorder
-from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from megatron_rl.sidecar.vllm_engine import VllmEngine
+from megatron_rl.sidecar.vllm.engine import VllmEngine
 from tests.sidecar.scripted_service import (
     Engines,
     Memory,

@@ -17,10 +17,10 @@ import pytest
 import uvicorn
 from fastapi.routing import APIRoute
 
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.client import IterationFailed, RolloutClient, RolloutError, read_token
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError, read_token
+from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.http import application
-from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import RolloutService
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.cli import main as megatron_rl
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit_check import verify
+from megatron_rl.commands.cli import main as megatron_rl
+from megatron_rl.protocol import wire
+from megatron_rl.records.audit_check import verify
 from megatron_rl.sidecar.iteration import IterationFailed
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
-from megatron_rl.sidecar.vllm_engine import VllmEngine
+from megatron_rl.sidecar.vllm.engine import VllmEngine
 from tests.sidecar.scripted_service import Engines, RewardLength, engine, submission, weights
 from tests.sidecar.vllm_models import Models, in_shared_memory
 

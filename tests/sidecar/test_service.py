@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.append_file import AppendFailed
+from megatron_rl.protocol import wire
+from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.making import Scorer
-from megatron_rl.sidecar.scripted import ScriptedEngine
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, evaluation, submission, weights
 

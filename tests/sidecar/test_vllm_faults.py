@@ -16,13 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sidecar.engine import EngineLost, EngineRefused, EngineState
+from megatron_rl.sidecar.engines.engine import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
-from megatron_rl.sidecar.vllm_engine import Deadlines
-from megatron_rl.sidecar.vllm_factory import VllmFactory
-from megatron_rl.sidecar.vllm_server import run_folder
+from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
+from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
 from tests.sidecar.vllm_models import request as group_of
@@ -252,11 +251,11 @@ async def greedy(supervisor: Supervisor, model: Path, version: int, asked):
 def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp_path):
     """Experts whose layout fits, so that nothing else shows, without the patch that they need on a CPU."""
     (tmp_path / "unpatched.py").write_text(
-        "from megatron_rl.sidecar import vllm_moe_patch\n"
-        "from megatron_rl.sidecar.vllm_extension import WorkerExtension as Patched\n"
+        "from megatron_rl.sidecar.vllm import patches\n"
+        "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Patched\n"
         "class WorkerExtension(Patched):\n"
         "    def megatron_rl_prepare(self):\n"
-        "        vllm_moe_patch.patch_method = lambda method: 'not applied: by this test'\n"
+        "        patches.patch_method = lambda method: 'not applied: by this test'\n"
         "        return super().megatron_rl_prepare()\n"
     )
     models = vllm_models.draw("qwen3_moe", tmp_path, moe_intermediate_size=64)
@@ -311,8 +310,8 @@ def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):
         from pathlib import Path
         from megatron_rl.sidecar.launcher import LocalLauncher
         from megatron_rl.sidecar.supervisor import Supervisor
-        from megatron_rl.sidecar.vllm_factory import VllmFactory
-        from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder
+        from megatron_rl.sidecar.vllm.engine import VllmFactory
+        from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 
         async def main():
             config = ServerConfig(model={str(models.first)!r}, max_model_len=512)

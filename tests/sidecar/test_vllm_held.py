@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm_answers import wrongly_shared
-from megatron_rl.sidecar.vllm_held import Held, NotHeld, compare, digesting, learn_order, looking
+from megatron_rl.sidecar.vllm.answers import wrongly_shared
+from megatron_rl.sidecar.vllm.held import Held, NotHeld, compare, digesting, learn_order, looking
 from megatron_rl.weights.fingerprint import digest
 from megatron_rl.weights.mapping import TensorSpec
 

@@ -12,10 +12,10 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_rl.rollout.wire import Response, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engine import Engine, GroupRequest
-from megatron_rl.sidecar.vllm_extension import _mapped, _specs
-from megatron_rl.sidecar.vllm_server import ServerConfig
+from megatron_rl.protocol.wire import Response, Sampling, Weights, log_probs_of, tokens_of
+from megatron_rl.sidecar.engines.engine import Engine, GroupRequest
+from megatron_rl.sidecar.vllm.server import ServerConfig
+from megatron_rl.sidecar.vllm.worker import _mapped, _specs
 from megatron_rl.weights.fingerprint import digest, fingerprint
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in

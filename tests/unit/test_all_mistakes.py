@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import arguments
+from megatron_rl.arguments import command_line, table
+from megatron_rl.config.flag import Kind, index, meant
 from megatron_rl.errors import InputError
-from megatron_rl.flags import Kind, index, meant
-from megatron_rl.mcore.flags import table
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
 from tests.command_lines import CPU, RUN, parse, parse_run, run_problems, without
@@ -73,9 +72,9 @@ MISSING = {
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for every command line, and takes a while to make."""
     flags = table.all_flags()
-    parser = arguments._parser(flags)
+    parser = command_line._parser(flags)
     monkeypatch.setattr(table, "all_flags", lambda: flags)
-    monkeypatch.setattr(arguments, "_parser", lambda _: parser)
+    monkeypatch.setattr(command_line, "_parser", lambda _: parser)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_rl import arguments, config, describe
+from megatron_rl.arguments import checks, command_line, describe, generated, spelled, table
+from megatron_rl.config import settings as config
+from megatron_rl.config.flag import Kind, index
 from megatron_rl.errors import ExitCode, InputError
-from megatron_rl.flags import Kind, index
-from megatron_rl.mcore import model
-from megatron_rl.mcore.flags import checks, generated, spelled, table
+from megatron_rl.mcore.model import gpt
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
 from tests import recipes
@@ -139,9 +139,9 @@ def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyP
     class Settings(config.Settings, Subjects):
         pass
 
-    for module in (table, arguments, checks):
+    for module in (table, command_line, checks):
         monkeypatch.setattr(module, "Subjects", Subjects)
-    monkeypatch.setattr(arguments, "Settings", Settings)
+    monkeypatch.setattr(command_line, "Settings", Settings)
     # Local names, which type hints cannot find by themselves.
     Subjects.__annotations__["publish"] = PublishConfig
     assert parse(*DENSE, "--publish-bucket 9").publish.publish_bucket == 9
@@ -483,9 +483,9 @@ def test_a_command_line_can_be_checked_without_running_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
-    assert arguments.main(words) == ExitCode.OK
+    assert command_line.main(words) == ExitCode.OK
     assert capsys.readouterr().out.startswith("platform = cpu")
-    assert arguments.main([*words, "--nonsense"]) == ExitCode.USAGE
+    assert command_line.main([*words, "--nonsense"]) == ExitCode.USAGE
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")
@@ -510,9 +510,9 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     settings = parse(*SPARSE, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
     config = settings.transformer
     assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
-    with patch.object(model, "build_chunks") as made:
-        model.model_of(settings)
-        model.model_of(settings)
+    with patch.object(gpt, "build_chunks") as made:
+        gpt.model_of(settings)
+        gpt.model_of(settings)
     copies = [call.args[0] for call in made.call_args_list]
     assert all(copy == config for copy in copies)
     # Megatron writes into what a model has.

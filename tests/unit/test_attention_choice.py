@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from megatron_rl.config import AttentionConfig
+from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose
 

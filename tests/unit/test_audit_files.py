@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
+from megatron_rl.commands import cli
 from megatron_rl.errors import ExitCode
-from megatron_rl.rollout.append_file import FileInUse
-from megatron_rl.rollout.audit import AuditLog
-from megatron_rl.rollout.audit_chain import BreachName
-from megatron_rl.rollout.audit_check import verify
-from megatron_rl.rollout.audit_files import existing_files
+from megatron_rl.records.append_file import FileInUse
+from megatron_rl.records.audit_chain import BreachName
+from megatron_rl.records.audit_check import verify
+from megatron_rl.records.audit_log import AuditLog, existing_files
 from tests.submissions import make_plan, make_submission
 from tests.unit.test_audit import names, run_iteration
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl import cli
-from megatron_rl.rescore import _fingerprint_of
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.audit_files import FILE_NAME
-from megatron_rl.rollout.audit_samples import choose, kept
-from megatron_rl.rollout.seeds import group_seed
-from megatron_rl.sidecar.engine import WeightReport
+from megatron_rl.commands import cli
+from megatron_rl.commands.rescore import _fingerprint_of
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.records.audit_log import FILE_NAME
+from megatron_rl.records.audit_samples import choose, kept
+from megatron_rl.sidecar.engines.engine import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder
@@ -263,7 +263,7 @@ def test_the_log_alone_is_checked_without_torch(honest: Path) -> None:
     import sys
 
     code = (
-        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from megatron_rl.commands.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
     ended = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.mcore import checkpoint_folders as folders
+from megatron_rl.mcore.checkpoint import folders
 
 
 class Killed(BaseException):

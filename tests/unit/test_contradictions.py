@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.mcore.flags import generated
+from megatron_rl.arguments import generated
 from tests.command_lines import DENSE, SPARSE, error, parse
 
 

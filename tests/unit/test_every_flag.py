@@ -15,11 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_rl import arguments
+from megatron_rl.arguments import command_line, generated, resolve, spelled, table
+from megatron_rl.arguments import resolve as config
+from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
-from megatron_rl.flags import Flag, Kind
-from megatron_rl.mcore import config
-from megatron_rl.mcore.flags import generated, resolve, spelled, table
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
 from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without
@@ -409,9 +408,9 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for every command line, and takes a while to make."""
     flags = table.all_flags()
-    parser = arguments._parser(flags)
+    parser = command_line._parser(flags)
     monkeypatch.setattr(table, "all_flags", lambda: flags)
-    monkeypatch.setattr(arguments, "_parser", lambda _: parser)
+    monkeypatch.setattr(command_line, "_parser", lambda _: parser)
 
 
 def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[str]]:
@@ -437,9 +436,9 @@ def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
     """What megatron-core's configurations are built of on a platform that has everything."""
     able = SimpleNamespace(name="cuda", unsupported_fusions={})
     with patch.object(config, "has_transformer_engine", lambda: True):
-        reading = arguments._read(words)
+        reading = command_line._read(words)
         folder = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
-        architecture = arguments._architecture(folder, reading)
+        architecture = command_line._architecture(folder, reading)
         fields = resolve.resolve(reading.flags, reading.given, architecture, able)
     assert not reading.problems
     values = {name: resolve._defaults(built) | getattr(fields, name) for name, built in generated.configs().items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.sidecar import settings as sidecar_settings
-from megatron_rl.training.plan import sizes_of
 from megatron_rl.types import Architecture, Rope
 from megatron_rl.weights import families
 from tests.command_lines import parse

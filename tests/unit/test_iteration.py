@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.provenance import GroupRefused
-from megatron_rl.rollout.slots import Claim, Place, divide
-from megatron_rl.rollout.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
+from megatron_rl.protocol.provenance import GroupRefused
+from megatron_rl.protocol.slots import Claim, Place, divide
+from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import LOG_FILES, LocalLauncher, Log, ProcessSpec
 from megatron_rl.sidecar.supervisor import SupervisorConfig
-from megatron_rl.sidecar.vllm_server import ServerConfig, run_folder, spec
+from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder, spec
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
 
@@ -102,7 +102,7 @@ def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
     code = f"""
         import time
         from pathlib import Path
-        from megatron_rl.sidecar.vllm_server import run_folder
+        from megatron_rl.sidecar.vllm.server import run_folder
         from tests.unit.test_launcher import CONFIG, pids, started
         import dataclasses
         handle = started(dataclasses.replace(CONFIG, model="spawn"), run_folder(), Path({str(fake_vllm)!r}))

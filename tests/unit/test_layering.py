@@ -15,18 +15,26 @@ def test_the_package_keeps_to_its_layers():
     [
         ("ops/attention.py", "from megatron_rl.weights import reader", "ops imports weights, which is not below it"),
         ("sidecar/service.py", "from megatron_rl import mcore", "sidecar imports mcore, which is not below it"),
-        ("rollout/x.py", "from megatron_rl.data import batch", "rollout imports data, which is not below it"),
+        ("protocol/x.py", "from megatron_rl.data import batch", "protocol imports data, which is not below it"),
         ("data/packing.py", "def f():\n    import megatron_rl.training.trainer", "data imports training"),
-        ("mcore/x.py", 'import importlib\ndef f():\n    importlib.import_module("megatron_rl.cli")', "imports cli"),
-        ("data/packing.py", "import megatron.core", "data imports megatron, which only mcore, platforms, weights may"),
+        (
+            "mcore/x.py",
+            'import importlib\ndef f():\n    importlib.import_module("megatron_rl.commands.cli")',
+            "imports commands",
+        ),
+        (
+            "data/packing.py",
+            "import megatron.core",
+            "data imports megatron, which only arguments, mcore, platforms, weights may",
+        ),
         ("platforms/cpu.py", "from megatron.core import jit", "platforms imports megatron outside of a function"),
-        ("rollout/client.py", "from vllm import LLM", "rollout imports vllm, which only sidecar may"),
+        ("protocol/client.py", "from vllm import LLM", "protocol imports vllm, which only sidecar may"),
         ("mcore/x.py", "import triton.language as tl", "mcore imports triton, which only ops may"),
         ("data/x.py", "import flash_attn", "data imports flash_attn"),
         ("weights/x.py", "import torch_npu", "weights imports torch_npu, which only ops, platforms may"),
-        ("config.py", "import torch", "config imports torch, and must do without"),
+        ("config/flag.py", "import torch", "config.flag imports torch, and must do without"),
         ("weights/families/llama.py", "from torch import nn", "weights.families.llama imports torch"),
-        ("mcore/model.py", "import torch\ndef f():\n    return torch.cuda.current_device()", "says .cuda"),
+        ("mcore/model/gpt.py", "import torch\ndef f():\n    return torch.cuda.current_device()", "says .cuda"),
         ("weights/x.py", "def f(tensor):\n    return tensor.npu()", "says .npu"),
         ("mcore/x.py", "from torch.cuda import Stream", "imports torch.cuda.Stream"),
         ("data/x.py", "import torch\ntorch.set_num_threads(1)", "importing the module runs: torch.set_num_threads(1)"),
@@ -47,11 +55,11 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("mcore/model.py", "from megatron.core import jit\nfrom megatron_rl.weights import reader\nimport torch"),
+        ("mcore/model/gpt.py", "from megatron.core import jit\nfrom megatron_rl.weights import reader\nimport torch"),
         ("platforms/cpu.py", "def install():\n    import megatron.core.jit"),
         ("ops/kernel.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
-        ("cli.py", "from megatron_rl import doctor\nif __name__ == '__main__':\n    doctor.main()"),
-        ("config.py", '"""Doc."""\nfrom megatron_rl.types import Rope\nX: int = 1\nA, B = 1, 2'),
+        ("commands/cli.py", "from megatron_rl.commands import doctor\nif __name__ == '__main__':\n    doctor.main()"),
+        ("config/settings.py", '"""Doc."""\nfrom megatron_rl.types import Rope\nX: int = 1\nA, B = 1, 2'),
     ],
 )
 def test_what_is_allowed_is_not_reported(tmp_path, path, code):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from megatron_rl.rollout.probe import bound, coarsest
-from megatron_rl.rollout.wire import EngineKind, Mismatch
+from megatron_rl.protocol.probe import bound, coarsest
+from megatron_rl.protocol.wire import EngineKind, Mismatch
 from megatron_rl.training.mismatch import MismatchBounds, Part, combined
 
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.config import ObserveConfig
+from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.observe import line_file, metrics, sinks
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
-from megatron_rl.rollout.append_file import FileInUse
+from megatron_rl.records.append_file import FileInUse
 from tests.observed import metrics_record, write_metrics
 from tests.processes import ROOT
 

@@ -13,11 +13,11 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron_rl import cli
-from megatron_rl.config import ObserveConfig
+from megatron_rl.commands import cli
+from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics, picture, progress, report
-from megatron_rl.observe.chart import chart
+from megatron_rl.observe.report import chart
 from megatron_rl.observe.timeline import Timeline
 from tests.observed import metrics_record, write_metrics
 from tests.processes import ROOT

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import ModelConfig, Settings, Subjects, TrainingConfig
+from megatron_rl.arguments.plan import check_folders, run_folder, shared_folder, sizes_of
+from megatron_rl.config.settings import ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.training.plan import check_folders, run_folder, shared_folder, sizes_of
 from megatron_rl.types import Architecture
 
 ARCHITECTURE = Architecture(

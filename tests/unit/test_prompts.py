@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from megatron_rl.config import DataConfig
+from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
-from megatron_rl.rollout import wire
+from megatron_rl.protocol import wire
 from tests import reward_pools as rewards
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")

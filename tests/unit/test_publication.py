@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_rl.rollout.wire import Weights
+from megatron_rl.protocol.wire import Weights
 from megatron_rl.sidecar.publication import _off_the_middle
 
 WEIGHTS = Weights(run="run", version=3, fingerprint="f", transport="shm", dtype="float32", location="")

@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.rollout.rewards.ready_made import REWARDS
-from megatron_rl.rollout.rewards.ready_made.gsm8k import number_of
-from megatron_rl.rollout.rewards.spec import parse_on_error, parse_spec, parse_specs
-from megatron_rl.rollout.rewards.types import RewardRequest, RewardSpec, checked_values
-from megatron_rl.rollout.rewards.verl import from_verl
+from megatron_rl.rewards.ready_made import REWARDS
+from megatron_rl.rewards.ready_made.gsm8k import number_of
+from megatron_rl.rewards.spec import parse_on_error, parse_spec, parse_specs
+from megatron_rl.rewards.types import RewardRequest, RewardSpec, checked_values
+from megatron_rl.rewards.verl import from_verl
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from megatron_rl.errors import ExitCode, PlatformError
-from megatron_rl.rollout.rewards import kernel
-from megatron_rl.rollout.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement
-from megatron_rl.rollout.rewards.types import RewardError
+from megatron_rl.rewards import kernel
+from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement
+from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
 from tests.reward_pools import leftovers, request, score, with_pool
 
@@ -468,7 +468,7 @@ def test_what_the_kernel_cannot_confine_is_said_and_refused_where_confinement_is
 
 def test_a_kernel_without_the_calls_leaves_its_reasons():
     code = """
-from megatron_rl.rollout.rewards import confinement, kernel
+from megatron_rl.rewards import confinement, kernel
 def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
 kernel.landlock_version = kernel.forbid_unix_sockets = refuse
 limits = confinement.Confinement((), (), ())

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.rollout.rewards.pool import RewardPool
-from megatron_rl.rollout.rewards.spec import parse_specs
-from megatron_rl.rollout.rewards.types import PoolSettings, RewardError, RewardSpec
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.rewards.types import PoolSettings, RewardError, RewardSpec
 from tests.reward_pools import request, score, with_pool, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "rewards"

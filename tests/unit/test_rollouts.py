@@ -9,9 +9,9 @@ import torch
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
 from megatron_rl.data.batch import Batcher
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.client import RolloutError
-from megatron_rl.rollout.slots import divide
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.client import RolloutError
+from megatron_rl.protocol.slots import divide
 from megatron_rl.training.rollouts import Periodic, Rollouts
 
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.wire import Sampling
-from megatron_rl.sidecar.engine import GroupRequest
-from megatron_rl.sidecar.script_file import read_script
-from megatron_rl.sidecar.scripted import Script
+from megatron_rl.protocol.wire import Sampling
+from megatron_rl.sidecar.engines.engine import GroupRequest
+from megatron_rl.sidecar.engines.scripted import Script, read_script
 
 
 def written(folder: Path, content: object) -> Path:

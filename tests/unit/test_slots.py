@@ -13,8 +13,8 @@ from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.rollout import wire
-from megatron_rl.rollout.slots import divide
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.slots import divide
 
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=2)
 IDENTITY = Identity("run", 3, "weights-3")

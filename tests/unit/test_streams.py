@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.rollout.wire import Weights
-from megatron_rl.sidecar import streams, vllm_seed_patch
-from megatron_rl.sidecar.vllm_extension import WorkerExtension
+from megatron_rl.protocol.wire import Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
+from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from megatron_rl.weights.fingerprint import digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 

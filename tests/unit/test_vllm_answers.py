@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.rollout.wire import Sampling, log_probs_of, tokens_of
-from megatron_rl.sidecar.engine import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm_answers import Answer, Limits, body, responses, sampling_params
+from megatron_rl.protocol.wire import Sampling, log_probs_of, tokens_of
+from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
+from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, sampling_params
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
 TAG = "3:abc"

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from megatron_rl.sidecar import vllm_moe_patch
+from megatron_rl.sidecar.vllm import patches as vllm_moe_patch
 
 
 class Experts:

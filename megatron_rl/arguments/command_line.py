@@ -1,0 +1,282 @@
+"""From the command line to checked settings. The argparse namespace does not leave this file."""
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from megatron_rl import platforms
+from megatron_rl.arguments import checks, describe, idle, model, resolve, table
+from megatron_rl.arguments.run import RunSettings, resolve_run
+from megatron_rl.arguments.table import Given
+from megatron_rl.config.flag import Flag, Kind, flags_of, index, meant, nearest
+from megatron_rl.config.settings import RunConfig, Settings, Subjects
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
+from megatron_rl.ops.shared_prompt import Choice, Conditions, choose
+from megatron_rl.platforms import Platform
+from megatron_rl.types import Architecture
+
+__all__ = ["RunSettings", "Settings", "parse", "parse_run"]
+
+_NAME = re.compile(r"--[a-z][\w-]*")
+
+
+def parse(argv: Sequence[str] | None = None) -> Settings:
+    """The settings that the words of a command line (by default this process's) come to.
+
+    Everything that is wrong with them is one UsageError here, before any process group exists. Installs the platform,
+    because the table of flags is made from the megatron-core that runs on it.
+    """
+    reading = _read(argv)
+    settings = _settings(reading, _world_size(), needs_folder=False)
+    _raise(reading)
+    return settings
+
+
+def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
+    """The same of a run that trains. Its ranks are those of the launcher; without one there is one."""
+    reading = _read(argv)
+    world_size = _world_size()
+    if world_size is None and "run.print_config" not in reading.given:
+        world_size = 1
+    settings = _settings(reading, world_size, needs_folder=True)
+    run, problems = resolve_run(settings, is_first=os.environ.get("RANK", "0") == "0")
+    reading.consider(problems)
+    _raise(reading)
+    assert run is not None
+    return run
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What was said, and what is wrong with it."""
+
+    flags: Sequence[Flag]
+    platform: Platform
+    given: dict[str, Given] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    # Flags that something is wrong with already: what follows from their values is not said too.
+    faulty: set[str] = dataclasses.field(default_factory=set)
+    # What could not be read from a file, if it is all that is wrong.
+    input_error: InputError | None = None
+
+    def fault(self, problem: str, name: str) -> None:
+        self.problems.append(problem)
+        self.faulty.add(name)
+
+    def consider(self, problems: Iterable[str]) -> None:
+        """Add those that do not follow from what is known to be wrong: they name no flag that is faulty already."""
+        for problem in problems:
+            named = _NAME.findall(problem)
+            if problem in self.problems or not self.faulty.isdisjoint(named):
+                continue
+            self.problems.append(problem)
+            if named and problem.startswith(f"{named[0]} is missing"):
+                self.faulty.add(named[0])
+
+
+def _raise(reading: _Reading) -> None:
+    if reading.input_error is not None and reading.problems == [str(reading.input_error)]:
+        raise reading.input_error
+    if reading.problems:
+        raise UsageError(*reading.problems)
+
+
+def _read(argv: Sequence[str] | None) -> _Reading:
+    """What was said, as far as it can be understood."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    platform = platforms.select(_platform_name(words))
+    platform.install()
+    reading = _Reading(table.all_flags(), platform)
+    namespace = argparse.Namespace(reading=reading, ignored={})
+    _, rest = _parser(reading.flags).parse_known_args(words, namespace)
+    _unknown(rest, reading)
+    reading.notes += (
+        f"without effect here: {', '.join(names)} ({remedy})" for remedy, names in namespace.ignored.items()
+    )
+    return reading
+
+
+def _platform_name(words: list[str]) -> str:
+    """The value of --platform: the one flag that is needed before the others can be known."""
+    flag = next(flag for flag in flags_of(RunConfig, "run") if flag.name == "--platform")
+    names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]
+    names += [word.partition("=")[2] for word in words if word.startswith(f"{flag.name}=")]
+    # An unknown platform is said with all else that is wrong.
+    return names[-1] if names and names[-1] in flag.choices else str(flag.default)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """What stands after a flag, which may be other than what argparse is to read there."""
+        return action.flag.value_text() if isinstance(action, _Store) else super()._format_args(action, default_metavar)
+
+
+class _Store(argparse.Action):
+    """Remembers a flag's words under its targets, and that it was said."""
+
+    def __init__(self, *, flag: Flag, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.flag = flag
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        name, words, reading = option or self.flag.name, list(values), namespace.reading
+        source = " ".join((name, *words))
+        try:
+            self.flag.check_count(words, name)
+            value = self.flag.value(words, name)
+        except UsageError as error:
+            reading.fault(str(error), self.flag.name)
+            return
+        if self.flag.kind is Kind.REFUSED:
+            if self.flag.is_switch or not self.flag.accepts(value):
+                reading.fault(f"{source} is refused: {self.flag.remedy}", self.flag.name)
+            return
+        if not self.flag.accepts(value):
+            reading.fault(f"{source} is not supported: {self.flag.remedy}", self.flag.name)
+            return
+        if self.flag.kind is Kind.IGNORED:
+            namespace.ignored.setdefault(self.flag.remedy, {})[name] = None
+        for target in self.flag.targets or (f"ignored.{self.flag.name}",):
+            earlier = reading.given.setdefault(target, Given(value, source))
+            if earlier.value != value:
+                reading.fault(f"{earlier.source} and {source} contradict each other: drop one of them", self.flag.name)
+
+
+def _parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain_grpo.py",
+        description="Trains with reinforcement learning under Megatron's flags. docs/flags.md lists them by subject.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for flag in flags:
+        text = flag.help if flag.kind is Kind.USED else f"{flag.kind}: {flag.remedy}"
+        # Any number of words, because argparse ends at the first number that is wrong.
+        parser.add_argument(
+            *flag.names, action=_Store, flag=flag, dest=flag.name, help=text.replace("%", "%%"), nargs="*"
+        )
+    return parser
+
+
+def _unknown(rest: Sequence[str], reading: _Reading) -> None:
+    # Nobody meant one that is refused.
+    known = index(flag for flag in reading.flags if flag.kind is not Kind.REFUSED)
+    names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
+    for name in names:
+        reading.problems.append(f"unknown flag {name}{nearest(name, known)}")
+        near = meant(name, known)
+        if near is not None:
+            # It is not missing.
+            reading.faulty.add(known[near].name)
+    if rest and not names:
+        reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
+
+
+def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
+    """What the words come to. It holds only if nothing is wrong with them.
+
+    Where a folder is needed and there is none, which is said by whoever needs it, what describes a model is not read.
+    """
+    given, platform = reading.given, reading.platform
+    subjects = {name: config(**_values_of(name, given)) for name, config in get_type_hints(Subjects).items()}
+    folder = subjects["model"].hf_model
+    architecture = None if folder is None and needs_folder else _architecture(folder, reading)
+    fields = resolve.resolve(reading.flags, given, architecture, platform)
+    built = resolve.build(fields)
+    sources = {target: item.source for target, item in given.items()} | fields.sources
+    if folder is not None:
+        sources["architecture"] = str(folder / "config.json")
+    settings = Settings(
+        **subjects,
+        platform=platform.name,
+        world_size=world_size,
+        # What hangs on an architecture that cannot be read is not checked, and an error follows.
+        architecture=architecture,  # type: ignore[arg-type]
+        transformer=built.transformer,
+        optimizer=built.optimizer,
+        ddp=built.ddp,
+        sources=sources,
+        notes=(*reading.notes, *fields.notes),
+    )
+    reading.consider((*fields.problems, *checks.problems(settings)))
+    if architecture is not None:
+        settings = _with_backend(settings, reading)
+    if not reading.problems:
+        reading.problems += built.refusals
+    if architecture is not None and not reading.problems:
+        settings = dataclasses.replace(settings, notes=(*settings.notes, *idle.notes(settings)))
+    return settings
+
+
+def _architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
+    try:
+        read = model.from_flags(reading.given) if folder is None else model.from_folder(folder, reading.given)
+    except InputError as error:
+        reading.problems.append(str(error))
+        reading.input_error = error
+        return None
+    architecture, problems = read
+    reading.consider(problems)
+    return architecture
+
+
+def _with_backend(settings: Settings, reading: _Reading) -> Settings:
+    """The settings with the backend of shared-prompt attention that runs."""
+    try:
+        choice = _choice_of(settings)
+    except UsageError as error:
+        reading.consider(error.problems)
+        return settings
+    attention = dataclasses.replace(settings.attention, backend=choice.name)  # type: ignore[arg-type] # one of them
+    sources = dict(settings.sources)
+    if choice.notes:
+        sources["attention.backend"] = "; ".join(choice.notes)
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
+
+
+def _choice_of(settings: Settings) -> Choice:
+    """What `--shared-prompt-backend` comes to on this platform, in this precision, for this model."""
+    device = platforms.select(settings.platform).device_type
+    conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
+    return choose(settings.attention.backend, conditions)
+
+
+def _world_size() -> int | None:
+    text = os.environ.get("WORLD_SIZE")
+    return int(text) if text else None
+
+
+def _values_of(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
+    prefix = f"{subject}."
+    return {target.removeprefix(prefix): item.value for target, item in given.items() if target.startswith(prefix)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check a command line and print what it comes to; with --docs alone, print docs/flags.md."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--docs"]:
+        # The page is of a version of megatron-core, not of a platform.
+        platforms.select("cpu").install()
+        sys.stdout.write(describe.flags_page())
+        return ExitCode.OK
+    try:
+        sys.stdout.write(describe.print_config(parse_run([*words, "--print-config"])))
+    except MegatronRLError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return error.exit_code
+    return ExitCode.OK

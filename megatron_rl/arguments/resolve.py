@@ -1,0 +1,324 @@
+"""What Megatron's flags come to together: megatron-core's configurations, complete."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.arguments import generated
+from megatron_rl.arguments.fields import OWN_DEFAULTS
+from megatron_rl.arguments.table import Given
+from megatron_rl.config.flag import Flag, Kind
+from megatron_rl.types import Architecture
+
+Reasons = dict[str, tuple[Any, str]]
+"""Values of fields, each with why it holds."""
+
+# Modules that megatron-core computes anew through a class that it has only with TransformerEngine.
+_ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
+# Kernels of TransformerEngine, which only its layers call.
+_ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
+
+
+class HasFusions(Protocol):
+    """What is asked of a platform here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unsupported_fusions(self) -> Mapping[str, bool]: ...
+
+
+def transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
+    """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
+    settled = {field: value for field, (value, _) in settled_fields(asked, platform).items()}
+    return generated.configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
+
+
+def settled_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+    """What holds whatever is asked for: packs have any length, weights are loaded, and kernels are there or not."""
+    return _precision_fields(asked) | _packed(asked) | _limits(asked, platform)
+
+
+def architecture_fields(architecture: Architecture) -> dict[str, Any]:
+    """What TransformerConfig says about the model itself."""
+    window = architecture.sliding_window
+    fields: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "qk_layernorm": architecture.qk_layernorm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": architecture.linear_bias,
+        "add_qkv_bias": architecture.qkv_bias or architecture.linear_bias,
+        # Megatron counts the tokens to the left of a token, the architecture the token too.
+        "window_size": None if window is None else (window - 1, 0),
+    }
+    experts = architecture.experts
+    if experts is not None:
+        fields |= {
+            "num_moe_experts": experts.num_experts,
+            "moe_router_topk": experts.num_active,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            # A softmax over the chosen experts alone is one over all of them, scaled to sum to one.
+            "moe_router_pre_softmax": not experts.normalize_weights,
+        }
+    return fields
+
+
+def _precision_fields(asked: Mapping[str, Any]) -> Reasons:
+    dtype, source = torch.float32, "neither --bf16 nor --fp16"
+    if asked.get("bf16"):
+        dtype, source = torch.bfloat16, "that of --bf16"
+    elif asked.get("fp16"):
+        dtype, source = torch.float16, "that of --fp16"
+    return {"params_dtype": (dtype, source), "pipeline_dtype": (dtype, source)}
+
+
+def _packed(asked: Mapping[str, Any]) -> Reasons:
+    is_interleaved = bool(asked.get("virtual_pipeline_model_parallel_size"))
+    # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
+    # that they still need.
+    interleaving = "as virtual pipeline stages need it" if is_interleaved else "there are no virtual pipeline stages"
+    return {
+        "variable_seq_lengths": (True, "packed groups differ in length"),
+        # Megatron wants it for variable lengths, in models without experts too.
+        "moe_token_dispatcher_type": ("alltoall", "packed groups differ in length"),
+        "perform_initialization": (False, "weights are loaded"),
+        "hidden_dropout": (0.0, "the policy is the one that the engines sample from"),
+        "attention_dropout": (0.0, "the policy is the one that the engines sample from"),
+        # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
+        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "without a weight there is no such loss"),
+        "overlap_p2p_comm": (is_interleaved, interleaving),
+        "batch_p2p_comm": (not is_interleaved, interleaving),
+        "deallocate_pipeline_outputs": (not is_interleaved, interleaving),
+    }
+
+
+def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+    source = f"platform {platform.name}"
+    limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
+    if platform.name != "cpu" and has_transformer_engine():
+        source = "--transformer-impl local" if asked.get("transformer_impl") == "local" else ""
+    elif platform.name != "cpu":
+        source = "TransformerEngine is not installed"
+    if source:
+        limits |= {"transformer_impl": ("local", source)} | dict.fromkeys(_ENGINE_ONLY, (False, source))
+        modules = asked.get("recompute_modules")
+        if modules is not None:
+            limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
+    known = {field.name for field in dataclasses.fields(generated.configs()["transformer"])}
+    return {field: reason for field, reason in limits.items() if field in known}
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+SUBJECTS = ("transformer", "optimizer", "ddp")
+
+
+@dataclasses.dataclass
+class Fields:
+    """Values for the fields of megatron-core's dataclasses, with where each came from."""
+
+    transformer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    has_model: bool = True
+    # What cannot be.
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def derive(self, target: str, value: object, source: str) -> None:
+        subject, _, field = target.partition(".")
+        getattr(self, subject)[field] = value
+        self.sources[target] = source
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """megatron-core's configurations. One that cannot be built has the values that it was to be built of."""
+
+    transformer: Any
+    optimizer: Any
+    ddp: Any
+    refusals: tuple[str, ...]
+
+
+def resolve(
+    flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
+) -> Fields:
+    """The fields of megatron-core's dataclasses that flags, or what follows from them, give a value.
+
+    Without an architecture, which is wrong then, what follows from it is left out.
+    """
+    fields = _start(flags, given)
+    fields.has_model = architecture is not None
+    if architecture is not None:
+        for field, value in architecture_fields(architecture).items():
+            fields.transformer.setdefault(field, value)
+    _layout(fields, given, architecture)
+    _single_values(fields)
+    _precision(fields, given)
+    _settle(fields, platform)
+    # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
+    # norm of the reduced gradients, which is checked here, is the same on all of them.
+    fields.derive("ddp.check_for_nan_in_grad", False, "the norm of the reduced gradients is checked instead")
+    return fields
+
+
+def build(fields: Fields) -> Built:
+    """The configurations themselves."""
+    built: dict[str, Any] = {}
+    refusals = []
+    for subject, config in generated.configs().items():
+        values = getattr(fields, subject)
+        if subject == "transformer" and not fields.has_model:
+            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            continue
+        try:
+            built[subject] = config(**values)
+        except Exception as error:
+            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            reason = str(error) or "an assertion without a text"
+            name = {"ddp": "data-parallel"}.get(subject, subject)
+            refusals.append(f"megatron-core {generated.installed_version()} refuses the {name} configuration: {reason}")
+    return Built(**built, refusals=tuple(refusals))
+
+
+def _defaults(config: type) -> dict[str, Any]:
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
+
+
+def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
+    """What flags say, and what Megatron's scripts take without the flag where that is not the field's default."""
+    defaults = {
+        f"{subject}.{field.name}": field.default
+        for subject, config in generated.configs().items()
+        for field in dataclasses.fields(config)
+    }
+    fields = Fields()
+    for flag in flags:
+        for target in flag.targets:
+            if flag.kind is Kind.USED and target in defaults and flag.default not in (None, defaults[target]):
+                ours = target.partition(".")[2] in OWN_DEFAULTS
+                source = "default of this package" if ours else "default of Megatron's scripts"
+                fields.derive(target, flag.default, source)
+    for target, item in given.items():
+        if target.partition(".")[0] in SUBJECTS:
+            value = list(item.value) if isinstance(item.value, tuple) else item.value
+            fields.derive(target, value, item.source)
+    return fields
+
+
+def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
+    transformer = fields.transformer
+    if transformer.get("sequence_parallel") and transformer.get("tensor_model_parallel_size", 1) == 1:
+        fields.derive("transformer.sequence_parallel", False, "off: --tensor-model-parallel-size is 1")
+        fields.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
+    stages, source = _virtual_stages(fields, given, architecture)
+    interleaved = stages is not None and stages > 1
+    if interleaved:
+        fields.derive("transformer.virtual_pipeline_model_parallel_size", stages, source)
+        if "layout.waits_for_stages" in given:
+            fields.problems.append(
+                f"{given['layout.waits_for_stages'].source} with virtual pipeline stages ({source}) gives wrong "
+                "results without an error: drop the flag"
+            )
+    align = given["ddp.align_param_gather"].value if "ddp.align_param_gather" in given else True
+    fields.derive("ddp.align_param_gather", interleaved and align, "on with virtual pipeline stages only")
+    if transformer.get("context_parallel_size", 1) > 1 and "transformer.cp_comm_type" not in given:
+        fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
+
+
+def _virtual_stages(
+    fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
+) -> tuple[int | None, str]:
+    """How many, and the flag that says so; None where none does, or what it says cannot be."""
+    transformer, problems = fields.transformer, fields.problems
+    layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
+    if layers is not None and stages is not None:
+        problems.append(f"{layers.source} and {stages.source} say the same thing in two ways: drop one of them")
+    if stages is not None:
+        return stages.value, stages.source
+    if layers is None or architecture is None:
+        return None, ""
+    uneven = [
+        flag
+        for field, flag in (
+            ("num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers"),
+            ("num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers"),
+        )
+        if field in transformer
+    ]
+    if uneven:
+        problems.append(
+            f"{layers.source} wants as many layers in every stage, and {' and '.join(uneven)} otherwise: "
+            "write --num-virtual-stages-per-pipeline-rank"
+        )
+        return None, ""
+    size = max(1, transformer.get("pipeline_model_parallel_size", 1))
+    per_stage = _counted_layers(transformer, architecture) // size
+    if layers.value < 1 or per_stage % layers.value:
+        choices = ", ".join(str(n) for n in range(1, per_stage + 1) if per_stage % n == 0)
+        problems.append(
+            f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of {choices}"
+        )
+        return None, ""
+    return per_stage // layers.value, layers.source
+
+
+def _counted_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
+    extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    return architecture.num_layers + sum(bool(transformer.get(field)) for field in extra)
+
+
+def _single_values(fields: Fields) -> None:
+    """megatron-core reads a list as a value a layer, or a loss."""
+    for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
+        value = fields.transformer.get(field)
+        if isinstance(value, list) and len(value) == 1:
+            fields.transformer[field] = value[0]
+
+
+def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
+    for field, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if not fields.transformer.get(field):
+            continue
+        fields.derive("optimizer.params_dtype", dtype, f"that of --{field}")
+        # Gradients are sums over all tokens of an update: more than float16 holds, at any loss scale.
+        if "ddp.grad_reduce_in_fp32" not in given and fields.optimizer.get("main_grads_dtype") in (None, torch.float32):
+            fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
+
+
+def _settle(fields: Fields, platform: HasFusions) -> None:
+    """What holds whatever flags say, and which of them have no effect for it."""
+    for field, (value, reason) in settled_fields(fields.transformer, platform).items():
+        target = f"transformer.{field}"
+        if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:
+            continue
+        source = fields.sources.get(target, "")
+        if isinstance(value, list):
+            lost = [item for item in fields.transformer[field] if item not in value]
+            source = f"{source.partition(' ')[0]} {' '.join(lost)}"
+        if source.startswith("--") and value is not None:
+            where = f"on the {reason}" if reason.startswith("platform") else f"here, {reason}"
+            fields.notes.append(f"without effect {where}: {source}")
+        fields.derive(target, value, reason)

@@ -1,0 +1,128 @@
+"""`megatron-rl audit RUN`: check the audit log of a run, and name every breach.
+
+    megatron-rl audit RUN                 RUN is the log, or the folder that holds audit.jsonl
+    megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
+    megatron-rl audit RUN --rescore N --checkpoints FOLDER
+                                          also: the log-probs of N responses are those of the weights in
+                                          FOLDER/iter_0000012 and so on, the checkpoints of their versions
+
+It ends with 0 if nothing is wrong, with 5 otherwise.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.records.audit_chain import Breach
+from megatron_rl.records.audit_check import Report, verify
+from megatron_rl.records.audit_samples import kept
+
+if TYPE_CHECKING:
+    from megatron_rl.commands.rescore import Outcome
+
+
+def main(argv: list[str]) -> int:
+    """Print what the log holds and every breach."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the log, or the folder that holds it")
+    parser.add_argument("--head", action="append", default=[], help="a hash of a line; may be given several times")
+    parser.add_argument("--rescore", type=int, metavar="N", help="responses whose log-probs are computed again")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="what --save-hf wrote, by iteration")
+    parser.add_argument(
+        "--rescore-bound",
+        type=float,
+        metavar="X",
+        help="how far a log-prob may be off; 1e-3 for float32 weights, 5e-2 for bfloat16 and float16, if not given",
+    )
+    arguments = parser.parse_args(argv)
+    _check(arguments)
+    report = verify(arguments.run, arguments.head)
+    _print(report)
+    breaches = report.breaches
+    if arguments.rescore is not None:
+        breaches = [*breaches, *_rescore(arguments, report)]
+    return ExitCode.RUN if breaches else ExitCode.OK
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    number, folder, bound = arguments.rescore, arguments.checkpoints, arguments.rescore_bound
+    if number is None:
+        if folder is not None or bound is not None:
+            raise UsageError("--checkpoints and --rescore-bound are for --rescore N: write it too, or drop them")
+        return
+    if number < 1:
+        raise UsageError(f"--rescore {number}: it must be at least 1")
+    if folder is None:
+        raise UsageError("--checkpoints is missing: name the folder that --save-hf wrote checkpoints into")
+    if not folder.is_dir():
+        raise InputError(f"--checkpoints {folder} is no folder: name the one that --save-hf wrote checkpoints into")
+    if bound is not None and not 0 < bound < math.inf:
+        raise UsageError(f"--rescore-bound {bound:g}: it must be above 0, and finite")
+
+
+def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
+    # Imported here: torch and transformers take seconds, and the check of the log does without them.
+    from megatron_rl.commands.rescore import rescore
+
+    # Who samples does not know the head of a log that is not finished, and so not which responses will be chosen.
+    outcome = rescore(
+        kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
+    )
+    _print_outcome(report, outcome)
+    if not outcome.versions and not outcome.breaches:
+        raise InputError(
+            f"no response of {arguments.run} could be computed again, for the reasons above: write checkpoints of "
+            f"versions whose journals are kept, with --save-hf, --save-interval and --rollout-retain-journals"
+        )
+    return outcome.breaches
+
+
+def _print(report: Report) -> None:
+    print(f"run {report.run}: {report.num_lines} lines, {report.num_starts} starts, {report.num_recovered} recovered")
+    print(f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10}  engines")
+    for item in report.iterations:
+        restored = f"  ({item.num_restored} groups from the journal)" if item.num_restored else ""
+        print(
+            f"{item.version:>8} {item.fingerprint[:12]:<12} {item.outcome:<10} {item.num_groups:>7} "
+            f"{item.num_responses:>9} {item.num_tokens:>10}  {', '.join(sorted(item.engines))}{restored}"
+        )
+    for evaluation in report.evaluations:
+        print(
+            f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
+            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
+        )
+    proofs = report.proofs
+    print(
+        f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
+        f"{proofs.num_probed} with the trainer's log-probs (furthest {proofs.furthest:.3g} on the average)"
+    )
+    _print_breaches(report, report.breaches)
+    num_complete = sum(item.outcome == "complete" for item in report.iterations)
+    print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
+    print(f"head {report.head}")
+    if report.num_covered:
+        print(f"lines 1 to {report.num_covered} are those that the head was kept of")
+
+
+def _print_outcome(report: Report, outcome: "Outcome") -> None:
+    print("log-probs computed again, and how far they are from those that engines reported:")
+    print(f"{'version':>8} {'responses':>9} {'tokens':>10} {'worst':>10} {'mean':>10} {'bound':>10}")
+    for item in outcome.versions:
+        print(
+            f"{item.version:>8} {item.num_responses:>9} {item.num_tokens:>10} {item.worst:>10.3g} {item.mean:>10.3g} "
+            f"{item.bound:>10.3g}"
+        )
+    for version, reason in outcome.reasons.items():
+        print(f"{version:>8} not computed again: {reason}")
+    _print_breaches(report, outcome.breaches)
+    num_responses, num_versions = sum(item.num_responses for item in outcome.versions), len(outcome.versions)
+    print(f"{num_responses} responses of {num_versions} versions computed again, {len(outcome.breaches)} breaches")
+
+
+def _print_breaches(report: Report, breaches: list[Breach]) -> None:
+    for breach in breaches:
+        print(f"BREACH {report.place(breach.line)}: {breach.name}: {breach.detail}")

@@ -1,0 +1,50 @@
+"""The command `megatron-rl`."""
+
+import importlib
+import sys
+from collections.abc import Callable
+
+from megatron_rl.errors import ExitCode, MegatronRLError
+
+# A command, the module whose `main(argv)` runs it, and what it does.
+_COMMANDS = {
+    "audit": ("megatron_rl.commands.audit", "check the audit log of a run: who sampled what, under which weights"),
+    "convert": ("megatron_rl.commands.convert", "convert weights between Hugging Face's format and Megatron's"),
+    "doctor": ("megatron_rl.commands.doctor", "show platform, versions, what is missing, and what to do"),
+    "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code. An error that a person can mend is printed without a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return ExitCode.OK if arguments else ExitCode.USAGE
+    command, *rest = arguments
+    if command not in _COMMANDS:
+        print(f"megatron-rl: unknown command {command!r}\n{_usage()}", file=sys.stderr)
+        return ExitCode.USAGE
+    try:
+        return _load(command)(rest)
+    except MegatronRLError as error:
+        for problem in error.problems:
+            print(f"megatron-rl {command}: {problem}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megatron-rl {command}: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+def _load(command: str) -> Callable[[list[str]], int]:
+    # Imported when it is asked for, so that one command does not wait for, or fail with, the packages of another.
+    return importlib.import_module(_COMMANDS[command][0]).main
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<10} {text}" for name, (_, text) in _COMMANDS.items())
+    return f"usage: megatron-rl COMMAND ...\n\n{commands}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

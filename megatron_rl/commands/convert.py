@@ -1,0 +1,61 @@
+"""`megatron-rl convert`: weights between Hugging Face's format and Megatron's, under Megatron's flags.
+
+    megatron-rl convert --hf-model DIR --save DIR            to Megatron's distributed format
+    megatron-rl convert --load DIR FLAGS --save-hf DIR       to Hugging Face's; FLAGS describe the model
+    megatron-rl convert --load DIR --hf-model DIR --save-hf DIR     the same, described by a Hugging Face folder
+
+One process suffices; under torchrun the ranks share the work, divided as the flags say.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.arguments import command_line
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import ExitCode, InputError, UsageError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert what the flags name, and print the fingerprint."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return ExitCode.OK if argv else ExitCode.USAGE
+    os.environ.setdefault("WORLD_SIZE", "1")
+    settings = command_line.parse(argv)
+    checkpoint = settings.checkpoint
+    if checkpoint.save is None and checkpoint.save_hf is None:
+        raise UsageError("nothing to write: name a folder with --save (Megatron's format) or --save-hf")
+    if checkpoint.load is None and settings.model.hf_model is None:
+        raise UsageError("nothing to read: name a folder with --hf-model or --load")
+    # Said before hours of reading, and before --save has been written.
+    if checkpoint.save_hf is not None and checkpoint.save_hf.exists():
+        raise InputError(f"--save-hf {checkpoint.save_hf} exists already: choose another folder, or remove it")
+    fingerprint = _convert(settings)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"fingerprint {fingerprint}", file=sys.stdout)
+    return ExitCode.OK
+
+
+def _convert(settings: Settings) -> str:
+    # Below the platform's installation, which `parse` has done.
+    from megatron_rl.mcore.checkpoint.sharded import load_model, save_model
+    from megatron_rl.mcore.model.gpt import model_of
+    from megatron_rl.mcore.model.weights import ModelWeights
+    from megatron_rl.mcore.session import session_of
+
+    checkpoint, hf_model = settings.checkpoint, settings.model.hf_model
+    with session_of(settings) as session:
+        chunks = model_of(settings)
+        weights = ModelWeights(chunks, session)
+        iteration = 0
+        if checkpoint.load is not None:
+            iteration = load_model(chunks, checkpoint.load, session, checkpoint.ckpt_step)
+            weights.zero_padding()
+        elif hf_model is not None:
+            weights.load_hf(hf_model)
+        if checkpoint.save is not None:
+            save_model(chunks, checkpoint.save, iteration, session)
+        if checkpoint.save_hf is not None:
+            return weights.save_hf(checkpoint.save_hf, source=hf_model)
+        return weights.fingerprint()

@@ -1,0 +1,201 @@
+"""Whether engines sampled with the weights that they claimed: log-probs of responses, computed again.
+
+A version's weights are the checkpoint of its iteration, in Hugging Face's format, and must have the fingerprint that
+the log says was published. transformers computes in float32 what the engine reported, at the sampling temperature.
+
+A step of training may change log-probs by less than an engine's rounding. So an engine's responses are also compared,
+all together, with what the version before would have given: rounding does not draw them toward it, old weights do.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_rl.errors import InputError
+from megatron_rl.protocol.wire import log_probs_of, tokens_of
+from megatron_rl.records.audit_chain import Breach, BreachName
+from megatron_rl.records.audit_samples import Kept, Sample, choose
+from megatron_rl.weights.families import read_architecture
+from megatron_rl.weights.fingerprint import digest, fingerprint
+from megatron_rl.weights.mapping import Mapping
+from megatron_rl.weights.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Engines and transformers round differently, by the precision that engines compute in.
+BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
+# When an engine's responses count as nearer to the version before: so many, and so many standard errors beyond chance.
+_LEAST_RESPONSES = 8
+_STANDARD_ERRORS = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescored:
+    """What was computed again of a version."""
+
+    version: int
+    num_responses: int
+    num_tokens: int
+    worst: float
+    mean: float
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What was computed again of a run, why the rest was not, and what is wrong."""
+
+    versions: list[Rescored]
+    reasons: dict[int, str]
+    breaches: list[Breach]
+
+
+def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float | None = None) -> Outcome:
+    """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` decides which."""
+    reasons, breaches = dict(kept.reasons), list(kept.breaches)
+    folders: dict[int, Path] = {}
+    for version in kept.samples:
+        folder = _folder_of(checkpoints, version)
+        try:
+            held = _fingerprint_of(folder)
+        except InputError as error:
+            reasons[version] = str(error) if folder.exists() else f"there is no checkpoint {folder}"
+            continue
+        if held == kept.fingerprints[version]:
+            folders[version] = folder
+        else:
+            reasons[version] = f"{folder} holds other weights"
+            breaches.append(_other_checkpoint(kept, version, folder, held))
+    chosen = choose({version: kept.samples[version] for version in folders}, count, seed)
+    results = []
+    for version, folder in folders.items():
+        samples = [sample for sample in chosen if sample.version == version]
+        if samples:
+            allowed = BOUNDS[read_architecture(folder).dtype] if bound is None else bound
+            result, found = _compare(folder, samples, allowed, _before(kept, checkpoints, version))
+            results.append(result)
+            breaches += found
+        else:
+            reasons[version] = f"{count} responses are fewer than there are versions; ask for more"
+    return Outcome(results, dict(sorted(reasons.items())), breaches)
+
+
+def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+    """Of the tokens of a response, from the model's logits divided by the temperature."""
+    tokens_T = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+    with torch.no_grad():
+        logits_TV = model(tokens_T[None], logits_to_keep=len(response) + 1, use_cache=False).logits[0, :-1]
+    logits_TV = logits_TV.float() / temperature
+    chosen_T = logits_TV.gather(1, tokens_T[len(prompt) :, None])[:, 0]
+    return (chosen_T - logits_TV.logsumexp(-1)).numpy()
+
+
+def _fingerprint_of(folder: Path) -> str:
+    """The fingerprint of the weights in a folder, as a publish of them would have it."""
+    mapping = Mapping(read_architecture(folder))
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check(mapping)
+        specs = mapping.manifest()
+        return fingerprint(specs, {spec.name: digest(checkpoint.tensor(spec.name)).tolist() for spec in specs})
+
+
+def _folder_of(checkpoints: Path, version: int) -> Path:
+    return checkpoints / f"iter_{version:07d}"
+
+
+def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
+    """The checkpoint of the version before, where there is one and it is another policy."""
+    folder, published = _folder_of(checkpoints, version - 1), kept.fingerprints.get(version - 1)
+    try:
+        held = _fingerprint_of(folder)
+    except InputError:
+        return None
+    return folder if held == published != kept.fingerprints[version] else None
+
+
+def _other_checkpoint(kept: Kept, version: int, folder: Path, held: str) -> Breach:
+    published = kept.fingerprints[version]
+    return Breach(
+        BreachName.OTHER_CHECKPOINT,
+        min(sample.line for sample in kept.samples[version]),
+        f"{folder} has fingerprint {held[:12]}, and version {version} was published with {published[:12]}",
+    )
+
+
+def _compare(
+    folder: Path, samples: Sequence[Sample], bound: float, before: Path | None
+) -> tuple[Rescored, list[Breach]]:
+    differences = _all_differences(folder, samples)
+    breaches = list(_breaches(samples, differences, bound))
+    if before is not None and not breaches:
+        breaches += _nearer(samples, differences, _all_differences(before, samples))
+    everything = np.concatenate(differences)
+    rescored = Rescored(
+        version=samples[0].version,
+        num_responses=len(samples),
+        num_tokens=len(everything),
+        worst=float(everything.max()),
+        mean=float(everything.mean()),
+        bound=bound,
+    )
+    return rescored, breaches
+
+
+def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    # Its import takes seconds, and nothing else of the package computes with it.
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return [_differences(model, sample) for sample in samples]
+
+
+def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
+    """Of each token; infinite where what the engine reported cannot be of this model at all."""
+    prompt, response = tokens_of(sample.prompt_tokens), tokens_of(sample.response.tokens)
+    reported = log_probs_of(sample.response.log_probs)
+    everything = np.concatenate([prompt, response])
+    if len(reported) != len(response) or everything.min() < 0 or everything.max() >= model.config.vocab_size:
+        return np.full(len(response), math.inf)
+    return np.abs(log_probs(model, prompt, response, sample.temperature) - reported)
+
+
+def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], bound: float) -> Iterator[Breach]:
+    for sample, difference in zip(samples, differences, strict=True):
+        # Written so that what is not a number is within no bound.
+        if not difference.max() <= bound:
+            worst = int(difference.argmax())
+            yield Breach(
+                BreachName.OTHER_LOG_PROBS,
+                sample.line,
+                f"{sample}: token {worst} is {difference[worst]:.3g} off, beyond {bound:g}; {difference.mean():.3g} on "
+                f"average over {len(difference)} tokens",
+            )
+
+
+def _nearer(
+    samples: Sequence[Sample], differences: Sequence[np.ndarray], before: Sequence[np.ndarray]
+) -> Iterator[Breach]:
+    """Engines whose responses, taken together, are nearer to the version before than to the one they claim."""
+    for engine in sorted({sample.response.engine for sample in samples}):
+        mine = [number for number, sample in enumerate(samples) if sample.response.engine == engine]
+        # Tokens of a response are not independent of one another, so responses are what is counted.
+        to_claimed_R = np.array([differences[number].mean() for number in mine])
+        to_before_R = np.array([before[number].mean() for number in mine])
+        excess_R = to_claimed_R - to_before_R
+        if len(mine) < _LEAST_RESPONSES or not np.isfinite(excess_R).all():
+            continue
+        if excess_R.mean() > _STANDARD_ERRORS * excess_R.std(ddof=1) / math.sqrt(len(mine)):
+            sample = samples[mine[0]]
+            yield Breach(
+                BreachName.OTHER_LOG_PROBS,
+                sample.line,
+                f"{len(mine)} responses of version {sample.version} (engine {engine}) are nearer to version "
+                f"{sample.version - 1}, {to_before_R.mean():.3g} off on average, than to their own, "
+                f"{to_claimed_R.mean():.3g} off",
+            )

@@ -1,0 +1,268 @@
+"""The checkpoints of a run that trains: written when they are due, beside training if that is asked for; and resumed.
+
+What training draws from beside model and optimizer (data position, version, identities) is the trainer's; it comes and
+goes as `extra`, a dictionary that JSON can hold.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.checkpoint import folders, sharded
+from megatron_rl.mcore.checkpoint import state as training_state
+from megatron_rl.mcore.checkpoint.sharded import Prepared
+from megatron_rl.mcore.checkpoint.state import CONTENT, TrainState
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.step.policy import Reference
+
+_EXTRA = "megatron_rl"
+# Of which version of the policy the reference's weights are, where they were saved.
+_REFERENCE_VERSION = "megatron_rl_reference"
+# Ways of being strict that let the model keep what the checkpoint lacks.
+_LENIENT = ("log_all", "return_all", "ignore_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from: the iterations it has behind it, what `save` was given, and what is to be said once."""
+
+    version: int
+    extra: Mapping[str, Any]
+    notes: tuple[str, ...]
+    source: Path
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run. Every method is called on every rank."""
+
+    def __init__(self, settings: Settings, session: Session, state: TrainState, reference: Reference | None = None):
+        """A `reference` is saved once it was moved."""
+        self._config = settings.checkpoint
+        self._is_overriding = settings.schedule.override_opt_param_scheduler
+        self._session = session
+        self._state = state
+        self._reference = reference
+        self._queue = AsyncCallsQueue()
+        self._pending: tuple[int, Prepared] | None = None
+        # The iteration of the folder that is saved to which this run went on from.
+        self._loaded: int | None = None
+
+    def is_due(self, version: int, is_last: bool = False) -> bool:
+        """Whether a checkpoint is written after so many iterations."""
+        interval = self._config.save_interval
+        if self._config.save is None or version == 0:
+            return False
+        return is_last or (interval is not None and version % interval == 0)
+
+    def save_if_due(self, version: int, extra: Mapping[str, Any], is_last: bool = False) -> bool:
+        """Save if it is time to, and say whether."""
+        is_due = self.is_due(version, is_last)
+        if is_due:
+            self.save(version, extra)
+        return is_due
+
+    def save(self, version: int, extra: Mapping[str, Any]) -> None:
+        """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
+
+        `extra` of rank 0 counts.
+        """
+        folder = self._config.save
+        assert folder is not None
+        self.finish()
+        training_state.synchronize(self._state)
+        noted = self._session.from_first(json.loads(json.dumps(extra)))
+        state = self._session.agree(lambda: self._without_optimizer(version, noted))
+        prepared = sharded.prepare(
+            lambda: self._with_optimizer(state),
+            folder,
+            version,
+            self._session,
+            self._config.ckpt_fully_parallel_save,
+            self._loaded,
+        )
+        if self._config.async_save:
+            sharded.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
+            self._pending = version, prepared
+        else:
+            sharded.finish(self._session, prepared, prepared.request.execute_sync)
+            self._prune(version)
+
+    def poll(self) -> None:
+        """Make the checkpoint that is being written the newest, if all of it is there; without waiting for it."""
+        self._finalize(is_waiting=False)
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more."""
+        self._finalize(is_waiting=True)
+
+    def load(self) -> Loaded | None:
+        """Take over what --load holds, or None if there is nothing to load: then the run begins as it was built."""
+        config = self._config
+        self._session.agree(self._check_folders)
+        if config.load is None:
+            return None
+        folder = config.load
+        is_there = self._session.agree(lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder))
+        if not is_there and not config.exit_on_missing_checkpoint:
+            return None
+        found, source = self._session.agree(lambda: sharded.find(folder, config.ckpt_step))
+        version = 0 if config.finetune else found
+        self._loaded = self._session.agree(lambda: self._goes_on_from(version, source))
+        return self._load(version, source)
+
+    def _load(self, version: int, source: Path) -> Loaded:
+        config, session = self._config, self._session
+        found, common = session.agree(lambda: (sharded.contents(source), sharded.common_of(source)))
+        content = sharded.content_of(common)
+        has_optimizer = not (config.finetune or config.no_load_optim)
+        if has_optimizer:
+            session.agree(lambda: self._check_optimizer(common, source))
+        wants_rng = not (config.finetune or config.no_load_rng)
+        has_rng = wants_rng and all(session.gather(training_state.has_rng_of_layout(found)))
+        is_lenient = config.dist_ckpt_strictness in _LENIENT
+        moved = None if config.finetune else common.get(_REFERENCE_VERSION)
+        reference = None if moved is None else self._reference
+        if not is_lenient:
+            session.agree(lambda: sharded.check(self._weights(reference, content), found, source))
+
+        wanted = sharded.together(
+            session, lambda: self._wanted(reference, content, has_optimizer, has_rng), sharded.unreadable(source)
+        )
+        parallel = config.ckpt_fully_parallel_load
+        loaded = sharded.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
+        training_state.apply_model(self._state, loaded, strict=not is_lenient)
+        if has_optimizer:
+            session.agree(lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding))
+        else:
+            self._state.optimizer.reload_model_params()
+        if has_rng:
+            training_state.apply_rng(loaded, session.platform)
+        if reference is not None:
+            assert moved is not None
+            training_state.apply_reference(reference.models, loaded, strict=not is_lenient)
+            reference.resume(moved)
+        notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
+        return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
+
+    def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Under Megatron's names, but for what is ours; no other rank is waited for."""
+        state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
+        reference = self._reference
+        if reference is not None and reference.version is not None:
+            state[_REFERENCE_VERSION] = reference.version
+        else:
+            reference = None
+        state |= self._weights(reference, CONTENT)
+        if not self._config.no_save_rng:
+            state |= training_state.rng_state(self._session.platform)
+        return state
+
+    def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
+        state = training_state.model_state(self._state.chunks, content)
+        return state if reference is None else state | training_state.reference_state(reference.models, content)
+
+    def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._config.no_save_optim:
+            return state
+        model = {name: state[name] for name, _ in training_state.named(self._state.chunks)}
+        return state | training_state.optimizer_state(self._state, model, CONTENT, is_loading=False)
+
+    def _wanted(
+        self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
+    ) -> dict[str, Any]:
+        wanted = self._weights(reference, content)
+        if has_optimizer:
+            model = {name: wanted[name] for name, _ in training_state.named(self._state.chunks)}
+            wanted["optimizer"] = training_state.optimizer_state(self._state, model, content, is_loading=True)[
+                "optimizer"
+            ]
+        return wanted | (training_state.rng_state(self._session.platform) if has_rng else {})
+
+    def _finalize(self, is_waiting: bool) -> None:
+        if self._pending is None:
+            return
+        version, prepared = self._pending
+        try:
+            sharded.finish(self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting))
+        except BaseException:
+            self._pending = None
+            raise
+        if not self._queue.get_num_unfinalized_calls():
+            self._pending = None
+            self._prune(version)
+
+    def _prune(self, version: int) -> None:
+        config = self._config
+        assert config.save is not None
+        if self._session.rank == 0:
+            folders.prune(config.save, version, config.keep_last, config.save_retain_interval)
+
+    def _check_folders(self) -> None:
+        save, load = self._config.save, self._config.load
+        if save is None or not (save / folders.TRACKER).exists():
+            return
+        if load is None or load.resolve() != save.resolve():
+            raise InputError(
+                f"--save {save} holds checkpoints already: write --load {save} too to go on from them, or choose "
+                f"another folder"
+            )
+
+    def _goes_on_from(self, version: int, source: Path) -> int | None:
+        """The version, if it is one of the folder that is saved to: newer ones there may be replaced."""
+        save = self._config.save
+        if save is None:
+            return None
+        if source.resolve() == folders.iteration_folder(save, version).resolve():
+            return version
+        newest = folders.latest_iteration(save)
+        if newest is not None and newest > version:
+            raise InputError(
+                f"--save {save} holds checkpoints up to iteration {newest}, and this run begins at iteration {version} "
+                f"with {source}: choose another --save"
+            )
+        return None
+
+    def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
+        if "optimizer" not in common or "opt_param_scheduler" not in common:
+            raise InputError(
+                f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
+            )
+        has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
+        if has_several != (len(getattr(self._state.optimizer, "chained_optimizers", ())) > 1):
+            size = "above 1" if has_several else "of 1"
+            raise InputError(
+                f"{source} was written with --expert-model-parallel-size {size}, where experts have "
+                f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: write one such, or "
+                f"--no-load-optim"
+            )
+        is_sharded = self._is_distributed(common["optimizer"])
+        is_wanted = self._state.wrapped[0].ddp_config.use_distributed_optimizer
+        if is_sharded != is_wanted:
+            change = "add it" if is_sharded else "drop it"
+            how = "with" if is_sharded else "without"
+            raise InputError(
+                f"{source} was written {how} --use-distributed-optimizer: {change}, or write --no-load-optim"
+            )
+
+    @staticmethod
+    def _is_distributed(optimizer: Any) -> bool:
+        # Several optimizers, of experts and of the rest, are numbered.
+        one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
+        return "param_state_sharding_type" in one
+
+    def _notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
+        notes = []
+        if not has_optimizer:
+            notes.append(f"weights only were taken from {source}: optimizer and schedule begin anew")
+        if is_rng_new:
+            notes.append(
+                f"{source} has no random numbers for this layout: they are drawn anew from --seed "
+                f"(write --no-load-rng to say that you know)"
+            )
+        return tuple(notes)

@@ -1,0 +1,300 @@
+"""State in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import queue
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.mcore.checkpoint import folders
+from megatron_rl.mcore.checkpoint.folders import find, iteration_folder
+from megatron_rl.mcore.checkpoint.state import CONTENT, model_state, named
+from megatron_rl.mcore.model.gpt import PackedGPTModel
+from megatron_rl.mcore.session import Session
+
+__all__ = ["find", "load_model", "save_model"]
+
+T = TypeVar("T")
+# What Megatron and torch raise about files; anything else is a fault of a program.
+_OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
+# Torch's is none of Python's.
+_ANY = (Exception, CheckpointException)
+
+
+def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
+    """Write the weights where Megatron looks for those of that iteration, and return that folder."""
+    state = session.agree(lambda: model_state(chunks, CONTENT))
+    prepared = prepare(lambda: state, folder, iteration, session)
+    finish(session, prepared, prepared.request.execute_sync)
+    return iteration_folder(folder, iteration)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A checkpoint that is planned, and the folder that it is written in until it is whole."""
+
+    request: AsyncRequest
+    staged: Path
+
+
+def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
+    """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
+    number, source = session.agree(lambda: find(folder, iteration))
+    found, content = session.agree(lambda: (contents(source), content_of(common_of(source))))
+    session.agree(lambda: check(model_state(chunks, content), found, source))
+    state = read(session.agree(lambda: model_state(chunks, content)), source, session)
+    for name, chunk in named(chunks):
+        chunk.load_state_dict(state[name])
+    return number
+
+
+def prepare(
+    build: Callable[[], dict[str, Any]],
+    folder: Path,
+    iteration: int,
+    session: Session,
+    fully_parallel: bool = False,
+    loaded: int | None = None,
+) -> Prepared:
+    """Plan a checkpoint of what `build` returns. Executing the request writes it, and makes it the newest at last.
+
+    `loaded` is the iteration of the folder that the run went on from.
+    `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
+    """
+    created = session.agree(lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None)
+    staged = session.from_first(created)
+    assert staged is not None
+    try:
+        state = together(session, build, unwritable(staged))
+        sizes = session.gather(_num_bytes(state))
+        session.agree(lambda: _check_room(staged, sum(sizes)))
+        request = together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
+    except BaseException:
+        if session.rank == 0:
+            folders.discard(staged)
+        raise
+    request = _in_one_process(request)
+    request.add_finalize_fn(
+        lambda: session.agree(lambda: folders.publish(staged, folder, iteration, loaded) if session.rank == 0 else None)
+    )
+    return Prepared(request, staged)
+
+
+def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
+    """Do what writes, or ends writing; what was written for nothing is removed: it may fill the disk."""
+    try:
+        return together(session, action, unwritable(prepared.staged.parent))
+    except BaseException:
+        if session.rank == 0:
+            folders.discard(prepared.staged)
+        raise
+
+
+def together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
+    """Run what waits for other ranks by itself, and raise on every rank, with one text, if it raises on one.
+
+    `explain` says what an error of files means. Ranks that wait for one that failed do so until their collective's
+    timeout.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    is_told = False
+    try:
+        result = action()
+    except _ANY as caught:
+        failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
+        # Torch tells its first rank what happened, and the others that something did.
+        is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
+    reports = [
+        report
+        for report in session.gather(None if failure is None else _report(failure, is_told))
+        if report is not None
+    ]
+    if not reports:
+        return result  # type: ignore[return-value] # no failure, so action returned
+    if failure is not None and is_told:
+        raise failure
+    kind, text, _ = next((report for report in reports if report[2]), reports[0])
+    raise kind(text)
+
+
+def unwritable(place: Path) -> Callable[[BaseException], InputError]:
+    """What an error means for somebody who wanted to save."""
+    return lambda error: InputError(
+        f"{place} cannot be written ({_cause(error)}): make room there, or choose another --save"
+    )
+
+
+def unreadable(source: Path) -> Callable[[BaseException], InputError]:
+    """What an error means for somebody who wanted to load."""
+    return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
+
+
+def common_of(source: Path) -> dict[str, Any]:
+    """What is not tensors."""
+    try:
+        return dist_checkpointing.load_common_state_dict(str(source))
+    except _ANY as error:
+        raise unreadable(source)(error) from None
+
+
+def contents(source: Path) -> dict[str, Any]:
+    """What is there, by name: shapes of tensors, and objects."""
+    try:
+        strategy = get_default_load_sharded_strategy(str(source))
+        return strategy.load_sharded_metadata(source)
+    except _ANY as error:
+        raise unreadable(source)(error) from None
+
+
+def content_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """How the checkpoint's parts are divided: what Megatron wrote down, or its defaults where it did not."""
+    return dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {})
+
+
+def check(state: dict[str, Any], found: Mapping[str, Any], source: Path) -> None:
+    """Compare names and shapes: loading itself writes into the model before it finds that something is missing."""
+    apply_factories(state)
+    for tensor in nested_values(state):
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        if tensor.key not in found:
+            raise InputError(
+                f"{source} does not hold {tensor.key}, which the model has: the flags must describe the model that "
+                f"was saved"
+            )
+        shape = tuple(found[tensor.key].global_shape)
+        # Only the padding of a vocabulary may differ.
+        if shape != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
+            raise InputError(
+                f"{tensor.key} has shape {list(shape)} in {source} and {list(tensor.global_shape)} in the model: "
+                f"the flags must describe the model that was saved"
+            )
+
+
+def read(
+    state: dict[str, Any],
+    source: Path,
+    session: Session,
+    strictness: str = "assume_ok_unexpected",
+    fully_parallel: bool = False,
+) -> dict[str, Any]:
+    """What the checkpoint has for the shards in `state`."""
+
+    def load() -> dict[str, Any]:
+        strategy = get_default_load_sharded_strategy(str(source))
+        if fully_parallel:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
+        loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
+        # Some ways of being strict return the names that differ too.
+        return loaded[0] if isinstance(loaded, tuple) else loaded
+
+    return together(session, load, unreadable(source))
+
+
+def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:
+    strategy = get_default_save_sharded_strategy()
+    if fully_parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas())
+    return dist_checkpointing.save(
+        state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT)
+    )
+
+
+def _in_one_process(request: AsyncRequest) -> AsyncRequest:
+    """Megatron's writer starts further processes, and waits for good for one of them that is killed."""
+    write = request.async_fn
+    if (
+        not isinstance(write, functools.partial)
+        or write.func is not FileSystemWriterAsync.write_preloaded_data_multiproc
+    ):
+        return request
+    transforms = write.args[0]
+    return request._replace(async_fn=functools.partial(_write, transforms))
+
+
+def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -> None:
+    """Write a rank's files, a thread each; what went wrong is a result too, for all ranks to be told of."""
+
+    def write_one(index: int) -> Any:
+        written: queue.Queue[tuple[int, Any]] = queue.Queue()
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(index)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], written, counted, use_fsync=True)
+        return written.get_nowait()[1]
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(buckets)) as pool:
+            of_files = list(pool.map(write_one, range(len(buckets))))
+        failures = [answer for answer in of_files if isinstance(answer, Exception)]
+        results.put(failures[0] if failures else dict(enumerate(of_files)))
+    except Exception as error:
+        results.put(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _replicas() -> torch.distributed.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _num_bytes(state: dict[str, Any]) -> int:
+    """What this rank's shards come to, each counted on one rank."""
+    return sum(
+        value.data.nbytes
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and isinstance(value.data, torch.Tensor)
+        and is_main_replica(value.replica_id)
+    )
+
+
+def _check_room(staged: Path, num_bytes: int) -> None:
+    """Before the first rank writes: one that cannot would leave the others waiting."""
+    if not os.access(staged, os.W_OK):
+        raise InputError(f"{staged} cannot be written from this host: every rank must reach the same folder")
+    free = shutil.disk_usage(staged).free
+    if free < num_bytes:
+        raise InputError(
+            f"{staged} cannot be written: the checkpoint takes {num_bytes} bytes, {free} are free; make room there, "
+            f"or choose another --save"
+        )
+
+
+def _report(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
+    if isinstance(failure, MegatronRLError):
+        return type(failure), str(failure), is_told
+    return MegatronRLError, f"another rank failed: {type(failure).__name__}: {failure}", is_told
+
+
+def _cause(error: BaseException) -> str:
+    """What happened on the first rank that failed, if this one was told."""
+    if not isinstance(error, CheckpointException):
+        return str(error) or type(error).__name__
+    text = str(next(iter(error.failures.values()))[0]) if error.failures else ""
+    return "the process that wrote was killed" if text == "results_queue should not be empty" else text

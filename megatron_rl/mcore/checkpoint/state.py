@@ -1,0 +1,192 @@
+"""All that an update depends on, in the form that Megatron's distributed checkpoints have it in."""
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap
+from megatron_rl.mcore.step.optimizer import synchronized
+from megatron_rl.platforms import Platform
+from megatron_rl.platforms.megatron_fixes import allocate_adam_state
+
+RNG = "rng_state"
+_REFERENCE = "reference."
+# The one form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write:
+# each tensor whole, under its parameter's name. Saving gathers the state over data-parallel ranks.
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    # Else the names of experts' states would say how many optimizers there are.
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """This rank's part of what is trained."""
+
+    wrapped: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def chunks(self) -> list[PackedGPTModel]:
+        """The model inside the wrappers."""
+        return [unwrap(chunk) for chunk in self.wrapped]
+
+
+def named(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
+    """The names that Megatron's own checkpoints give the stages."""
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights, as shards of the whole model's."""
+    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in named(chunks)}
+
+
+def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of the reference, beside the model's."""
+    state = {_REFERENCE + name: weights for name, weights in model_state(chunks, content).items()}
+    add_prefix_for_sharding(state, _REFERENCE)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
+            # A process that writes meanwhile has no copy of such memory, and the reference may move.
+            part.data = part.data.clone()
+    return state
+
+
+def optimizer_state(
+    state: TrainState, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
+) -> dict[str, Any]:
+    """Optimizer and schedule. The distributed optimizer gathers over replicas here, when it is saved."""
+    if not is_loading:
+        _allocate(state.optimizer)
+    return {
+        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content)),
+        "opt_param_scheduler": state.schedule.state_dict(),
+    }
+
+
+def rng_state(platform: Platform) -> dict[str, Any]:
+    """The random numbers of this rank's place in the model; replicas have the same."""
+    of_numpy: Any = np.random.get_state()
+    version, keys, *rest = of_numpy
+    states = {
+        "random_rng_state": random.getstate(),
+        # Lists and numbers only: an array would need more of torch.load than it does for tensors.
+        "np_rng_state": (version, keys.tolist(), *rest),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": platform.rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    shape, offset = _place()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return {RNG: ShardedObject(RNG, [states], shape, offset, replica_id=replica)}
+
+
+def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint was written by as many tensor and pipeline ranks."""
+    shape, offset = _place()
+    return ShardedObject(RNG, None, shape, offset).unique_key in found
+
+
+def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bool) -> None:
+    """Take over optimizer and schedule from what was loaded."""
+    optimizer, schedule = state.optimizer, state.schedule
+    bounds = [{key: group.get(key) for key in ("max_lr", "min_lr")} for group in optimizer.param_groups]
+    _name_steps(optimizer, loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    _allocate_steps(optimizer)
+    if is_overriding:
+        # The groups came with the bounds that they were saved with.
+        for group, own in zip(optimizer.param_groups, bounds, strict=True):
+            group.update(own)
+    schedule.num_steps = 0
+    try:
+        schedule.load_state_dict(loaded["opt_param_scheduler"])
+    except AssertionError as error:
+        raise InputError(
+            f"the schedule of the checkpoint is not that of the flags ({error}): write "
+            f"--override-opt-param-scheduler to take the flags', --use-checkpoint-opt-param-scheduler for the other"
+        ) from None
+
+
+def apply_model(state: TrainState, loaded: dict[str, Any], strict: bool) -> None:
+    """Take over the weights from what was loaded."""
+    for name, chunk in named(state.chunks):
+        chunk.load_state_dict(loaded[name], strict=strict)
+
+
+def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
+    """Take over the reference's weights from what was loaded."""
+    for name, chunk in named(chunks):
+        chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
+
+
+def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
+    """Take over the state of random numbers from what was loaded."""
+    (states,) = loaded[RNG]
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    platform.set_rng_state(states["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
+def synchronize(state: TrainState) -> None:
+    """Parameters that are gathered late are up to date before anybody reads them."""
+    synchronized(state.wrapped)
+
+
+def _place() -> tuple[tuple[int, int], tuple[int, int]]:
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    return shape, (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """An optimizer that has not stepped has no state to save, and one that loads expects it."""
+    for inner in _torch_adams(optimizer):
+        allocate_adam_state(inner)
+
+
+def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Megatron does not save a step that is zero, and torch's Adam loads no state without."""
+    if not _torch_adams(optimizer):
+        return
+    for one in loaded.values() if 0 in loaded else [loaded]:
+        state = one.get("optimizer", one).get("state")
+        # The distributed optimizer has it elsewhere.
+        if state is not None:
+            state.setdefault("common_step", torch.tensor(0.0))
+
+
+def _allocate_steps(optimizer: MegatronOptimizer) -> None:
+    """The distributed optimizer loads without a step that was not saved, but does not go on so."""
+    for inner in _torch_adams(optimizer):
+        for values in inner.state.values():
+            values.setdefault("step", torch.tensor(0.0))
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [one for one in inner if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]

@@ -1,1 +1,0 @@
-"""The table of Megatron's flags, and what their values come to."""

@@ -1,0 +1,208 @@
+"""Building the model: megatron-core's GPTModel, fed with packs and answering with log-probabilities.
+
+Letters: T tokens of the pack, R rows of it that this rank computes, N targets, M of them that these rows predict, E
+hidden size.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.packing import Pack
+from megatron_rl.mcore.model import context, rope
+from megatron_rl.mcore.model.attention import PackParams
+from megatron_rl.mcore.model.spec import block_spec
+from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from megatron_rl.types import Architecture
+
+
+class PackedGPTModel(GPTModel):
+    """One stage of the model. The last stage returns the log-probs of the pack's targets, the others hidden states."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
+        super().__init__(config, **options)
+        self.architecture = architecture
+        # Not a buffer: mixed precision would round it.
+        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+        # Megatron's own angles are of rows, and it keeps those of 32 lengths: nobody asks for them here.
+        self.rotary_pos_emb.forward = lambda *_, **__: None
+
+    def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+        """Log-probs [N] at logits / temperature, or the hidden states that the next stage takes."""
+        rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
+        return super().forward(
+            input_ids=pack.tokens_T[None, rows],
+            position_ids=pack.positions_T[None, rows],
+            attention_mask=None,
+            packed_seq_params=PackParams.of(pack, temperature),
+        )
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Megatron's rotary embedding counts rows; a pack's rows are not its positions."""
+        decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if decoder_input is not None:
+            # The embedding's transposed [R, 1, E] has strides by which a weight that is not trained is multiplied row
+            # by row: slower than all rows at once, and rounded otherwise than the same weight when it is trained.
+            decoder_input = decoder_input.squeeze(1).unsqueeze(1)
+        self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
+        return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
+        """The output layer at the rows that predict something, and their targets' log-probs."""
+        if not self.post_process:
+            return hidden_states
+        pack, temperature = packed_seq_params.pack, packed_seq_params.temperature
+        assert pack is not None
+        if self.config.sequence_parallel:
+            # Every rank goes on with its own part of the vocabulary, so gradients are summed on the way back.
+            hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
+            )
+        else:
+            hidden_R1E = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden_states, group=self.pg_collection.tp
+            )
+        hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
+        if group.size() == 1:
+            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, temperature)
+        rows = context.own_rows(pack.num_tokens, group)
+        places_M = context.own_targets(pack.target_rows_N, rows)
+        rows_M, tokens_M = (
+            targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
+        )
+        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, temperature)
+        return context.of_all_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
+
+    def _log_probs(
+        self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
+        hidden_ME = hidden_RE.index_select(0, rows_M)
+        weight_VE, group = self.output_weight(), self.pg_collection.tp
+        shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
+        return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, temperature)
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer's weight, wherever tying has put it."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int, divisible_by: int = 128) -> int:
+    """Megatron's rule: the next multiple of `divisible_by` times the tensor-parallel size."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_chunks(
+    config: TransformerConfig,
+    architecture: Architecture,
+    vocab_divisible_by: int = 128,
+    attention_backend: str = "naive",
+) -> list[PackedGPTModel]:
+    """This rank's pipeline stages: one, or one for each virtual stage. Weights are allocated, not initialized."""
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(num_virtual) if num_virtual else [None]:
+        where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = PackedGPTModel(
+            config,
+            architecture,
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend),
+            vocab_size=padded_vocab_size(
+                architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
+            ),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(architecture.rope.base),
+            vp_stage=vp_stage,
+        )
+        _mark_tensor_parallel(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+    """Mixed precision, then gradient buffers and their reduction, around each chunk."""
+    config = chunks[0].config
+    # Megatron writes the size of buckets into it.
+    ddp_config = copy.copy(ddp_config)
+    is_half = config.bf16 or config.fp16
+    halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(halves)
+    ]
+
+
+def unwrap(module: torch.nn.Module) -> PackedGPTModel:
+    """The model inside the wrappers."""
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, PackedGPTModel)
+    return inner
+
+
+def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter of this rank under the name it has in the whole model: layers and experts counted globally."""
+    experts_before = 0
+    config = chunks[0].config
+    if config.num_moe_experts:
+        per_rank = config.num_moe_experts // config.expert_model_parallel_size
+        experts_before = parallel_state.get_expert_model_parallel_rank() * per_rank
+    for chunk in chunks:
+        layers = [str(layer.layer_number - 1) for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(name, layers, experts_before), parameter
+
+
+def _global_name(name: str, layers: list[str], experts_before: int) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = layers[int(parts[2])]
+    if "local_experts" in parts:
+        index = parts.index("local_experts") + 1
+        parts[index] = str(int(parts[index]) + experts_before)
+    elif "experts" in parts and parts[-1].removeprefix("weight").isdigit():
+        parts[-1] = f"weight{int(parts[-1].removeprefix('weight')) + experts_before}"
+    return ".".join(parts)
+
+
+def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
+    """The marks by which the gradient norm counts a shard once; Megatron sets them only where it initializes."""
+    for module in chunk.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, tensor_parallel.RowParallelLinear):
+            dim = 1
+        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
+            dim = 0
+        else:
+            continue
+        if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def model_of(settings: Settings) -> list[PackedGPTModel]:
+    """This rank's stages of the model, their weights not yet filled."""
+    return build_chunks(
+        # Megatron keeps what its schedules call in there, which differs from model to model.
+        copy.copy(settings.transformer),
+        settings.architecture,
+        settings.model.make_vocab_size_divisible_by,
+        attention_backend=settings.attention.backend,
+    )

@@ -1,0 +1,97 @@
+"""Frozen models in the host's memory, whose parts come to the device for as long as they compute.
+
+Parts are the embedding, each layer, and the last norm with the output layer. Invariants of a pass:
+
+- while a part computes the next one is copied, on a queue of its own;
+- at most two parts are on the device, and none when the pass is over;
+- between passes every parameter is the host's: whoever reads, copies, saves or loads weights finds them there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.model.gpt import PackedGPTModel
+from megatron_rl.platforms import Platform
+
+
+def offload(chunks: Sequence[PackedGPTModel], platform: Platform) -> None:
+    """Move the parameters to the host's memory, and have them brought whenever a chunk is run."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = platform.host_copy(parameter.data)
+        _Parts(chunk, platform)
+
+
+class _Part:
+    """Parameters that come and go together."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], platform: Platform):
+        self.parameters = parameters
+        self._platform = platform
+        self._host = [parameter.data for parameter in parameters]
+        self._copies: list[torch.Tensor] = []
+        self._has_arrived: Any = None
+
+    def fetch(self, queue: Any) -> None:
+        """Begin to copy, unless that has begun."""
+        if self._copies:
+            return
+        platform = self._platform
+        # Memory of the current queue: what was computed in it there is over before the copy begins.
+        self._copies = [torch.empty_like(values, device=platform.device()) for values in self._host]
+        queue.wait_stream(platform.current_stream())
+        with platform.on(queue):
+            for copy, values in zip(self._copies, self._host, strict=True):
+                copy.copy_(values, non_blocking=True)
+            self._has_arrived = platform.event()
+            self._has_arrived.record(queue)
+
+    def place(self) -> None:
+        """Let the parameters be the copies, once those are there."""
+        self._platform.current_stream().wait_event(self._has_arrived)
+        for parameter, copy in zip(self.parameters, self._copies, strict=True):
+            parameter.data = copy
+
+    def release(self) -> None:
+        """Let them be the host's again."""
+        for parameter, values in zip(self.parameters, self._host, strict=True):
+            parameter.data = values
+        self._copies = []
+
+
+class _Parts:
+    """Those of a chunk in the order in which they compute, brought by hooks on its modules."""
+
+    def __init__(self, chunk: PackedGPTModel, platform: Platform):
+        self._queue = platform.stream()
+        self._parts: list[_Part] = []
+        modules: list[torch.nn.Module] = [*chunk.decoder.layers]
+        if chunk.pre_process:
+            modules.insert(0, chunk.embedding)
+        for module in modules:
+            self._add(module, list(module.parameters()), platform, until=module)
+        if chunk.post_process:
+            # The output layer is no module that is called: its weight is multiplied with.
+            norm = chunk.decoder.final_layernorm
+            self._add(norm, [*norm.parameters(), chunk.output_weight()], platform, until=chunk)
+        brought = {id(parameter) for part in self._parts for parameter in part.parameters}
+        assert brought == {id(parameter) for parameter in chunk.parameters()}
+
+    def _add(
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.Tensor],
+        platform: Platform,
+        until: torch.nn.Module,
+    ) -> None:
+        number = len(self._parts)
+        self._parts.append(_Part(parameters, platform))
+        module.register_forward_pre_hook(lambda *_: self._begin(number))
+        until.register_forward_hook(lambda *_: self._parts[number].release())
+
+    def _begin(self, number: int) -> None:
+        for part in self._parts[number : number + 2]:
+            part.fetch(self._queue)
+        self._parts[number].place()

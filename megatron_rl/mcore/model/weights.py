@@ -1,0 +1,189 @@
+"""A Megatron model's weights from and to Hugging Face's form: folders, streams, fingerprints."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
+from megatron_rl.mcore.session import Session
+from megatron_rl.weights import files
+from megatron_rl.weights.families import derive_config
+from megatron_rl.weights.fingerprint import fingerprint
+from megatron_rl.weights.mapping import Mapping, TensorSpec
+from megatron_rl.weights.reader import Checkpoint
+from megatron_rl.weights.shards import Bucket, Digests, Peer, Shard, Stream, export, shards_of
+
+# Files beside the weights that engines and users need, copied as they are.
+_COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+class ModelWeights:
+    """The weights of one model, spread over the ranks of a session."""
+
+    def __init__(self, chunks: list[PackedGPTModel], session: Session):
+        self.architecture = chunks[0].architecture
+        self.mapping = Mapping(self.architecture)
+        self._session = session
+        self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
+        """That of the parameters; the architecture's is that of the folder."""
+        self._padded_vocab_size = chunks[0].vocab_size
+        self._stream: Stream | None = None
+        self._stream_settings: tuple[str | None, int] | None = None
+        self.shards: list[Shard] = session.agree(
+            lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
+        )
+
+    def load_hf(self, folder: Path | str) -> None:
+        """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
+        with self._session.agree(lambda: _open(folder, self.mapping)) as checkpoint:
+            self._session.agree(lambda: self._load(checkpoint))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        for shard in self.shards:
+            shard.load(checkpoint)
+
+    def zero_padding(self) -> None:
+        """Clear the rows that pad the vocabulary: a checkpoint that was padded otherwise leaves them as they were."""
+        for shard in self.shards:
+            shard.zero_padding()
+
+    def fingerprint(self, dtype: str | None = None) -> str:
+        """The identity of these weights as they would be exported."""
+        digests = Digests(self.mapping.manifest(dtype))
+        export(self.shards, digests)
+        return self._combine(digests)
+
+    def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
+        """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
+
+        `source` is the folder that the configuration and the tokenizer are taken from. All ranks write to one file
+        system; the folder appears under its name when it is whole.
+        """
+        folder = Path(folder)
+        return self._write_folder(
+            folder, dtype, private=False, finish=lambda staged, plan: self._describe(staged, plan, source, dtype)
+        )
+
+    def write_files(self, folder: Path, dtype: str | None = None, instead_of: Path | None = None) -> str:
+        """Write nothing but the tensors, readable by this user alone, and return their fingerprint.
+
+        `instead_of` is a folder that an earlier call wrote with that dtype: its files are written over and renamed.
+        """
+        return self._write_folder(folder, dtype, private=True, finish=lambda staged, plan: None, instead_of=instead_of)
+
+    def _write_folder(
+        self,
+        folder: Path,
+        dtype: str | None,
+        private: bool,
+        finish: Callable[[Path, files.Plan], None],
+        instead_of: Path | None = None,
+    ) -> str:
+        staged = folder.with_name(f".{folder.name}.partial")
+        plan = files.Plan(self.mapping.manifest(dtype))
+        session = self._session
+
+        def publish() -> None:
+            finish(staged, plan)
+            files.publish(staged, folder)
+
+        def stage() -> None:
+            # Folders in memory are also cleared by whoever tidies a machine.
+            if instead_of is not None and instead_of.is_dir():
+                instead_of.rename(staged)
+            else:
+                _stage(staged, folder, plan, private)
+
+        session.agree(lambda: stage() if session.rank == 0 else None)
+        try:
+            identity = self._combine(session.agree(lambda: self._write(staged, plan)))
+            session.agree(lambda: publish() if session.rank == 0 else None)
+        except BaseException:
+            if session.rank == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        return identity
+
+    def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
+        """The tensors of this rank's stage, in buckets; the stage's first rank receives them, the others nothing."""
+        return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
+
+    def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
+        """What the buckets of `stream` hold."""
+        return self._stream_of(dtype, bucket_bytes).specs
+
+    def _stream_of(self, dtype: str | None, bucket_bytes: int) -> Stream:
+        if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
+            self._stream_settings = (dtype, bucket_bytes)
+            self._stream = self._new_stream(dtype, bucket_bytes)
+        return self._stream
+
+    def _new_stream(self, dtype: str | None, bucket_bytes: int) -> Stream:
+        session = self._session
+        names: list[tuple[str, ...]] = [()] * session.world_size
+        mine = tuple(shard.parameter_name for shard in self.shards)
+        dist.all_gather_object(names, mine, group=session.control_group)
+        peers = [
+            Peer(rank, session.all_coordinates[rank], names[rank])
+            for rank in dist.get_process_group_ranks(session.stage_group)
+        ]
+        return Stream(
+            self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
+        )
+
+    def _write(self, staged: Path, plan: files.Plan) -> Digests:
+        digests = Digests(list(plan.specs.values()))
+        coordinates = self._session.coordinates
+        first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
+        try:
+            with files.Writer(staged, plan) as writer:
+                export(self.shards, digests, writer.put, first)
+        except OSError as error:
+            raise InputError(f"{staged} cannot be written: {error}; every rank must reach the same folder") from None
+        return digests
+
+    def _combine(self, digests: Digests) -> str:
+        return fingerprint(digests.specs, digests.combine(self._session.control_group))
+
+    def _describe(self, staged: Path, plan: files.Plan, source: Path | str | None, dtype: str | None) -> None:
+        config = dict(_source_config(source) or derive_config(self.architecture))
+        stored = "dtype" if "dtype" in config else "torch_dtype"
+        config[stored] = dtype or self.architecture.dtype
+        (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if index := plan.index():
+            (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for name in _COMPANIONS:
+            if source is not None and (Path(source) / name).exists():
+                shutil.copyfile(Path(source) / name, staged / name)
+
+
+def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(mapping)
+    return checkpoint
+
+
+def _stage(staged: Path, folder: Path, plan: files.Plan, private: bool) -> None:
+    if folder.exists():
+        raise InputError(f"{folder} exists already: choose another folder, or remove it")
+    # Left behind by a run that was killed while it wrote.
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        files.create(staged, plan, private)
+    except OSError as error:
+        raise InputError(f"{staged} cannot be created: {error}") from None
+
+
+def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
+    if source is None or not (Path(source) / "config.json").exists():
+        return None
+    return json.loads((Path(source) / "config.json").read_text())

@@ -1,0 +1,112 @@
+"""The policy's own log-probs of a version's probe: engines that hold the version give the same."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_rl.data.packing import pack_sequences
+from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.mcore.model.gpt import PackedGPTModel
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step.roles import is_reporter
+from megatron_rl.protocol import probe
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, log_prob_bytes, token_bytes
+
+
+class ReplicasDiffer(MegatronRLError):
+    """Data-parallel ranks hold different weights."""
+
+    exit_code = ExitCode.RUN
+
+
+class AnswerReceiver(Protocol):
+    """What passes the answer on to where engines are compared with it: the rollout client."""
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
+
+
+class Probe:
+    """Computes a version's probe with the version itself, in one pass of the schedule. Every rank takes part."""
+
+    def __init__(
+        self,
+        chunks: Sequence[PackedGPTModel],
+        session: Session,
+        run: str,
+        longest: int,
+        multiple_of: int = 1,
+        bound: float | None = None,
+    ):
+        """`chunks` are not wrapped: parameters that are gathered late must have been. `longest` is the most tokens of a
+        sequence, and `bound` what engines' log-probs may differ by on the average, if it is not to be chosen here."""
+        architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
+        count = probe.num_tokens(experts.num_experts, experts.num_active) if experts else probe.num_tokens()
+        self._chunks = list(chunks)
+        self._session = session
+        self._run = run
+        self._vocab_size = architecture.vocab_size
+        self._num_tokens = min(count, longest)
+        self._multiple_of = multiple_of
+        self._bound = bound
+        self._dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
+
+    def tokens(self, version: int) -> bytes:
+        """What engines are asked."""
+        return token_bytes(self._tokens(version))
+
+    def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
+        """Compute the log-probs and have rank 0, which has the receiver, send them."""
+        by_replica = self._log_probs(version)
+        self._session.agree(lambda: self._send(version, fingerprint, by_replica, receiver))
+
+    def _tokens(self, version: int) -> list[int]:
+        return probe.tokens_of(version, self._vocab_size, self._num_tokens)
+
+    def _log_probs(self, version: int) -> list[list[float]]:
+        """Those of each replica."""
+        config = get_model_config(self._chunks[0])
+        pack = pack_sequences([self._tokens(version)], self._multiple_of).to(self._session.device)
+        # An interleaved schedule wants as many micro-batches as there are stages.
+        is_interleaved = len(self._chunks) > 1
+        count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
+        # Parameters are there; nobody is to gather them in the middle of the pass.
+        sync, config.param_sync_func = config.param_sync_func, None
+        try:
+            results = schedule.forward(self._chunks, [pack] * count)
+        finally:
+            config.param_sync_func = sync
+        own = results[0].to(torch.float32).tolist() if is_reporter() else None
+        return [log_probs for log_probs in self._session.gather(own) if log_probs is not None]
+
+    def _send(
+        self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
+    ) -> None:
+        first, *others = by_replica
+        bound = self._bound if self._bound is not None else probe.bound(self._own_kind(), self._dtype)
+        for replica, log_probs in enumerate(others, start=1):
+            found = probe.difference(log_probs, first)
+            if not found.mean <= bound:
+                raise ReplicasDiffer(
+                    f"replica {replica} is not replica 0: with version {version} their log-probs of the same tokens "
+                    f"differ by {found.mean:.3g} on the average, beyond {bound:g}: nothing was published; start the "
+                    "run again from its checkpoint, and look at the ranks' devices and reductions"
+                )
+        if self._session.rank == 0:
+            assert receiver is not None
+            receiver.probed(
+                ProbeAnswer(
+                    run=self._run,
+                    version=version,
+                    fingerprint=fingerprint,
+                    log_probs=log_prob_bytes(first),
+                    dtype=self._dtype,
+                    bound=self._bound,
+                )
+            )
+
+    def _own_kind(self) -> EngineKind:
+        return EngineKind(dtype=self._dtype, device=self._session.device.type)

@@ -1,0 +1,147 @@
+"""The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
+
+A version that all engines have taken leaves the files of the one before to nobody, and the version after it is written
+over them: memory that was never given back need not be found, and cleared, at every publish.
+"""
+
+import datetime
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.mcore.model.weights import ModelWeights
+from megatron_rl.mcore.publish.probe import Probe
+from megatron_rl.mcore.session import Session
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+
+T = TypeVar("T")
+
+
+class Publisher(Protocol):
+    """Brings versions of the policy to the engines; every rank calls it."""
+
+    @property
+    def engines(self) -> EngineKind:
+        """How the engines of the last publish compute, the coarsest of them."""
+        ...
+
+    def publish(self, version: int) -> str:
+        """Return the fingerprint of what all engines now sample with."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """What takes a version to the engines: the rollout client."""
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
+
+
+class SharedMemoryPublisher:
+    """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
+
+    Rank 0 speaks with the sidecar.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        receiver: Receiver | None,
+        run: str,
+        folder: Path,
+        dtype: str | None = None,
+        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
+    ):
+        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        self.engines = EngineKind()
+        self._probe = probe
+        self._weights = weights
+        self._session = session
+        self._receiver = receiver
+        self._run = run
+        self._dtype = dtype
+        self._deadline = deadline
+        self._folder = folder
+        # What the engines sample with, and what no engine reads any more.
+        self._current: Path | None = None
+        self._spare: Path | None = None
+        session.agree(lambda: _own_folder(folder) if session.rank == 0 else None)
+
+    def publish(self, version: int) -> str:
+        """Return the fingerprint of what all engines now sample with."""
+        folder = self._folder / f"version-{version}"
+        if self._session.rank == 0:
+            # Left by an attempt that failed.
+            shutil.rmtree(folder, ignore_errors=True)
+        spare, self._spare = self._spare, None
+        fingerprint = self._weights.write_files(folder, self._dtype, instead_of=spare)
+        message = Weights(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            transport="shm",
+            dtype=self._dtype or self._weights.architecture.dtype,
+            location=str(folder),
+            probe=b"" if self._probe is None else self._probe.tokens(version),
+        )
+        # Engines load while the probe is computed here.
+        told = in_background(lambda: self._send(message))
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        self.engines = self._session.agree_on(told.result)[0]
+        # An engine that is restarted loads the current version; nobody wants the one before.
+        if self._current != folder:
+            self._spare = self._current
+        self._current = folder
+        return fingerprint
+
+    def close(self) -> None:
+        """Remove the run's files."""
+        if self._session.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: Weights) -> EngineKind:
+        if self._session.rank != 0:
+            return self.engines
+        assert self._receiver is not None
+        return self._receiver.publish(message, self._deadline.total_seconds())
+
+
+def _own_folder(folder: Path) -> None:
+    """Make the folder and its parent for this user alone; one that somebody else made first is not used.
+
+    What the run left there when it was killed is removed: nobody else would.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PlatformError(
+                f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: "
+                f"it must be this user's with mode 700; remove it or choose another folder"
+            )
+
+
+def in_background(action: Callable[[], T]) -> Future[T]:
+    """In a thread that does not keep the process from ending: what waits in it for a dead peer cannot be called off."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,244 @@
+"""The trainer's half of a publish that streams: rank 0 sends the tensors to the engines' devices while they load them.
+
+The sidecar tells the engines to join the sender's group and to receive; rank 0 sends with the library of the engines,
+so both ends speak alike. Every publish makes a group of its own: an engine that was started again has no place in an
+old one.
+"""
+
+import concurrent.futures
+import datetime
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.mcore.model.weights import ModelWeights
+from megatron_rl.mcore.publish.probe import Probe
+from megatron_rl.mcore.publish.shared_memory import in_background
+from megatron_rl.mcore.session import Session
+from megatron_rl.protocol.client import OtherWorkers, RolloutError
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.weights.fingerprint import DTYPES
+from megatron_rl.weights.mapping import TensorSpec
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 1.0
+_REASON_SECONDS = 5.0
+
+
+class Receiver(Protocol):
+    """What tells the engines to receive: the rollout client."""
+
+    endpoint: str
+
+    def num_workers(self) -> int: ...
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
+
+
+class Sender(Protocol):
+    """Rank 0 of the group that the engines' workers are in."""
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class WholeModel:
+    """The tensors of all stages, one stage after the other: rank 0 receives them, on the others a pass yields nothing.
+
+    A pass is a collective of all ranks.
+    """
+
+    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None, bucket_bytes: int = 1 << 28):
+        self._weights = weights
+        self._session = session
+        self._settings = (dtype, bucket_bytes)
+        stage_size = session.world_size // session.sizes.pipeline
+        by_rank = session.gather(weights.stream_specs(dtype, bucket_bytes))
+        self._roots = range(0, session.world_size, stage_size)
+        self._specs = [by_rank[root] for root in self._roots]
+        self._stage = session.rank // stage_size
+
+    @property
+    def manifest(self) -> list[TensorSpec]:
+        """What a pass yields on rank 0."""
+        return [spec for stage in self._specs for bucket in stage for spec in bucket]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for stage, root in enumerate(self._roots):
+            if stage == self._stage:
+                for bucket in self._weights.stream(*self._settings):
+                    if root == 0:
+                        yield from bucket
+                    elif bucket:
+                        dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
+            elif self._session.rank == 0:
+                for specs in self._specs[stage]:
+                    yield from self._receive(specs, root)
+
+    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes = [spec.num_elements for spec in specs]
+        flat = torch.empty(sum(sizes), dtype=DTYPES[specs[0].dtype], device=self._session.device)
+        dist.recv(flat, root)
+        for spec, part in zip(specs, flat.split(sizes), strict=True):
+            yield spec.name, part.view(spec.shape)
+
+
+MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
+"""Of the transport, the address and port to listen on, the group's size, and what to send; waits for the workers."""
+
+
+class StreamPublisher:
+    """Publishes from device to device. Rank 0 speaks with the sidecar and sends."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        receiver: Receiver | None,
+        run: str,
+        transport: Literal["nccl", "hccl"],
+        make_sender: MakeSender,
+        dtype: str | None = None,
+        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
+    ):
+        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        self.engines = EngineKind()
+        self._probe = probe
+        self._weights = weights
+        self._session = session
+        self._receiver = receiver
+        self._run = run
+        self._transport: Literal["nccl", "hccl"] = transport
+        self._dtype = dtype
+        self._deadline = deadline.total_seconds()
+        self._make_sender = make_sender
+        self._model = WholeModel(weights, session, dtype)
+
+    def publish(self, version: int) -> str:
+        """Return the fingerprint of what all engines now sample with."""
+        fingerprint = self._weights.fingerprint(self._dtype)
+        joined = self._session.agree(lambda: self._join(version, fingerprint))
+        if joined is None:
+            for _ in self._model:
+                pass
+        else:
+            self._send(version, *joined)
+        self._session.barrier()
+        # The engines wait for it, with all of the weights: what was sent is off the device's queues.
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        taken = self._session.agree_on(lambda: None if joined is None else self._taken(version, *joined))[0]
+        assert taken is not None
+        self.engines = taken
+        return fingerprint
+
+    def close(self) -> None:
+        """Nothing is kept between versions."""
+
+    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[EngineKind]] | None:
+        """Have the engines told, and wait until their workers are in the group."""
+        if self._session.rank != 0:
+            return None
+        assert self._receiver is not None
+        deadline = time.monotonic() + self._deadline
+        while True:
+            try:
+                return self._try_to_join(version, fingerprint, deadline)
+            except OtherWorkers:
+                # An engine came or went since they were counted.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[EngineKind]]:
+        receiver = self._receiver
+        assert receiver is not None
+        host, port = _address(receiver.endpoint)
+        world_size = 1 + receiver.num_workers()
+        if world_size == 1:
+            raise OtherWorkers(f"version {version} was not published: no engine is up")
+        message = Weights(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            transport=self._transport,
+            dtype=self._dtype or self._weights.architecture.dtype,
+            location=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            probe=b"" if self._probe is None else self._probe.tokens(version),
+            manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
+            world_size=world_size,
+        )
+        told = in_background(lambda: receiver.publish(message, self._deadline))
+        opened = self._on_device(lambda: self._make_sender(self._transport, host, port, world_size, self._model))
+        futures: list[Future[Any]] = [opened, told]
+        concurrent.futures.wait(futures, deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED)
+        if told.done():
+            told.result()
+        if not opened.done():
+            raise RolloutError(
+                f"version {version} was not published: {world_size - 1} workers of engines did not come to "
+                f"{message.location} within {self._deadline:g} s; see whether the engines' hosts reach this one"
+            )
+        return opened.result(), told
+
+    def _send(self, version: int, sender: Sender, told: Future[EngineKind]) -> None:
+        """Return when all tensors are on their way to where they are received, and sent."""
+        sent = self._on_device(sender.send_weights)
+        futures: list[Future[Any]] = [sent, told]
+        concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
+        if told.done() and not told.exception():
+            # Engines may have taken what this thread is still to hear of.
+            concurrent.futures.wait([sent], _REASON_SECONDS)
+        if sent.done() and sent.exception() is not None:
+            # What the sidecar says of a failure tells more than what breaks off here because of it.
+            concurrent.futures.wait([told], _REASON_SECONDS)
+        if told.done():
+            told.result()
+        if not sent.done():
+            raise _not_taken(version, self._deadline)
+        sent.result()
+
+    def _taken(self, version: int, sender: Sender, told: Future[EngineKind]) -> EngineKind:
+        """Wait until all engines hold the version."""
+        concurrent.futures.wait([told], self._deadline)
+        if not told.done():
+            raise _not_taken(version, self._deadline)
+        kind = told.result()
+        sender.shutdown()
+        return kind
+
+    def _on_device(self, action: Callable[[], T]) -> Future[T]:
+        def run() -> T:
+            # Which device is current every thread knows for itself.
+            self._session.platform.set_device(self._session.device.index or 0)
+            return action()
+
+        return in_background(run)
+
+
+def _not_taken(version: int, seconds: float) -> RolloutError:
+    return RolloutError(f"version {version} was not taken by the engines within {seconds:g} s")
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Where engines beside that sidecar reach this host, and a port that is free."""
+    host = urlsplit(endpoint).hostname or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the system says from which address it would be.
+        probe.connect((host, 9))
+        own = probe.getsockname()[0]
+    with socket.socket(family) as listener:
+        listener.bind((own, 0))
+        return own, listener.getsockname()[1]

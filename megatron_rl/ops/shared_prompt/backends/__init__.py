@@ -1,0 +1,1 @@
+"""The implementations of shared-prompt attention, one a module."""

@@ -1,0 +1,118 @@
+"""Shared-prompt attention by merging, as `merge` does, on the kernels of the package flash-attn.
+
+Its public functions drop the gradient of the softmax's denominator; what they call takes the merged one.
+
+Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from megatron_rl.ops.shared_prompt.backends import merge
+from megatron_rl.ops.shared_prompt.backends.backend import Conditions
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences, VarlenFlash
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+# Of the kernels: what they take for "no window", on either side.
+_ALL = -1
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """As `merge`'s, and the package must be there."""
+    if conditions.device != "cuda":
+        return f"flash-attn has no kernels for {conditions.device}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    return merge.refusal(conditions)
+
+
+def prepare(layout: Layout, device: torch.device) -> VarlenFlash:
+    """The calls that the layout comes to."""
+    return layout.once(VarlenFlash.of, device, KERNELS)
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `naive.attention`, without a window."""
+    assert window is None
+    return merge.merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+
+
+def attend(
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    out_NHD, lse_HN, *_ = _interface()._flash_attn_varlen_forward(
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        queries.offsets_S,
+        keys.offsets_S,
+        queries.longest,
+        keys.longest,
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=is_causal,
+    )
+    return out_NHD, lse_HN
+
+
+def gradients(
+    grad_out_NHD: torch.Tensor,
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_HN: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values, in an order of sums that is the same every time."""
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q_NHD, k_MGD, v_MGD)]
+    _interface()._flash_attn_varlen_backward(
+        grad_out_NHD,
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        out_NHD,
+        lse_HN,
+        *found,
+        queries.offsets_S,
+        keys.offsets_S,
+        queries.longest,
+        keys.longest,
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size_left=_ALL,
+        window_size_right=_ALL,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=True,
+    )
+    return found
+
+
+KERNELS = Kernels(attend, gradients)
+
+
+def _interface() -> Any:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface

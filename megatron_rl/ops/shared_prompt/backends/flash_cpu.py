@@ -1,0 +1,222 @@
+"""The calls that a layout comes to on the CPU, and torch's flash operators for them.
+
+The operators compute 512 keys at a time, masked or not: of a causal call up to twice what is needed. So a long one is
+cut into tiles, causal ones on the diagonal and whole ones below it.
+
+Letters: T tokens, H heads, D head dimension, B sequences of a call, R rows of each; G key-value heads.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+
+# What a call returns is merged while it is in the cache.
+MOST_ROWS = 2048
+TILE = 128
+
+
+class Sequences(NamedTuple):
+    """Ranges of rows, equally long and equally far apart."""
+
+    start: int
+    length: int
+    number: int = 1
+    stride: int = 0
+
+    def of(self, tensor_TH: torch.Tensor) -> torch.Tensor:
+        """From [T, H, ...] to [B, R, H, ...], a view."""
+        assert self.start + (self.number - 1) * self.stride + self.length <= tensor_TH.shape[0]
+        row, *rest = tensor_TH.stride()
+        return tensor_TH.as_strided(
+            (self.number, self.length, *tensor_TH.shape[1:]),
+            (self.stride * row, row, *rest),
+            tensor_TH.storage_offset() + self.start * row,
+        )
+
+    def part(self, start: int, end: int) -> "Sequences":
+        """These rows of each."""
+        return Sequences(self.start + start, end - start, self.number, self.stride)
+
+    def cut(self, length: int) -> list["Sequences"]:
+        """Each in two, after so many rows: twice as many if they are halves and lie one behind the other."""
+        if self.length == 2 * length and (self.number == 1 or self.stride == self.length):
+            return [Sequences(self.start, length, 2 * self.number, length)]
+        return [self.part(0, length), self.part(length, self.length)]
+
+
+class Call(NamedTuple):
+    """Some rows attend to some rows: causally to themselves, or wholly to others."""
+
+    queries: Sequences
+    keys: Sequences
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether rows attend to themselves; no call has rows in common with its keys otherwise."""
+        return self.queries == self.keys
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether the operator is to compute it as it is."""
+        return not self.is_causal or self.queries.length <= 1.5 * TILE
+
+    def tiles(self) -> Iterator["Call"]:
+        """What it is computed as: the causal ones have every row once, each before the others that have it."""
+        if self.is_tile:
+            yield self
+            return
+        length = self.queries.length
+        half = TILE * 2 ** round(math.log2(length / (2 * TILE)))
+        for sequences in self.queries.cut(half):
+            yield from Call(sequences, sequences).tiles()
+        yield Call(self.queries.part(half, length), self.queries.part(0, half))
+
+    def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Its rows of queries, keys and values: [B, H, R, D]."""
+        ranges = (self.queries, self.keys, self.keys)
+        return [rows.of(tensor).transpose(1, 2) for tensor, rows in zip(tensors, ranges, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuFlash:
+    """Attention in several calls, each row's results merged."""
+
+    calls: tuple[Call, ...]
+    """The causal ones, which have every row once, and then those to rows above."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "CpuFlash":
+        """Neighbours of equal length share a causal call, and neighbours that see the same rows a call to these."""
+        batches: list[list[int]] = []
+        below: dict[Rows, list[list[int]]] = {}
+        first, length, count = 0, 0, 0
+        for (start, end), above in strands(layout):
+            if end - start == length and (count + 1) * length <= MOST_ROWS:
+                count += 1
+            else:
+                batches.append([first, length, count])
+                first, length, count = start, end - start, 1
+            for keys in above:
+                ranges = below.setdefault(keys, [[start, start]])
+                if ranges[-1][1] == start:
+                    ranges[-1][1] = end
+                else:
+                    ranges.append([start, end])
+        batches.append([first, length, count])
+        # The first is the nothing that the search began with.
+        causal = (Sequences(first, length, count, length) for first, length, count in batches[1:])
+        calls = [Call(sequences, sequences) for sequences in causal]
+        calls += [
+            Call(Sequences(first, min(MOST_ROWS, end - first)), Sequences(keys.start, keys.end - keys.start))
+            for keys, ranges in below.items()
+            for start, end in ranges
+            for first in range(start, end, MOST_ROWS)
+        ]
+        return cls(tuple(calls))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one call of the operator is all."""
+        return len(self.calls) == 1 and self.calls[0].is_tile
+
+    def tiles(self) -> Iterator[Call]:
+        """The calls of the operator."""
+        return itertools.chain.from_iterable(call.tiles() for call in self.calls)
+
+    def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
+        """The only call there is, as torch itself differentiates it: nothing is merged."""
+        (call,) = self.calls
+        q_BHRD, k_BGRD, v_BGRD = (
+            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
+        )
+        out_BHRD = F.scaled_dot_product_attention(
+            q_BHRD,
+            k_BGRD,
+            v_BGRD,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
+        )
+        return out_BHRD.transpose(1, 2).flatten(0, 1).to(q_THD.dtype)
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention, and the logarithm of each softmax's denominator [T, H]."""
+        inputs = _widened(q_THD, k_TGD, v_TGD)
+        out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        lse_TH = out_THD.new_empty(out_THD.shape[:2])
+        for call in self.tiles():
+            # No names for parts: the next call finds their memory free, and still in the cache.
+            _merge(call, call.queries.of(out_THD), call.queries.of(lse_TH), *_attend(call, inputs, scale))
+        return out_THD.to(q_THD.dtype), lse_TH
+
+    def backward(
+        self,
+        grad_out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """Gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
+        inputs = _widened(q_THD, k_TGD, v_TGD)
+        outputs = (*_widened(grad_out_THD, out_THD), lse_TH)
+        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        for call in self.tiles():
+            _add(call, sums, _gradients(call, inputs, outputs, scale))
+        return [total.to(q_THD.dtype) for total in sums]
+
+
+def _attend(call: Call, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the call's queries alone, [B, R, H, ...]. `inputs` are queries, keys and values of the buffer."""
+    out_BHRD, lse_BHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *call.views(inputs), 0.0, call.is_causal, scale=scale
+    )
+    return out_BHRD.transpose(1, 2), lse_BHR.transpose(1, 2)
+
+
+def _gradients(
+    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+) -> list[torch.Tensor]:
+    """Of the call's queries, keys and values. `outputs` are the output's gradient, the output, the denominators."""
+    grad_out_BHRD, out_BHRD, lse_BHR = (call.queries.of(tensor).transpose(1, 2) for tensor in outputs)
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out_BHRD, *call.views(inputs), out_BHRD, lse_BHR, 0.0, call.is_causal, scale=scale
+    )
+    return [gradient_BHRD.transpose(1, 2) for gradient_BHRD in gradients]
+
+
+def _merge(
+    call: Call, out_BRHD: torch.Tensor, lse_BRH: torch.Tensor, part_BRHD: torch.Tensor, part_lse_BRH: torch.Tensor
+) -> None:
+    """Average, by each one's share of the denominator; the causal call is every row's first."""
+    if call.is_causal:
+        out_BRHD.copy_(part_BRHD)
+        lse_BRH.copy_(part_lse_BRH)
+    else:
+        out_BRHD.lerp_(part_BRHD, torch.sigmoid(part_lse_BRH - lse_BRH).unsqueeze(-1))
+        torch.logaddexp(lse_BRH, part_lse_BRH, out=lse_BRH)
+
+
+def _add(call: Call, sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Add; the causal call is every row's first."""
+    for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
+        if call.is_causal:
+            rows.of(total).copy_(part)
+        else:
+            rows.of(total).add_(part)
+
+
+def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In fp32 at least: in half precision the operator rounds sums over queries after each block of them."""
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

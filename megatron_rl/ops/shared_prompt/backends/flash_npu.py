@@ -1,0 +1,115 @@
+"""The NPU's fused attention for sequences of varying length: torch_npu's operators in their TND layout.
+
+They return the greatest score and the sum of exponentials of each row and head, eight times over. The tensor has the
+shape [rows, heads, 8], and the order of another: each sequence's part lies in memory as [heads, its rows, 8]. The
+gradient takes them in that order too; a sum of one, with the logarithm of the denominator in the place of the greatest
+score, is the same softmax.
+
+Letters: N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences
+
+# Of the operators: how many times each statistic is written, and the side of the mask that stands for any causal one.
+_COPIES = 8
+_MASK_SIDE = 2048
+_BOTTOM_RIGHT = 3
+
+
+def attend(
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    out_NHD, greatest, total, *_ = _operators().npu_fusion_attention(
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        q_NHD.shape[1],
+        "TND",
+        scale=scale,
+        actual_seq_qlen=queries.ends,
+        actual_seq_kvlen=keys.ends,
+        **_mask(is_causal, q_NHD.device),
+    )
+    lse = greatest.select(-1, 0) + total.select(-1, 0).log()
+    return out_NHD, lse.reshape(-1)[_places_HN(queries, q_NHD.shape[1])]
+
+
+def gradients(
+    grad_out_NHD: torch.Tensor,
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_HN: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    num_rows, num_heads = q_NHD.shape[:2]
+    lse = torch.empty(num_rows * num_heads, dtype=torch.float32, device=q_NHD.device)
+    lse[_places_HN(queries, num_heads)] = lse_HN
+    greatest = lse.view(num_rows, num_heads, 1).expand(-1, -1, _COPIES).contiguous()
+    found = _operators().npu_fusion_attention_grad(
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        grad_out_NHD,
+        num_heads,
+        "TND",
+        softmax_max=greatest,
+        softmax_sum=torch.ones_like(greatest),
+        attention_in=out_NHD,
+        scale_value=scale,
+        actual_seq_qlen=queries.ends,
+        actual_seq_kvlen=keys.ends,
+        **_mask(is_causal, q_NHD.device),
+    )
+    return list(found[:3])
+
+
+KERNELS = Kernels(attend, gradients)
+
+
+def _operators() -> Any:
+    import torch_npu
+
+    return torch_npu
+
+
+def _mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
+    if not is_causal:
+        return {}
+    return {"atten_mask": _causal_mask(device), "sparse_mode": _BOTTOM_RIGHT}
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> torch.Tensor:
+    """What is hidden. The operators move it to the bottom right of each sequence, however long."""
+    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+def _places_HN(queries: Sequences, num_heads: int) -> torch.Tensor:
+    """Where the operators have each head and row: the heads of a sequence follow each other, each with all its rows."""
+    offsets_S = queries.offsets_S.long()
+    lengths_S = offsets_S.diff()
+    num_rows = queries.num_rows
+    first_N, length_N = (
+        numbers_S.repeat_interleave(lengths_S, output_size=num_rows) for numbers_S in (offsets_S[:-1], lengths_S)
+    )
+    row_N = torch.arange(num_rows, device=offsets_S.device)
+    head_H1 = torch.arange(num_heads, device=offsets_S.device).unsqueeze(1)
+    return first_N * num_heads + head_H1 * length_N + (row_N - first_N)

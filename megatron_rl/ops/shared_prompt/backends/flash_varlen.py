@@ -1,0 +1,211 @@
+"""The calls that a layout comes to on accelerators, and torch's flash operators for sequences of varying length.
+
+All strands are one causal call. The first ranges above them are another, the second ranges a third, and so on: in each
+of these a row is at most once.
+
+Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension, S sequences.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+
+OPERATORS = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Where sequences begin in a buffer, and behind the last one its length."""
+
+    offsets_S: torch.Tensor
+    ends: list[int]
+    """The same without the first, on the host."""
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "Sequences":
+        """Sequences of those lengths, one behind the other."""
+        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
+
+    @property
+    def num_rows(self) -> int:
+        """The length of the buffer."""
+        return self.ends[-1] if self.ends else 0
+
+
+class Kernels(NamedTuple):
+    """What computes a call: `attend` and `gradients` as below."""
+
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    gradients: Callable[..., list[torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Rows that see whole ranges of rows above them; those that see the same range are one sequence."""
+
+    query_rows_N: torch.Tensor
+    key_rows_M: torch.Tensor
+    queries: Sequences
+    keys: Sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class VarlenFlash:
+    """Attention in one call a level, each row's results merged."""
+
+    strands: Sequences
+    levels: tuple[Level, ...]
+    kernels: Kernels
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
+        """With its index tensors on the device; torch's own operators if no others are given."""
+        found = strands(layout)
+        depth = max((len(strand.above) for strand in found), default=0)
+        levels = []
+        for level in range(depth):
+            below: dict[Rows, list[Rows]] = {}
+            for strand in found:
+                if level < len(strand.above):
+                    below.setdefault(strand.above[level], []).append(strand.rows)
+            queries = [sum(rows.length for rows in ranges) for ranges in below.values()]
+            levels.append(
+                Level(
+                    _indices([rows for ranges in below.values() for rows in ranges], device),
+                    _indices(list(below), device),
+                    Sequences.of(queries, device),
+                    Sequences.of([rows.length for rows in below], device),
+                )
+            )
+        return cls(Sequences.of([strand.rows.length for strand in found], device), tuple(levels), kernels or TORCH)
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention, and the logarithm of each softmax's denominator [H, T]."""
+        out_THD, lse_HT = self.kernels.attend(q_THD, k_TGD, v_TGD, self.strands, self.strands, True, scale)
+        if not self.levels:
+            return out_THD, lse_HT
+        wide_THD = out_THD.float()
+        for level in self.levels:
+            rows_N = level.query_rows_N
+            q_NHD = q_THD.index_select(0, rows_N)
+            k_MGD, v_MGD = (tensor.index_select(0, level.key_rows_M) for tensor in (k_TGD, v_TGD))
+            more_NHD, more_lse_HN = self.kernels.attend(q_NHD, k_MGD, v_MGD, level.queries, level.keys, False, scale)
+            before_HN = lse_HT.index_select(1, rows_N)
+            share_NH1 = torch.sigmoid(more_lse_HN - before_HN).T.unsqueeze(-1)
+            merged_NHD = torch.lerp(wide_THD.index_select(0, rows_N), more_NHD.float(), share_NH1)
+            wide_THD.index_copy_(0, rows_N, merged_NHD)
+            lse_HT.index_copy_(1, rows_N, torch.logaddexp(before_HN, more_lse_HN))
+        return wide_THD.to(q_THD.dtype), lse_HT
+
+    def backward(
+        self,
+        grad_out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """Gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged ones."""
+        inputs = (q_THD, k_TGD, v_TGD)
+        parts = self.kernels.gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
+        if not self.levels:
+            return parts
+        sums = [part.float() for part in parts]
+        for level in self.levels:
+            rows_N, keys_M = level.query_rows_N, level.key_rows_M
+            parts = self.kernels.gradients(
+                grad_out_THD.index_select(0, rows_N),
+                q_THD.index_select(0, rows_N),
+                k_TGD.index_select(0, keys_M),
+                v_TGD.index_select(0, keys_M),
+                out_THD.index_select(0, rows_N),
+                lse_HT.index_select(1, rows_N),
+                level.queries,
+                level.keys,
+                False,
+                scale,
+            )
+            for total, part, rows in zip(sums, parts, (rows_N, keys_M, keys_M), strict=True):
+                # A row of queries is once in a level. A row of keys may be in several ranges that end differently.
+                total.index_add_(0, rows, part.float())
+        return [total.to(q_THD.dtype) for total in sums]
+
+
+def attend(
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    out_NHD, lse_HN, *_ = OPERATORS._flash_attention_forward(
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        queries.offsets_S,
+        keys.offsets_S,
+        queries.longest,
+        keys.longest,
+        0.0,
+        is_causal,
+        False,
+        scale=scale,
+    )
+    return out_NHD, lse_HN
+
+
+def gradients(
+    grad_out_NHD: torch.Tensor,
+    q_NHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_HN: torch.Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    is_causal: bool,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    # The state of random numbers is that of the dropout, of which there is none.
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
+    found = OPERATORS._flash_attention_backward(
+        grad_out_NHD,
+        q_NHD,
+        k_MGD,
+        v_MGD,
+        out_NHD,
+        lse_HN,
+        queries.offsets_S,
+        keys.offsets_S,
+        queries.longest,
+        keys.longest,
+        0.0,
+        is_causal,
+        no_dropout,
+        torch.empty(0, device=q_NHD.device),
+        scale=scale,
+    )
+    return list(found)
+
+
+TORCH = Kernels(attend, gradients)
+
+
+def _indices(ranges: list[Rows], device: torch.device) -> torch.Tensor:
+    """The rows of the ranges, range after range."""
+    return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges])).to(device)

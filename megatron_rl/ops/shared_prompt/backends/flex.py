@@ -1,0 +1,147 @@
+"""Shared-prompt attention by torch's FlexAttention, compiled: who sees whom is a comparison of three numbers.
+
+Tokens are numbered anew, in the order in which one walks the forest: a token, then all that sees it, then what does
+not. So a token is seen by those whose numbers lie between its own and the end of what sees it.
+
+Letters: T tokens, B blocks of the buffer, H query heads, G key-value heads, D head dimension.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """FlexAttention is compiled with Triton, and on the CPU it has no backward."""
+    if conditions.device != "cuda":
+        return f"FlexAttention does not train on {conditions.device}"
+    return None
+
+
+def prepare(layout: Layout, device: torch.device) -> "BlockMask | None":
+    """What is seen where there is no window."""
+    return layout.once(block_mask, device, None) if layout.num_tokens else None
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `naive.attention`."""
+    if layout.num_tokens == 0:
+        return of_nothing(q_THD, k_TGD, v_TGD)
+    out_1HTD = _flex_attention()(
+        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_THD, k_TGD, v_TGD)),
+        block_mask=layout.once(block_mask, q_THD.device, window),
+        scale=scale,
+        enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
+    )
+    return out_1HTD.squeeze(0).transpose(0, 1)
+
+
+def block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":
+    """Which blocks see each other wholly, which may in part, and the rule for tokens."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    entered_T, left_T = _numbers(layout)
+    is_whole_BB, is_in_part_BB = _blocks(entered_T, left_T, layout.positions, window)
+    mask = BlockMask.from_kv_blocks(
+        *_listed(is_in_part_BB),
+        *_listed(is_whole_BB),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_rule(entered_T, left_T, layout.positions, window, device),
+        seq_lengths=(layout.num_tokens, layout.num_tokens),
+    )
+    return mask.to(device)
+
+
+def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token, its number, and the end of those that see it."""
+    sizes = list(layout.lengths)
+    for segment in reversed(range(layout.num_segments)):
+        if layout.parents[segment] != ROOT:
+            sizes[layout.parents[segment]] += sizes[segment]
+    firsts: list[int] = []
+    # Of each segment, the number that its next child begins with; the last one is that of roots.
+    free = [0] * (layout.num_segments + 1)
+    for segment, parent in enumerate(layout.parents):
+        firsts.append(free[parent])
+        free[parent] += sizes[segment]
+        free[segment] = firsts[segment] + layout.lengths[segment]
+    offsets = np.array(firsts, dtype=np.int64) - layout.starts[:-1]
+    entered_T = np.arange(layout.num_tokens) + np.repeat(offsets, layout.lengths)
+    left_T = np.repeat(np.array(firsts, dtype=np.int64) + np.array(sizes, dtype=np.int64), layout.lengths)
+    return entered_T, left_T
+
+
+def _blocks(
+    entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks of queries see blocks of keys wholly, and which others may see something of them."""
+    starts = np.arange(0, len(entered_T), BLOCK)
+    (first_B, last_B), (_, end_B), (lowest_B, highest_B) = (
+        (np.minimum.reduceat(numbers_T, starts), np.maximum.reduceat(numbers_T, starts))
+        for numbers_T in (entered_T, left_T, positions_T)
+    )
+    soonest_end_B = np.minimum.reduceat(left_T, starts)
+    is_whole_BB = (last_B <= first_B[:, None]) & (last_B[:, None] < soonest_end_B)
+    may_see_BB = (first_B <= last_B[:, None]) & (first_B[:, None] < end_B)
+    if window is not None:
+        is_whole_BB &= highest_B[:, None] - lowest_B < window
+        may_see_BB &= lowest_B[:, None] - highest_B < window
+    if len(entered_T) % BLOCK:
+        # The last block is filled up with rows that are nowhere: it has to be looked at row by row.
+        is_whole_BB[-1] = is_whole_BB[:, -1] = False
+    return is_whole_BB, may_see_BB & ~is_whole_BB
+
+
+def _listed(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks each block sees, and which, these first."""
+    order_BB = np.argsort(~is_seen_BB, axis=1, kind="stable")
+    numbers = (is_seen_BB.sum(axis=1), order_BB)
+    num_B, blocks_BB = (torch.from_numpy(number.astype(np.int32))[None, None] for number in numbers)
+    return num_B, blocks_BB
+
+
+def _rule(
+    entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None, device: torch.device
+) -> Callable[..., torch.Tensor]:
+    entered, left, position = (
+        torch.from_numpy(numbers_T.astype(np.int32)).to(device) for numbers_T in (entered_T, left_T, positions_T)
+    )
+
+    def sees(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (entered[key] <= entered[query]) & (entered[query] < left[key])
+
+    if window is None:
+        return sees
+
+    def sees_in_window(
+        _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return sees(_batch, _head, query, key) & (position[query] - position[key] < window)
+
+    return sees_in_window
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Every micro-batch is of another length.
+    return torch.compile(flex_attention, dynamic=True)

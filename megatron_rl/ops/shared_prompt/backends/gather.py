@@ -1,0 +1,167 @@
+"""Shared-prompt attention by public functions alone: each strand's keys are gathered, and it attends as if alone.
+
+A strand's rows are the last ones of its keys, so the diagonal of its causal mask ends at the bottom right. On an
+accelerator, in half precision, all strands are one call for sequences of varying length; elsewhere each strand is a
+call with a mask.
+
+Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query heads, G key-value heads, D head dimension.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.ops.shared_prompt.backends import flash_npu
+from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences
+from megatron_rl.ops.shared_prompt.layout import Layout, strands
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The keys of all strands, one strand's behind the other's."""
+
+    rows_N: torch.Tensor
+    query_lengths: list[int]
+    key_lengths: list[int]
+    queries: Sequences
+    keys: Sequences
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> "Gathered":
+        """With its index tensors on the device."""
+        found = strands(layout)
+        rows = [np.arange(*rows) for strand in found for rows in (*strand.above, strand.rows)]
+        query_lengths = [strand.rows.length for strand in found]
+        key_lengths = [strand.num_keys for strand in found]
+        return cls(
+            torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows])).to(device),
+            query_lengths,
+            key_lengths,
+            Sequences.of(query_lengths, device),
+            Sequences.of(key_lengths, device),
+        )
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """Of the ways below, the NPU's takes no window, and half precision alone."""
+    if conditions.device not in ("cpu", "cuda", "npu"):
+        return f"it is not known to work on {conditions.device}"
+    if conditions.device == "npu" and conditions.window is not None:
+        return "on npu it has no sliding window"
+    if conditions.device == "npu" and not conditions.is_half:
+        return "on npu it needs --bf16 or --fp16"
+    return None
+
+
+def prepare(layout: Layout, device: torch.device) -> Gathered:
+    """Which rows are gathered."""
+    return layout.once(Gathered.of, device)
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `naive.attention`."""
+    if layout.num_tokens == 0:
+        return of_nothing(q_THD, k_TGD, v_TGD)
+    gathered = prepare(layout, q_THD.device)
+    k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
+    if q_THD.device.type == "npu":
+        return _in_one_call_of_npu(q_THD, k_NGD, v_NGD, gathered, scale)
+    if q_THD.is_cuda and q_THD.dtype in (torch.float16, torch.bfloat16):
+        return _in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
+    # In fp32 at least: on the CPU, in half precision, torch rounds sums over queries after each block of them.
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    return _strand_by_strand(q_THD.to(wide), k_NGD.to(wide), v_NGD.to(wide), gathered, scale, window).to(q_THD.dtype)
+
+
+def _in_one_call(
+    q_THD: torch.Tensor,
+    k_NGD: torch.Tensor,
+    v_NGD: torch.Tensor,
+    gathered: Gathered,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    queries, keys = gathered.queries, gathered.keys
+    out_THD = varlen_attn(
+        q_THD,
+        k_NGD,
+        v_NGD,
+        queries.offsets_S,
+        keys.offsets_S,
+        queries.longest,
+        keys.longest,
+        scale=scale,
+        # It counts the tokens to the left of a token, and takes -1 for all.
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouping(varlen_attn, q_THD, k_NGD),
+    )
+    assert isinstance(out_THD, torch.Tensor)
+    return out_THD
+
+
+def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
+    """How torch is told that keys have fewer heads: that of 2.11 does not ask, and takes them as they are."""
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        return {}
+    return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
+
+
+def _in_one_call_of_npu(
+    q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, gathered: Gathered, scale: float
+) -> torch.Tensor:
+    # torch_npu differentiates its operator itself.
+    out_THD, _ = flash_npu.attend(q_THD, k_NGD, v_NGD, gathered.queries, gathered.keys, True, scale)
+    return out_THD
+
+
+def _strand_by_strand(
+    q_THD: torch.Tensor,
+    k_NGD: torch.Tensor,
+    v_NGD: torch.Tensor,
+    gathered: Gathered,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    outs = []
+    # Parts of one split, not slices: the gradient of each slice would be as large as the buffer.
+    for q_LHD, k_MGD, v_MGD in zip(
+        q_THD.split(gathered.query_lengths),
+        k_NGD.split(gathered.key_lengths),
+        v_NGD.split(gathered.key_lengths),
+        strict=True,
+    ):
+        q_1HLD, k_1GMD, v_1GMD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_LHD, k_MGD, v_MGD))
+        length, num_keys = len(q_LHD), len(k_MGD)
+        is_plain = length == num_keys and (window is None or window >= length)
+        out_1HLD = F.scaled_dot_product_attention(
+            q_1HLD,
+            k_1GMD,
+            v_1GMD,
+            attn_mask=None if is_plain else _mask(length, num_keys, window, q_THD.device),
+            is_causal=is_plain,
+            scale=scale,
+            enable_gqa=q_LHD.shape[1] != k_MGD.shape[1],
+        )
+        outs.append(out_1HLD.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each row of a strand sees: up to its own, and with a window only the last ones of these."""
+    mask_LM = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(num_keys - length)
+    return mask_LM if window is None else mask_LM.triu(num_keys - length - window + 1)

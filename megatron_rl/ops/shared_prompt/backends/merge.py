@@ -1,0 +1,90 @@
+"""Shared-prompt attention by flash operators, torch's own or torch_npu's: some calls, whose results are merged.
+
+Each strand attends to itself causally, and wholly to each range above it. A row's results are averaged by their shares
+of the whole softmax's denominator. With the merged results and the merged denominator in the place of its own, a call's
+backward gives its part of the whole's gradients: they only have to be added.
+
+Letters: T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.ops.shared_prompt.backends import flash_npu
+from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """The operators take no window that begins above a strand; on accelerators they are for half precision."""
+    if conditions.window is not None:
+        return "it has no sliding window"
+    if conditions.device not in ("cpu", "cuda", "npu"):
+        return f"there are no flash operators for {conditions.device}"
+    if conditions.device != "cpu" and not conditions.is_half:
+        return f"on {conditions.device} it needs --bf16 or --fp16"
+    return None
+
+
+def prepare(layout: Layout, device: torch.device) -> CpuFlash | VarlenFlash:
+    """The calls that the layout comes to."""
+    if device.type == "cpu":
+        return layout.once(CpuFlash.of)
+    return layout.once(VarlenFlash.of, device, flash_npu.KERNELS if device.type == "npu" else None)
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `naive.attention`, without a window."""
+    assert window is None
+    return merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+
+
+def merged(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    prepare: Callable[[Layout, torch.device], CpuFlash | VarlenFlash],
+) -> torch.Tensor:
+    """Attention by the calls that `prepare` makes of the layout."""
+    if layout.num_tokens == 0:
+        return of_nothing(q_THD, k_TGD, v_TGD)
+    flash = prepare(layout, q_THD.device)
+    if isinstance(flash, CpuFlash) and flash.is_plain:
+        return flash.alone(q_THD, k_TGD, v_TGD, scale)
+    out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)
+    return out_THD
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        flash: CpuFlash | VarlenFlash,
+        scale: float,
+    ) -> torch.Tensor:
+        q_THD, k_TGD, v_TGD = (with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD))
+        out_THD, lse = flash.forward(q_THD, k_TGD, v_TGD, scale)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse)
+        ctx.flash, ctx.scale = flash, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        gradients = ctx.flash.backward(with_dense_rows(grad_out_THD), *ctx.saved_tensors, ctx.scale)
+        return (*gradients, None, None)

@@ -1,0 +1,206 @@
+"""Shared-prompt attention by kernels of our own, in Triton: each token attends once, to all that it sees.
+
+One kernel attends, one makes the gradient of queries, one those of keys and values; a fourth adds up what several
+programs found for the same keys, in a fixed order. The same inputs give the same bits.
+
+Letters: T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends.triton_plan import Plan
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+NARROWEST, WIDEST = 16, 256
+# Rows that a program of the kernel that adds up has.
+SUMMED = 16
+
+
+class Blocks(NamedTuple):
+    """What a program has at once, at most a plan's tile, and how it is compiled."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Kernels(NamedTuple):
+    """Blocks of each kernel."""
+
+    forward: Blocks
+    query_gradients: Blocks
+    key_gradients: Blocks
+
+
+# By head dimension, up to each of these. Compiled for compute capability 9.0, a thread has at most 64 bytes outside of
+# its registers.
+HALF = {
+    64: Kernels(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
+    128: Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
+    256: Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
+}
+# Without tensor cores, which would round fp32, products of larger blocks become very long programs.
+FULL = dict.fromkeys(HALF, Kernels(*[Blocks(16, 16, 4, 1)] * 3))
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """It is for CUDA; on the CPU, Triton's interpreter runs it, which takes seconds where others take milliseconds."""
+    if conditions.window is not None:
+        return "it has no sliding window"
+    if conditions.device not in ("cuda", "cpu"):
+        return f"it is not known to work on {conditions.device}"
+    if conditions.dtype != torch.float32 and not conditions.is_half:
+        return "it is for fp32, fp16 and bf16"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if conditions.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
+    return None
+
+
+def prepare(layout: Layout, device: torch.device) -> Plan:
+    """Which rows each program computes."""
+    return layout.once(Plan.of, device)
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `naive.attention`, without a window."""
+    assert window is None
+    if q_THD.shape[-1] > WIDEST:
+        raise ValueError(f"heads of {q_THD.shape[-1]}: --shared-prompt-backend triton has room for {WIDEST}")
+    if layout.num_tokens == 0:
+        return of_nothing(q_THD, k_TGD, v_TGD)
+    out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
+    return out_THD
+
+
+def width_of(head_dim: int) -> int:
+    """What a row of a head takes in a block: a power of two, as many as a product of blocks needs."""
+    return max(NARROWEST, 1 << (head_dim - 1).bit_length())
+
+
+def blocks_of(width: int, dtype: torch.dtype) -> Kernels:
+    """The blocks for rows of that width."""
+    table = FULL if dtype == torch.float32 else HALF
+    return next(kernels for widest, kernels in table.items() if width <= widest)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, plan: Plan, scale: float
+    ) -> torch.Tensor:
+        inputs = [with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        launcher = _Launcher(plan, scale, inputs)
+        out_THD, log_totals_HT = launcher.attend()
+        ctx.save_for_backward(*inputs, out_THD, log_totals_HT)
+        ctx.plan, ctx.scale = plan, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *inputs, out_THD, log_totals_HT = ctx.saved_tensors
+        launcher = _Launcher(ctx.plan, ctx.scale, inputs)
+        return (*launcher.differentiate(with_dense_rows(grad_out_THD), out_THD, log_totals_HT), None, None)
+
+
+class _Launcher:
+    """Calls the kernels with what they all take."""
+
+    def __init__(self, plan: Plan, scale: float, inputs: Sequence[torch.Tensor]) -> None:
+        q_THD, k_TGD, _ = inputs
+        self._plan = plan
+        self._scale = scale
+        self._inputs = inputs
+        self._strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
+        self._num_tokens, self._num_heads, head_dim = q_THD.shape
+        self._num_groups = k_TGD.shape[1]
+        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "TILE": plan.tile}
+        self._blocks = blocks_of(self._sizes["WIDTH"], q_THD.dtype)
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention, and the logarithm of each softmax's denominator, to base 2 [H, T]."""
+        from megatron_rl.ops.shared_prompt.backends.triton_kernels import forward_kernel
+
+        out_THD, log_totals_HT = _dense_like(self._inputs[0]), self._per_row()
+        plan, blocks = self._plan, self._blocks.forward
+        grid = len(plan.query_tiles) * (plan.tile // blocks.queries), self._num_heads
+        self._launch(forward_kernel, grid, blocks, [out_THD, log_totals_HT, plan.query_tiles, plan.ranges])
+        return out_THD, log_totals_HT
+
+    def differentiate(
+        self, grad_out_THD: torch.Tensor, out_THD: torch.Tensor, log_totals_HT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of queries, keys and values."""
+        from megatron_rl.ops.shared_prompt.backends.triton_kernels import (
+            key_gradients_kernel,
+            query_gradients_kernel,
+            sum_kernel,
+        )
+
+        grad_q_THD, grad_k_TGD, grad_v_TGD = (_dense_like(tensor) for tensor in self._inputs)
+        plan, deltas_HT, strides = self._plan, self._per_row(), grad_out_THD.stride()[:2]
+        given = (grad_out_THD, log_totals_HT, deltas_HT)
+
+        blocks = self._blocks.query_gradients
+        grid = len(plan.query_tiles) * (plan.tile // blocks.queries), self._num_heads
+        tensors = [*given, out_THD, grad_q_THD, plan.query_tiles, plan.ranges]
+        self._launch(query_gradients_kernel, grid, blocks, tensors, strides)
+
+        blocks = self._blocks.key_gradients
+        grid = len(plan.key_items) * (plan.tile // blocks.keys), self._num_groups
+        found = [grad_k_TGD, grad_v_TGD, self._per_slot(), self._per_slot()]
+        self._launch(key_gradients_kernel, grid, blocks, [*given, *found, plan.key_items], strides)
+
+        if plan.num_slots:
+            grid = len(plan.sums) * (plan.tile // SUMMED), self._num_groups
+            sum_kernel[grid](*found, plan.sums, **self._sizes, KEYS=SUMMED)
+        return grad_q_THD, grad_k_TGD, grad_v_TGD
+
+    def _launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        blocks: Blocks,
+        tensors: Sequence[torch.Tensor],
+        strides: Sequence[int] = (),
+    ) -> None:
+        kernel[grid](
+            *self._inputs,
+            *tensors,
+            self._scale,
+            *self._strides,
+            *strides,
+            self._num_tokens,
+            self._num_heads // self._num_groups,
+            **self._sizes,
+            QUERIES=blocks.queries,
+            KEYS=blocks.keys,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+
+    def _per_row(self) -> torch.Tensor:
+        return self._inputs[0].new_empty((self._num_heads, self._num_tokens), dtype=torch.float32)
+
+    def _per_slot(self) -> torch.Tensor:
+        shape = (self._plan.num_slots, self._num_groups, self._plan.tile, self._sizes["WIDTH"])
+        return self._inputs[0].new_empty(shape, dtype=torch.float32)
+
+
+def _dense_like(tensor_THD: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor_THD, memory_format=torch.contiguous_format)

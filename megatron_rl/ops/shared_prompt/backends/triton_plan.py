@@ -1,0 +1,173 @@
+"""What the kernels of `triton_kernels` look up of a layout: which rows each program computes, and from which rows.
+
+Each strand is cut into tiles: as many rows as fit, fewer at its end. The queries of a tile attend to the ranges above
+their strand, and to their strand up to themselves. The keys of a tile are seen by ranges of queries; each range is an
+item, or several if it is long. What items find for the same keys is summed in the order of the items, which does not
+depend on which is computed first.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+
+# For all precisions and head dimensions: where a program has room for less, several share a tile.
+TILE = 128
+# Items are at most as long as this part of all of them together, unless they are short anyway.
+MOST_PARTS = 256
+SHORT_ITEM = 1024
+# Tables begin at multiples of 16 bytes: Triton compiles anew for pointers that do not.
+ALIGNMENT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tables of int32, the longest work first. Rows are rows of the buffer, and ranges end before their end."""
+
+    query_tiles: torch.Tensor
+    """The first row; its strand's start and end; of the ranges above, the index of the first and behind the last."""
+    ranges: torch.Tensor
+    """Start and end."""
+    key_items: torch.Tensor
+    """The first key, how many; the queries' start and end; the slot of a partial sum, -1 for an item that is alone."""
+    sums: torch.Tensor
+    """The first key of a tile with several items, how many; their slots' start and end."""
+    num_slots: int
+    tile: int
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Plan":
+        """Everything in one copy to the device."""
+        cut = _Cut.of(layout, tile)
+        key_items, sums, num_slots = _key_items(cut, short_item)
+        tables = _on_device(
+            {"query_tiles": _query_tiles(cut), "ranges": cut.ranges, "key_items": key_items, "sums": sums}, device
+        )
+        return cls(**tables, num_slots=num_slots, tile=tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Strands S, cut into tiles N, and the ranges A above all of them."""
+
+    starts_S: np.ndarray
+    ends_S: np.ndarray
+    ranges: np.ndarray
+    first_range_S: np.ndarray
+    """Of the ranges above a strand the first, and behind the last strand the number of ranges."""
+    num_tiles_S: np.ndarray
+    strand_N: np.ndarray
+    first_row_N: np.ndarray
+    tile: int
+
+    @classmethod
+    def of(cls, layout: Layout, tile: int) -> "_Cut":
+        found = strands(layout)
+        starts_S, ends_S = _pairs([strand.rows for strand in found]).T
+        num_ranges_S = np.array([len(strand.above) for strand in found], dtype=np.int64)
+        num_tiles_S = _ceil_divide(ends_S - starts_S, tile)
+        strand_N, number_N = _each(num_tiles_S)
+        return cls(
+            starts_S,
+            ends_S,
+            _pairs([rows for strand in found for rows in strand.above]),
+            np.concatenate(([0], np.cumsum(num_ranges_S))),
+            num_tiles_S,
+            strand_N,
+            starts_S[strand_N] + number_N * tile,
+            tile,
+        )
+
+    @property
+    def end_row_N(self) -> np.ndarray:
+        return np.minimum(self.first_row_N + self.tile, self.ends_S[self.strand_N])
+
+
+def _query_tiles(cut: _Cut) -> np.ndarray:
+    strand_N, start_N = cut.strand_N, cut.starts_S[cut.strand_N]
+    lengths_above = np.concatenate(([0], np.cumsum(cut.ranges[:, 1] - cut.ranges[:, 0])))
+    keys_above_S = np.diff(lengths_above[cut.first_range_S])
+    num_keys_N = keys_above_S[strand_N] + cut.first_row_N - start_N
+    first_range_N, end_range_N = cut.first_range_S[strand_N], cut.first_range_S[strand_N + 1]
+    table = np.stack([cut.first_row_N, start_N, cut.ends_S[strand_N], first_range_N, end_range_N], axis=1)
+    return table[np.argsort(-num_keys_N, kind="stable")]
+
+
+def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The tables of items and of sums, and the number of slots."""
+    tile_I, start_I, end_I, end_key_I = _split(*_views(cut), cut.tile, short_item)
+    num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
+    is_partial_I = num_items_N[tile_I] > 1
+    slot_I = np.where(is_partial_I, np.cumsum(is_partial_I) - 1, -1)
+    first_key_I = cut.first_row_N[tile_I]
+    items = np.stack([first_key_I, end_key_I - first_key_I, start_I, end_I, slot_I], axis=1)
+    summed = np.flatnonzero(num_items_N > 1)
+    end_slot = np.cumsum(num_items_N[summed])
+    first_key = cut.first_row_N[summed]
+    num_keys = cut.end_row_N[summed] - first_key
+    sums = np.stack([first_key, num_keys, end_slot - num_items_N[summed], end_slot], axis=1)
+    return items[np.argsort(start_I - end_I, kind="stable")], sums, int(is_partial_I.sum())
+
+
+def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tiles, and of each the ranges of queries that see its keys up to an end: tile, start, end, the keys' end."""
+    viewer_A = np.repeat(np.arange(len(cut.starts_S)), np.diff(cut.first_range_S))
+    # A range begins where its strand does.
+    strand_A = np.searchsorted(cut.starts_S, cut.ranges[:, 0])
+    first_tile_S = np.cumsum(cut.num_tiles_S) - cut.num_tiles_S
+    range_V, number_V = _each(_ceil_divide(cut.ranges[:, 1] - cut.ranges[:, 0], cut.tile))
+    tile_V = first_tile_S[strand_A[range_V]] + number_V
+    # Its own strand sees a tile first, and then strands in the order of their rows, as ranges have it.
+    tiles = np.concatenate([np.arange(len(cut.first_row_N)), tile_V])
+    starts = np.concatenate([cut.first_row_N, cut.starts_S[viewer_A[range_V]]])
+    ends = np.concatenate([cut.ends_S[cut.strand_N], cut.ends_S[viewer_A[range_V]]])
+    end_keys = np.concatenate([cut.end_row_N, np.minimum(cut.end_row_N[tile_V], cut.ranges[range_V, 1])])
+    order = np.argsort(tiles, kind="stable")
+    tiles, starts, ends, end_keys = (values[order] for values in (tiles, starts, ends, end_keys))
+    # Neighbours that see the same keys are one range.
+    is_next = (tiles[1:] != tiles[:-1]) | (starts[1:] != ends[:-1]) | (end_keys[1:] != end_keys[:-1])
+    firsts = np.flatnonzero(np.concatenate(([True], is_next))[: len(tiles)])
+    lasts = np.append(firsts[1:], len(tiles))[: len(firsts)] - 1
+    return tiles[firsts], starts[firsts], ends[lasts], end_keys[firsts]
+
+
+def _split(
+    tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray, tile: int, short_item: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The same in equal parts that are not too long, each of whole tiles but the last."""
+    lengths = ends - starts
+    longest = max(short_item, _ceil_divide(int(lengths.sum()), MOST_PARTS))
+    steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
+    whole, number = _each(_ceil_divide(lengths, steps))
+    parts = starts[whole] + number * steps[whole]
+    return tiles[whole], parts, np.minimum(parts + steps[whole], ends[whole]), end_keys[whole]
+
+
+def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of all that are counted: whose it is, and how many of that one's are before it."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+
+
+def _ceil_divide(numbers: Any, divisor: Any) -> Any:
+    """Of arrays or of numbers."""
+    return -(-numbers // divisor)
+
+
+def _pairs(rows: list[Rows]) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, 2 * len(rows)).reshape(-1, 2)
+
+
+def _on_device(tables: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    sizes = [_ceil_divide(table.size, ALIGNMENT) * ALIGNMENT for table in tables.values()]
+    packed = np.zeros(sum(sizes), dtype=np.int32)
+    for table, part in zip(tables.values(), np.split(packed, np.cumsum(sizes)[:-1]), strict=True):
+        part[: table.size] = table.ravel()
+    parts = torch.from_numpy(packed).to(device).split(sizes)
+    return {
+        name: part[: table.size].view(table.shape) for (name, table), part in zip(tables.items(), parts, strict=True)
+    }

@@ -1,0 +1,191 @@
+"""The trainer's side of the rollout service. Every call may be repeated: none does anything twice."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.protocol import wire
+
+_POLL_SECONDS = 30.0
+_RETRY_SECONDS = 0.5
+# After the deadline of an evaluation or an iteration, for its reason to arrive.
+_GRACE_SECONDS = 10.0
+
+
+class RolloutError(MegatronRLError):
+    """The sidecar refused, failed, or stayed away."""
+
+
+class IterationFailed(RolloutError):
+    """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
+
+
+class OtherWorkers(RolloutError):
+    """The engines have not as many workers as a stream was opened for."""
+
+
+class EvaluationFailed(RolloutError):
+    """The evaluation cannot be finished; the iteration that runs goes on."""
+
+
+class RolloutClient:
+    """One rank's connection. `patience` is how long a sidecar may stay away before that is an error.
+
+    Its threads may share one: each call takes a connection of its own from the pool, and one that waits keeps no other
+    waiting. The lease is the client's, so it is taken before threads start.
+    """
+
+    def __init__(
+        self, endpoint: str, token: str, patience: float = 120.0, transport: httpx.BaseTransport | None = None
+    ):
+        self.endpoint = endpoint
+        self._patience = patience
+        self._lease: int | None = None
+        self._http = httpx.Client(
+            base_url=endpoint,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(_POLL_SECONDS * 2, connect=5.0),
+            transport=transport,
+        )
+
+    def __enter__(self) -> "RolloutClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def take_lease(self, run: str) -> int:
+        """Make the sidecar work for this run. One rank does it and tells the others, which call `use_lease`."""
+        self.use_lease(self._call("POST", "/v1/lease", params={"run": run}).json()["lease"])
+        assert self._lease is not None
+        return self._lease
+
+    def use_lease(self, number: int) -> None:
+        """Speak for the holder of this lease."""
+        self._lease = number
+
+    def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.EngineKind:
+        """Return when every engine holds the version, with how the coarsest of them computes."""
+        answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=deadline_seconds)
+        return msgspec.convert(answer.json()["kind"], wire.EngineKind)
+
+    def probed(self, answer: wire.ProbeAnswer) -> None:
+        """The trainer's own log-probs of a probe: the publish of its version waits for them."""
+        self._call("POST", "/v1/probe", content=wire.encode(answer))
+
+    def submit(self, submission: wire.Submission) -> None:
+        """Start an iteration."""
+        self._call("POST", "/v1/iterations", content=wire.encode(submission))
+
+    def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
+        """Wait for a slot of an iteration that has this deadline."""
+        path = f"/v1/iterations/{version}/slots/{replica}/{index}"
+        answer = self._poll(path, deadline_seconds + _GRACE_SECONDS)
+        if answer is not None:
+            return wire.decode(answer, wire.Slot)
+        raise RolloutError(
+            f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
+            f"ask {self.endpoint}/v1/status who waits for what"
+        )
+
+    def failure(self, version: int, patience: float = _POLL_SECONDS) -> str | None:
+        """Why the iteration failed, or None if it has not within `patience` seconds."""
+        answer = self._call("GET", f"/v1/iterations/{version}/failure", params={"patience": patience})
+        return wire.decode(answer.content, wire.Failure).reason if answer.status_code == 200 else None
+
+    def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
+        """Have prompts answered and scored by the version that engines hold, and wait for it, to its deadline.
+
+        An iteration may run meanwhile: its groups go first. The next publish has to wait.
+        """
+        self._call("POST", "/v1/evaluations", content=wire.encode(evaluation))
+        answer = self._poll(f"/v1/evaluations/{evaluation.version}", evaluation.deadline_seconds + _GRACE_SECONDS)
+        if answer is None:
+            raise RolloutError(
+                f"the evaluation of version {evaluation.version} was not answered within "
+                f"{evaluation.deadline_seconds:.0f} s, its deadline: ask {self.endpoint}/v1/status what it waits for"
+            )
+        return wire.decode(answer, wire.Evaluated)
+
+    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> str:
+        """Everything of the iteration was trained on. The audit log's head comes back, for whoever keeps it elsewhere:
+        `megatron-rl audit RUN --head HEAD` then proves that the log up to here is what it was."""
+        content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
+        return self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()["head"]
+
+    def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
+        """The iteration will not be trained on, and why."""
+        content = wire.encode(wire.Trained(version=version, mismatch=mismatch))
+        self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
+
+    def abort(self, version: int, reason: str) -> None:
+        """The iteration is not wanted any more."""
+        self._call("POST", f"/v1/iterations/{version}/abort", params={"reason": reason})
+
+    def status(self) -> dict[str, Any]:
+        """Who waits for what."""
+        return self._call("GET", "/v1/status").json()
+
+    def num_workers(self) -> int:
+        """The workers of all engines that a publish would reach now."""
+        return self.status()["engines"]["num_workers"]
+
+    def shutdown(self) -> None:
+        """End the sidecar."""
+        self._call("POST", "/v1/shutdown")
+
+    def _poll(self, path: str, seconds: float) -> bytes | None:
+        """What is waited for there; None when it did not come in time."""
+        deadline = time.monotonic() + seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
+            if answer.status_code == 200:
+                return answer.content
+        return None
+
+    def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
+        """Ask until there is an answer: a connection that breaks says nothing about what was asked."""
+        headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                answer = self._http.request(method, path, headers=headers, **keywords)
+                break
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise RolloutError(
+                        f"the sidecar at {self.endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
+                        f"look at its log, or start one"
+                    ) from None
+                time.sleep(_RETRY_SECONDS)
+        if answer.is_success:
+            return answer
+        raise _error_of(answer, f"{method} {path}")
+
+
+def read_token(path: Path) -> str:
+    """The token of a sidecar, from a file that nobody else may read."""
+    mode = path.stat().st_mode & 0o077
+    if mode:
+        raise RolloutError(f"{path} can be read by others (mode {path.stat().st_mode & 0o777:o}): chmod 600 it")
+    return path.read_text().strip()
+
+
+def _error_of(answer: httpx.Response, what: str) -> RolloutError:
+    kind = ""
+    try:
+        text, kind = answer.json()["error"], answer.json().get("kind", "")
+    except (ValueError, KeyError, TypeError):
+        text = answer.text[:300]
+    if answer.status_code == 410:
+        return EvaluationFailed(text) if kind == "EvaluationFailed" else IterationFailed(text)
+    if kind == OtherWorkers.__name__:
+        return OtherWorkers(text)
+    return RolloutError(f"{what} was answered {answer.status_code}: {text}")

@@ -1,0 +1,81 @@
+"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration."""
+
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.protocol.seeds import evaluation_seed, group_seed
+from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response, Submission, log_probs_of
+
+Asked = Submission | Evaluation
+
+FINISH_REASONS = frozenset(get_args(FinishReason))
+
+
+class GroupRefused(MegatronRLError):
+    """A group is not what was submitted: it must be sampled again, never trained on."""
+
+
+def version_tag(version: int) -> str:
+    """What `Span.version` holds for tokens that were sampled under this version."""
+    return str(version)
+
+
+def first_seed(asked: Asked, prompt_index: int) -> int:
+    """The seed of the first response to a prompt: those of evaluations are never those of training."""
+    seed_of = evaluation_seed if isinstance(asked, Evaluation) else group_seed
+    return seed_of(asked.run, asked.version, prompt_index)
+
+
+def check_group(asked: Asked, group: Group) -> None:
+    """GroupRefused, with what is wrong, unless every response is one that was asked for."""
+    problem = next(_problems(asked, group), None)
+    if problem is not None:
+        raise GroupRefused(f"group of prompt {group.prompt.index} of version {asked.version}: {problem}")
+
+
+def _problems(asked: Asked, group: Group) -> Iterator[str]:
+    index = group.prompt.index
+    if not 0 <= index < len(asked.prompts):
+        yield f"there are {len(asked.prompts)} prompts only"
+        return
+    if group.prompt.tokens != asked.prompts[index].tokens:
+        yield "the tokens of its prompt are not those that were submitted"
+    if len(group.responses) != asked.group_size:
+        yield f"it has {len(group.responses)} responses, wanted {asked.group_size}"
+    seed = first_seed(asked, index)
+    for number, response in enumerate(group.responses):
+        for problem in _response_problems(asked, response):
+            yield f"response {number} of engine {response.engine}: {problem}"
+        if response.seed != seed + number:
+            yield f"response {number} has seed {response.seed}, wanted {seed + number}"
+
+
+def _response_problems(asked: Asked, response: Response) -> Iterator[str]:
+    num_tokens, remainder = divmod(len(response.tokens), 4)
+    if remainder or len(response.log_probs) != len(response.tokens):
+        yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs, 4 each are wanted"
+        return
+    if response.fingerprint != asked.fingerprint:
+        yield f"its fingerprint is {response.fingerprint!r}, and {asked.fingerprint!r} was submitted"
+    tag, position = version_tag(asked.version), 0
+    for span in response.spans:
+        if span.version != tag:
+            yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
+        if span.start != position or span.end < span.start:
+            yield f"a span of tokens {span.start} to {span.end} follows on {position} tokens"
+        position = span.end
+    if position != num_tokens:
+        yield f"its spans end at token {position} of {num_tokens}"
+    if response.finish_reason not in FINISH_REASONS:
+        yield f"its finish reason is {response.finish_reason!r}"
+    if response.finish_reason == "length" and num_tokens != asked.sampling.max_tokens:
+        yield f"it was cut off after {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
+    if num_tokens > asked.sampling.max_tokens:
+        yield f"it has {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
+    if not np.isfinite(log_probs_of(response.log_probs)).all():
+        yield "a log-prob is not finite"
+    if not np.isfinite(response.reward):
+        yield f"its reward is {response.reward}"

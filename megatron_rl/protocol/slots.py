@@ -1,0 +1,152 @@
+"""How a plan divides an iteration's groups into slots; the same arithmetic in the trainer, the sidecar and the audit.
+
+A unit is what one claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
+
+- every replica has the same number of slots, num_prompts * group_size / (num_replicas * micro_batch_size);
+- updates divide prompts and slots into equal runs by index, and a unit lies in one update;
+- every unit holds equally many groups, and the units of an update together hold as many as the update has prompts.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_rl.errors import InputError
+from megatron_rl.protocol.wire import Plan
+
+
+class Place(NamedTuple):
+    """A micro-batch's place in an iteration."""
+
+    replica: int
+    slot: int
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These groups, in this order, are those of a unit; `index` is its first slot."""
+
+    replica: int
+    index: int
+    prompts: list[int]
+
+    @property
+    def place(self) -> Place:
+        return Place(self.replica, self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A plan that divides evenly, and what follows from it."""
+
+    plan: Plan
+    groups_per_unit: int
+    slots_per_unit: int
+    units_per_update: int
+    """Of one replica."""
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.plan.num_prompts // self.plan.num_updates
+
+    @property
+    def slots_per_update(self) -> int:
+        """Of one replica: the micro-batches of one run of its schedule."""
+        return self.units_per_update * self.slots_per_unit
+
+    @property
+    def slots_per_replica(self) -> int:
+        return self.plan.num_updates * self.slots_per_update
+
+    @property
+    def num_units(self) -> int:
+        return self.plan.num_replicas * self.plan.num_updates * self.units_per_update
+
+    def holds(self, replica: int, index: int) -> bool:
+        """Whether there is such a slot."""
+        return 0 <= replica < self.plan.num_replicas and 0 <= index < self.slots_per_replica
+
+    def update_of_prompt(self, prompt: int) -> int:
+        return prompt // self.prompts_per_update
+
+    def update_of_slot(self, index: int) -> int:
+        return index // self.slots_per_update
+
+    def unit(self, replica: int, index: int) -> Place:
+        """The first slot of the unit that a slot belongs to."""
+        return Place(replica, index - index % self.slots_per_unit)
+
+    def slots(self, unit: Place) -> list[Place]:
+        """All slots of a unit."""
+        return [Place(unit.replica, unit.slot + part) for part in range(self.slots_per_unit)]
+
+    def bound_prompts(self, unit: Place) -> range:
+        """With order "prompt", the prompts of a unit.
+
+        The j-th unit of update u of replica r, with R replicas, n prompts an update and g groups a unit, holds the
+        prompts u * n + (j * R + r) * g and the g - 1 after it: the units of all replicas advance together, so prompts
+        that are sampled in order serve every replica alike.
+        """
+        update, rest = divmod(unit.slot, self.slots_per_update)
+        number = rest // self.slots_per_unit * self.plan.num_replicas + unit.replica
+        first = update * self.prompts_per_update + number * self.groups_per_unit
+        return range(first, first + self.groups_per_unit)
+
+    def bound_unit(self, prompt: int) -> Place:
+        """With order "prompt", the unit that a prompt belongs to."""
+        update, rest = divmod(prompt, self.prompts_per_update)
+        number, replica = divmod(rest // self.groups_per_unit, self.plan.num_replicas)
+        return Place(replica, update * self.slots_per_update + number * self.slots_per_unit)
+
+    def problem(self, claim: Claim) -> str | None:
+        """What keeps a claim from being one of this plan; None if nothing does."""
+        name = f"slot ({claim.replica}, {claim.index})"
+        if not self.holds(*claim.place):
+            replicas, slots = self.plan.num_replicas, self.slots_per_replica
+            return f"{name} is not among the {slots} slots of {replicas} replicas"
+        if claim.index % self.slots_per_unit:
+            return f"{name} is not the first of its group's {self.slots_per_unit} slots"
+        if len(claim.prompts) != self.groups_per_unit:
+            return f"{name} takes {len(claim.prompts)} groups, and {self.groups_per_unit} belong in it"
+        update = self.update_of_slot(claim.index)
+        strangers = [prompt for prompt in claim.prompts if self.update_of_prompt(prompt) != update]
+        if strangers:
+            return f"{name} is of update {update}, and prompt {strangers[0]} is not"
+        if self.plan.order == "prompt" and claim.prompts != list(self.bound_prompts(claim.place)):
+            return f"{name} takes prompts {claim.prompts}, and {list(self.bound_prompts(claim.place))} are bound to it"
+        return None
+
+
+def divide(plan: Plan) -> Division:
+    """The division of a plan; an InputError that names the flag when it does not divide evenly."""
+    for name in ("num_prompts", "group_size", "num_replicas", "micro_batch_size", "num_updates"):
+        if getattr(plan, name) < 1:
+            raise InputError(f"{name} of the plan is {getattr(plan, name)}: it must be at least 1")
+    prompts, group_size, micro_batch = plan.num_prompts, plan.group_size, plan.micro_batch_size
+    if micro_batch % group_size and group_size % micro_batch:
+        raise InputError(
+            f"--micro-batch-size {micro_batch} is neither a multiple nor a divisor of --grpo-group-size {group_size}: "
+            "a micro-batch holds whole groups, or an equal part of one"
+        )
+    if prompts % plan.num_updates:
+        raise InputError(
+            f"--grpo-prompts-per-step {prompts} does not divide into {plan.num_updates} updates: "
+            f"set --global-batch-size to {prompts * group_size} (one update) or to a multiple of --grpo-group-size "
+            f"{group_size} that divides it"
+        )
+    of_update = prompts // plan.num_updates
+    groups_per_unit = max(1, micro_batch // group_size)
+    units, remainder = divmod(of_update, plan.num_replicas * groups_per_unit)
+    if remainder:
+        step = plan.num_replicas * groups_per_unit
+        raise InputError(
+            f"{of_update} groups an update do not divide over {plan.num_replicas} replicas with {groups_per_unit} in "
+            f"a micro-batch: make --grpo-prompts-per-step a multiple of {step * plan.num_updates} (it is {prompts}), "
+            f"--global-batch-size one of {step * group_size}, or --micro-batch-size smaller (it is {micro_batch})"
+        )
+    return Division(
+        plan=plan,
+        groups_per_unit=groups_per_unit,
+        slots_per_unit=max(1, group_size // micro_batch),
+        units_per_update=units,
+    )

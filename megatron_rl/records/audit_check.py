@@ -1,0 +1,358 @@
+"""What an audit log says happened, and where its events contradict one another or what was promised."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_rl.errors import InputError
+from megatron_rl.protocol.provenance import FINISH_REASONS, version_tag
+from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.slots import Claim, Division, Place, divide
+from megatron_rl.records import audit_log
+from megatron_rl.records.audit_chain import Breach, BreachName, Chain
+from megatron_rl.records.audit_log import file_of, files_to_read, first_file, lines_of
+
+# What is wrong, and a detail of it.
+_Problems = Iterator[tuple[BreachName, str]]
+
+
+@dataclasses.dataclass
+class IterationSummary:
+    """What the log says of an iteration, or of one attempt at it."""
+
+    version: int
+    fingerprint: str
+    line: int
+    outcome: str = "unfinished"
+    num_groups: int = 0
+    num_restored: int = 0
+    num_responses: int = 0
+    num_tokens: int = 0
+    num_claims: int = 0
+    mismatch: float | None = None
+    """The mean difference of the trainer's log-probs from those that the tokens were sampled with."""
+    engines: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class Proofs:
+    """How what engines said they held was proved, over all publishes."""
+
+    num_reports: int = 0
+    num_whole: int = 0
+    """Of engines all of whose parameters were compared with what they received."""
+    num_probed: int = 0
+    """Of engines whose log-probs were compared with the trainer's."""
+    furthest: float = 0.0
+    """The largest of the mean differences of these."""
+
+    def count(self, report: audit_log.EngineReport) -> None:
+        self.num_reports += 1
+        self.num_whole += 0 < report.parameters == report.compared
+        if report.probe is not None:
+            self.num_probed += 1
+            self.furthest = max(self.furthest, report.probe.mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a log holds, and what is wrong with it."""
+
+    run: str
+    files: list[tuple[str, int]]
+    """The files of the log, and the lines in each: breaches count lines over all of them."""
+    head: str
+    num_covered: int
+    """Lines up to the last of the heads that were given: these are proved to be as they were then."""
+    num_starts: int
+    num_recovered: int
+    iterations: list[IterationSummary]
+    evaluations: list[audit_log.Evaluate]
+    proofs: Proofs
+    breaches: list[Breach]
+
+    @property
+    def num_lines(self) -> int:
+        return sum(num_lines for _, num_lines in self.files)
+
+    def place(self, line: int) -> str:
+        """Where a line is, for people; the file is said where there are several."""
+        if len(self.files) == 1:
+            return f"line {line}"
+        for name, num_lines in self.files:
+            if line <= num_lines:
+                return f"line {line} of {name}"
+            line -= num_lines
+        return f"line {line} behind the last"
+
+
+class _Attempt:
+    """An iteration from its submission to its end."""
+
+    def __init__(self, submit: audit_log.Submit, engines: set[str], line: int) -> None:
+        self.submit = submit
+        self.engines = engines
+        self.summary = IterationSummary(submit.version, submit.fingerprint, line)
+        self.division: Division | None = None
+        self.groups: dict[int, int] = {}
+        self.claimed: set[int] = set()
+        self.units: set[Place] = set()
+
+
+class _Meaning:
+    """Takes the events in order and says what contradicts what came before."""
+
+    def __init__(self) -> None:
+        self.run: str | None = None
+        self.num_starts = 0
+        self.num_recovered = 0
+        self.summaries: list[IterationSummary] = []
+        self.evaluations: list[audit_log.Evaluate] = []
+        self.proofs = Proofs()
+        self._published: audit_log.Publish | None = None
+        self._engines: set[str] = set()
+        self._attempt: _Attempt | None = None
+        self._highest: int | None = None
+
+    def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
+        match event:
+            case audit_log.Start():
+                return self._start(event)
+            case audit_log.Recovered():
+                self.num_recovered += 1
+            case audit_log.Publish():
+                return self._publish(event)
+            case audit_log.NotProven():
+                return iter([(BreachName.NOT_PROVEN, f"version {event.version}: {event.reason}")])
+            case audit_log.Submit():
+                return self._submit(event, line)
+            case audit_log.GroupFinished():
+                return self._group(event)
+            case audit_log.SlotClaimed():
+                return self._claim(event)
+            case audit_log.MismatchMeasured():
+                return self._mismatch(event)
+            case audit_log.Complete():
+                return self._complete(event)
+            case audit_log.Fail():
+                self._end(event.version, "failed")
+            case audit_log.Evaluate():
+                self.evaluations.append(event)
+                return self._of_the_published(event, "evaluated")
+        return iter(())
+
+    def _start(self, event: audit_log.Start) -> _Problems:
+        self.num_starts += 1
+        if self.run is None:
+            self.run = event.run
+        elif event.run != self.run:
+            yield BreachName.FOREIGN_RUN, f"the log is of the run {self.run!r}, this is of {event.run!r}"
+
+    def _publish(self, event: audit_log.Publish) -> _Problems:
+        before = self._published
+        if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
+            self._engines = set()
+        self._published = event
+        for report in event.engines:
+            self._engines.add(report.engine)
+            self.proofs.count(report)
+            if (report.version, report.fingerprint) != (event.version, event.fingerprint):
+                yield (
+                    BreachName.ENGINE_DIFFERS,
+                    f"engine {report.engine} reports version {report.version} ({report.fingerprint[:12]}), "
+                    f"published was {event.version} ({event.fingerprint[:12]})",
+                )
+            probe = report.probe
+            if probe is not None and probe.bound is not None and not probe.mean <= probe.bound:
+                yield (
+                    BreachName.PROBE_DIFFERS,
+                    f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on the average, beyond "
+                    f"{probe.bound:g}",
+                )
+
+    def _submit(self, event: audit_log.Submit, line: int) -> _Problems:
+        self._attempt = attempt = _Attempt(event, self._engines, line)
+        self.summaries.append(attempt.summary)
+        yield from self._of_the_published(event, "submitted")
+        if self._highest is not None and event.version > self._highest + 1:
+            yield BreachName.SKIPPED_VERSION, f"version {event.version} follows on {self._highest}"
+        self._highest = event.version
+        try:
+            attempt.division = divide(event.plan)
+        except InputError as error:
+            yield BreachName.WRONG_SLOT, str(error)
+        if not event.plan.num_prompts == len(event.prompts) == len(event.seeds):
+            counts = f"{event.plan.num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
+            yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
+        for prompt, seed in enumerate(event.seeds):
+            wanted = group_seed(self.run or "", event.version, prompt)
+            if seed != wanted:
+                yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
+
+    def _of_the_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
+        if self._published is None or self._published.version != event.version:
+            yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what}, and was not published last"
+        elif self._published.fingerprint != event.fingerprint:
+            published = self._published.fingerprint[:12]
+            yield (
+                BreachName.FOREIGN_FINGERPRINT,
+                f"version {event.version} is {what} with {event.fingerprint[:12]}, published was {published}",
+            )
+
+    def _group(self, event: audit_log.GroupFinished) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None or not 0 <= event.prompt < len(attempt.submit.prompts):
+            yield BreachName.NEVER_SUBMITTED, f"prompt {event.prompt} of version {event.version}"
+            return
+        if event.prompt in attempt.groups:
+            yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
+            return
+        attempt.groups[event.prompt] = len(event.responses)
+        _count(attempt.summary, event)
+        if event.prompt_hash != attempt.submit.prompts[event.prompt]:
+            yield BreachName.WRONG_PROMPT, f"prompt {event.prompt} of version {event.version} has other tokens"
+        if len(event.responses) != attempt.submit.plan.group_size:
+            count = f"{len(event.responses)} responses of {attempt.submit.plan.group_size}"
+            yield BreachName.INCOMPLETE_GROUP, f"prompt {event.prompt} of version {event.version} has {count}"
+        seed = group_seed(self.run or "", event.version, event.prompt)
+        for number, response in enumerate(event.responses):
+            where = f"response {number} of prompt {event.prompt} of version {event.version}"
+            if response.seed != seed + number:
+                yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {seed + number}"
+            for name, detail in _response_problems(response, attempt):
+                yield name, f"{where} {detail}"
+
+    def _claim(self, event: audit_log.SlotClaimed) -> _Problems:
+        attempt = self._current(event.version)
+        where = f"slot ({event.replica}, {event.index}) of version {event.version}"
+        if attempt is None:
+            yield BreachName.CLAIM_OUTSIDE, where
+            return
+        claim = Claim(replica=event.replica, index=event.index, prompts=event.prompts)
+        if claim.place in attempt.units:
+            yield BreachName.SLOT_CLAIMED_TWICE, where
+            return
+        attempt.units.add(claim.place)
+        attempt.summary.num_claims += 1
+        problem = attempt.division.problem(claim) if attempt.division else None
+        if problem:
+            yield BreachName.WRONG_SLOT, f"version {event.version}: {problem}"
+        for prompt in event.prompts:
+            if prompt not in attempt.groups:
+                yield BreachName.CLAIM_UNFINISHED, f"{where} holds prompt {prompt}"
+            elif prompt in attempt.claimed:
+                yield BreachName.CLAIMED_TWICE, f"{where} holds prompt {prompt}, and so does another"
+            attempt.claimed.add(prompt)
+
+    def _mismatch(self, event: audit_log.MismatchMeasured) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is not None:
+            attempt.summary.mismatch = event.mean
+        if event.bound is not None and (event.mean is None or not event.mean <= event.bound):
+            mean = "a number that is not finite" if event.mean is None else f"{event.mean:.3g}"
+            yield (
+                BreachName.MISMATCH,
+                f"version {event.version}: the trainer's log-probs differ from those that were sampled with by {mean} "
+                f"on the average, beyond {event.bound:g}",
+            )
+
+    def _complete(self, event: audit_log.Complete) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None:
+            yield BreachName.COMPLETE_OUTSIDE, f"version {event.version}"
+            return
+        for prompt in range(len(attempt.submit.prompts)):
+            if prompt not in attempt.groups:
+                yield BreachName.NEVER_FINISHED, f"prompt {prompt} of version {event.version}"
+            elif prompt not in attempt.claimed:
+                yield BreachName.NEVER_CLAIMED, f"prompt {prompt} of version {event.version}"
+        said = (event.num_groups, event.num_responses)
+        found = (len(attempt.groups), sum(attempt.groups.values()))
+        if said != found:
+            yield (
+                BreachName.WRONG_COUNT,
+                f"version {event.version}: the trainer says {said[0]} groups and {said[1]} responses, the log has "
+                f"{found[0]} and {found[1]}",
+            )
+        self._end(event.version, "complete")
+
+    def _current(self, version: int) -> _Attempt | None:
+        attempt = self._attempt
+        return attempt if attempt is not None and attempt.submit.version == version else None
+
+    def _end(self, version: int, outcome: str) -> None:
+        if (attempt := self._current(version)) is not None:
+            attempt.summary.outcome = outcome
+            self._attempt = None
+
+
+def verify(path: Path, heads: Sequence[str] = ()) -> Report:
+    """Read a log from its first line to its last, through all of its files."""
+    chain, meaning, breaches = Chain(heads), _Meaning(), []
+    files: list[tuple[str, int]] = []
+    number, expected, first = 0, 0, first_file(path)
+    for index, file in files_to_read(first).items():
+        num_before, link = number, chain.head
+        if index != expected:
+            detail = f"there is no {file_of(first, expected).name} before {file.name}"
+            breaches.append(Breach(BreachName.MISSING_FILE, number + 1, detail))
+        for number, line in enumerate(lines_of(file), start=num_before + 1):
+            event = chain.take(number, line)
+            if event is not None:
+                breaches += [Breach(name, number, detail) for name, detail in meaning.take(event, number)]
+            if number == num_before + 1 and index == expected and not _goes_on(index, link, line, event):
+                detail = f"{file.name} does not go on where the file before it ends"
+                breaches.append(Breach(BreachName.EXCHANGED_FILE, number, detail))
+        files.append((file.name, number - num_before))
+        expected = index + 1
+    chain.finish()
+    return Report(
+        run=meaning.run or "",
+        files=files,
+        head=chain.head,
+        num_covered=max(chain.heads_found.values(), default=0),
+        num_starts=meaning.num_starts,
+        num_recovered=meaning.num_recovered,
+        iterations=meaning.summaries,
+        evaluations=meaning.evaluations,
+        proofs=meaning.proofs,
+        breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
+    )
+
+
+def _goes_on(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
+    """Whether a file's first line is the one that follows on the file before it, as far as it can be read."""
+    links = audit_log.read_links(line.removesuffix(b"\n"))
+    expected = audit_log.Continued(file=index) if index else event
+    return links is None or (links.prev == link and event in (None, expected))
+
+
+def _count(summary: IterationSummary, event: audit_log.GroupFinished) -> None:
+    summary.num_groups += 1
+    summary.num_restored += event.is_restored
+    summary.num_responses += len(event.responses)
+    summary.num_tokens += sum(response.num_tokens for response in event.responses)
+    summary.engines.update(response.engine for response in event.responses)
+
+
+def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) -> _Problems:
+    submit = attempt.submit
+    if response.fingerprint != submit.fingerprint:
+        wanted = submit.fingerprint[:12]
+        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, published was {wanted}"
+    if response.engine not in attempt.engines:
+        yield BreachName.UNKNOWN_ENGINE, f"is of engine {response.engine}, which did not report the version"
+    versions = sorted({span.version for span in response.spans})
+    position = 0
+    for span in response.spans:
+        position = span.end if span.start == position and span.end >= span.start else -1
+    if len(versions) > 1:
+        yield BreachName.TWO_VERSIONS, f"is of versions {' and '.join(versions)}"
+    elif position != response.num_tokens or versions not in ([], [version_tag(submit.version)]):
+        spans = [(span.version, span.start, span.end) for span in response.spans]
+        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens, and spans {spans}"
+    if response.finish_reason not in FINISH_REASONS:
+        yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
+    limit = submit.sampling.max_tokens
+    if response.num_tokens > limit or (response.finish_reason == "length" and response.num_tokens != limit):
+        yield BreachName.CUT_OFF, f"ends by {response.finish_reason} after {response.num_tokens} tokens of {limit}"

@@ -1,0 +1,463 @@
+"""The audit log of a run: what was published, submitted, sampled, claimed and trained on, as hashes, in a chain.
+
+One line of JSON an event: `seq` counts from 0, `prev` is the hash of the line before, and `hash` the one of this line
+without it. A file that is full is followed by another, `audit-000001.jsonl` and so on, and the chain goes on in it.
+`megatron_rl.records.audit_check` reads it again; docs/audit.md says what it proves.
+"""
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.slots import Claim
+from megatron_rl.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Sampling, Submission
+from megatron_rl.records.append_file import AppendFile
+
+FILE_NAME = "audit.jsonl"
+MAX_BYTES = 64 << 20
+
+
+def file_of(first: Path, index: int) -> Path:
+    """The file of that number; the first one has number 0 and the log's own name."""
+    return first if index == 0 else first.with_name(f"{first.stem}-{index:06d}{first.suffix}")
+
+
+def existing_files(first: Path) -> dict[int, Path]:
+    """Those that are there, by their numbers, in order."""
+    pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
+    found = {0: first} if first.exists() else {}
+    for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
+        match = pattern.fullmatch(path.name)
+        if match and file_of(first, index := int(match[1])) == path:
+            found[index] = path
+    return dict(sorted(found.items()))
+
+
+def first_file(path: Path) -> Path:
+    """The first file of the log that a person has named, by itself or by its folder."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def files_to_read(first: Path) -> dict[int, Path]:
+    """Those that are there; an InputError where there is none."""
+    files = existing_files(first)
+    if not files:
+        raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
+    return files
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines, with their newlines."""
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; name the log, or the folder that holds {FILE_NAME}") from None
+
+
+FIRST_PREV = "0" * 64
+_HASH_PATTERN = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
+_READ_BYTES = 1 << 16
+
+
+class AuditBroken(MegatronRLError):
+    """The end of the log is not what was written: nothing is added to it."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What happened; each kind has its fields and its tag."""
+
+
+class Start(Event, frozen=True, kw_only=True, tag="start"):
+    """A sidecar opened the log."""
+
+    run: str
+    wire: int = WIRE_VERSION
+    details: dict[str, Any] = {}
+
+
+class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+    """The last line had been torn by a kill; this many bytes were cut off."""
+
+    num_bytes: int
+
+
+class Continued(Event, frozen=True, kw_only=True, tag="continued"):
+    """The first line of every file but the first: the chain goes on here."""
+
+    file: int
+
+
+class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine's log-probs of the probe were from the trainer's."""
+
+    mean: float
+    largest: float
+    bound: float | None
+    """Of the mean; None, which JSON writes for infinity, where none was asked for."""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says it holds, and what was proved of it."""
+
+    engine: str
+    version: int
+    fingerprint: str
+    compared: int = 0
+    """Parameters that were compared with what was received, bit for bit."""
+    parameters: int = 0
+    probe: ProbeRecord | None = None
+    """None where the trainer's log-probs were not there, or none are to be compared."""
+
+
+class Publish(Event, frozen=True, kw_only=True, tag="publish"):
+    """These engines hold a version; again with the same fingerprint when one joins or comes back."""
+
+    version: int
+    fingerprint: str
+    engines: list[EngineReport]
+
+
+class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
+    """An engine was proved to hold something else than the version that it said it held; nobody sampled with it."""
+
+    version: int
+    fingerprint: str
+    engine: str
+    reason: str
+
+
+class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
+    """How far the trainer's log-probs of an iteration's tokens were from those that they were sampled with."""
+
+    version: int
+    mean: float | None
+    largest: float | None
+    """None where it is not a finite number."""
+    bound: float | None
+    """Of the mean; None where tokens were sampled by chance."""
+
+
+class Submit(Event, frozen=True, kw_only=True, tag="submit"):
+    """An iteration begins, or begins anew after a restart: then all of its groups and claims follow once more."""
+
+    version: int
+    fingerprint: str
+    plan: Plan
+    sampling: Sampling
+    prompts: list[str]
+    seeds: list[int]
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Version, start and end, as in `wire.Span`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, its tokens and log-probs as hashes."""
+
+    tokens: str
+    log_probs: str
+    num_tokens: int
+    finish_reason: str = ""
+    seed: int
+    engine: str
+    spans: list[SpanRecord]
+    fingerprint: str
+    reward: float
+
+
+class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
+    """A group was taken into the iteration."""
+
+    version: int
+    prompt: int
+    prompt_hash: str
+    is_restored: bool
+    responses: list[ResponseRecord]
+
+
+class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
+    """A replica's slot holds these groups, now and for ever."""
+
+    version: int
+    replica: int
+    index: int
+    prompts: list[int]
+
+
+class Complete(Event, frozen=True, kw_only=True, tag="complete"):
+    """The trainer says that it has trained on so many."""
+
+    version: int
+    num_groups: int
+    num_responses: int
+
+
+class Fail(Event, frozen=True, kw_only=True, tag="fail"):
+    """The iteration ended without an update."""
+
+    version: int
+    reason: str
+
+
+class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
+    """Responses to prompts that are not trained on were sampled from a version, and scored."""
+
+    version: int
+    fingerprint: str
+    sampling: Sampling
+    num_prompts: int
+    num_responses: int
+    mean_reward: float
+
+
+AnyEvent = (
+    Start
+    | Recovered
+    | Continued
+    | Publish
+    | NotProven
+    | Submit
+    | GroupFinished
+    | SlotClaimed
+    | MismatchMeasured
+    | Complete
+    | Fail
+    | Evaluate
+)
+
+
+class AuditLog:
+    """The log, open for appending. Raises AppendFailed when there is no room; the log is then as it was."""
+
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        details: dict[str, Any] | None = None,
+        sync: bool = False,
+        clock: Callable[[], float] = time.time,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`details` of the start (versions, flags) must hold nothing secret: they are written as they are.
+
+        `path` is the log's first file; a file that holds a line takes no other beyond `max_bytes`.
+        """
+        self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
+        self._seq, self._head = 0, FIRST_PREV
+        # Open as long as the log is, whichever file is written to: its lock is the log's.
+        self._first = self._file = AppendFile(path, sync)
+        self._index = 0
+        try:
+            num_bytes_cut = self._continue()
+            self._append(Start(run=run, details=details or {}))
+            if num_bytes_cut:
+                self._append(Recovered(num_bytes=num_bytes_cut))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "AuditLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line: whoever keeps it elsewhere can tell later that nothing up to it was changed."""
+        return self._head
+
+    @property
+    def last(self) -> int:
+        """The number of the last line."""
+        return self._seq - 1
+
+    def publish(self, version: int, fingerprint: str, reports: Iterable[EngineReport]) -> None:
+        """These engines hold a version."""
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports)))
+
+    def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
+        """An engine does not hold what it says."""
+        self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
+
+    def mismatch(self, version: int, mismatch: Mismatch) -> None:
+        """What the trainer measured of an iteration."""
+        mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
+        self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
+
+    def submit(self, submission: Submission) -> None:
+        """An iteration begins. After a restart `group` and `claim` follow for all that was restored."""
+        self._append(
+            Submit(
+                version=submission.version,
+                fingerprint=submission.fingerprint,
+                plan=submission.plan,
+                sampling=submission.sampling,
+                prompts=[content_hash(prompt.tokens) for prompt in submission.prompts],
+                seeds=[group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts],
+            )
+        )
+
+    def group(self, version: int, group: Group, is_restored: bool = False) -> None:
+        """A group was taken into the iteration."""
+        responses = [
+            ResponseRecord(
+                tokens=content_hash(response.tokens),
+                log_probs=content_hash(response.log_probs),
+                num_tokens=len(response.tokens) // 4,
+                finish_reason=response.finish_reason,
+                seed=response.seed,
+                engine=response.engine,
+                spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
+                fingerprint=response.fingerprint,
+                reward=response.reward,
+            )
+            for response in group.responses
+        ]
+        self._append(
+            GroupFinished(
+                version=version,
+                prompt=group.prompt.index,
+                prompt_hash=content_hash(group.prompt.tokens),
+                is_restored=is_restored,
+                responses=responses,
+            )
+        )
+
+    def claim(self, version: int, claim: Claim) -> None:
+        """A claim is about to be answered."""
+        self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
+
+    def complete(self, version: int, num_groups: int, num_responses: int) -> None:
+        """The trainer says that it has trained on so many."""
+        self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
+
+    def fail(self, version: int, reason: str) -> None:
+        """The iteration ended without an update. The reason is cut short: the log holds no texts of the data."""
+        self._append(Fail(version=version, reason=reason[:200]))
+
+    def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
+        """An evaluation has ended."""
+        rewards = [response.reward for group in groups for response in group.responses]
+        self._append(
+            Evaluate(
+                version=evaluation.version,
+                fingerprint=evaluation.fingerprint,
+                sampling=evaluation.sampling,
+                num_prompts=len(groups),
+                num_responses=len(rewards),
+                mean_reward=sum(rewards) / len(rewards),
+            )
+        )
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._file.close()
+        self._first.close()
+
+    def _append(self, event: AnyEvent) -> None:
+        line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        if self._file.size and self._file.size + len(line) > self._max_bytes:
+            self._open(self._index + 1)
+        if self._index and not self._file.size:
+            self._write(*make_line(self._seq, self._head, self._clock(), Continued(file=self._index)))
+            line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        self._write(line, line_hash)
+
+    def _write(self, line: bytes, line_hash: str) -> None:
+        self._file.append(line)
+        self._seq, self._head = self._seq + 1, line_hash
+
+    def _open(self, index: int) -> None:
+        """Go on in the file of that number; the first one stays open."""
+        file = AppendFile(file_of(self._first.path, index), self._sync) if index else self._first
+        if self._file is not self._first:
+            self._file.close()
+        self._file, self._index = file, index
+
+    def _continue(self) -> int:
+        """Continue after the last whole line, in whichever file it is; how many bytes of a torn one were cut off."""
+        num_bytes_cut = 0
+        # One that was begun, and has no line yet, is taken up when the file before it is full.
+        for index in reversed(existing_files(self._first.path)):
+            self._open(index)
+            num_bytes_cut += self._find_end()
+            if self._file.size:
+                break
+        return num_bytes_cut
+
+    def _find_end(self) -> int:
+        """Take up the chain after the file's last whole line, if it has one; how many bytes behind it were cut off."""
+        content, start = b"", self._file.size
+        # Backwards until a whole line, with the newline before it, is there.
+        while start > 0 and content.count(b"\n") < 2:
+            step = min(start, max(_READ_BYTES, len(content)))
+            start -= step
+            content = self._file.read(start, step) + content
+        whole = content.rfind(b"\n") + 1
+        num_bytes_cut = len(content) - whole
+        if whole:
+            last = content[content.rfind(b"\n", 0, whole - 1) + 1 : whole - 1]
+            links = read_links(last)
+            if links is None or links.hash != hash_of_line(last):
+                raise AuditBroken(
+                    f"{self._file.path}: its last line is damaged. See `megatron-rl audit {self._file.path}`, move the "
+                    "file away, and start again"
+                )
+            self._seq, self._head = links.seq + 1, links.hash
+        if num_bytes_cut:
+            self._file.cut(self._file.size - num_bytes_cut)
+        return num_bytes_cut
+
+
+class Links(msgspec.Struct, frozen=True):
+    """What ties a line to its neighbours."""
+
+    seq: int
+    prev: str
+    hash: str
+
+
+def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:
+    """A line with its newline, and its hash."""
+    body = b'{"seq":%d,"prev":"%s","time":%.3f,%s' % (seq, prev.encode(), when, msgspec.json.encode(event)[1:])
+    line_hash = hashlib.blake2b(body, digest_size=32).hexdigest()
+    return b'%s,"hash":"%s"}\n' % (body[:-1], line_hash.encode()), line_hash
+
+
+def read_links(line: bytes) -> Links | None:
+    """Those of a line without its newline; None if it is not one."""
+    try:
+        return msgspec.json.decode(line, type=Links)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def hash_of_line(line: bytes) -> str | None:
+    """The hash that belongs to the content of a line; None if the line does not end in one."""
+    match = _HASH_PATTERN.search(line)
+    if match is None:
+        return None
+    return hashlib.blake2b(line[: match.start()] + b"}", digest_size=32).hexdigest()
+
+
+def content_hash(content: bytes) -> str:
+    """What stands in the log for tokens or log-probs."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,288 @@
+"""The journal: finished groups and claims, so that a sidecar or a trainer that was killed gets them back.
+
+One file an iteration, `<version>.journal`, in a folder of the run's own. Invariants:
+
+- what an append returned from is there after a kill -9 of this process; after a loss of power only with `sync`;
+- a record that was torn by a kill is cut off at reopening, and said; any other damage is JournalDamaged;
+- a group comes back only for the key it was sampled and scored for: run, fingerprint, version, prompt (index, tokens,
+  columns), seed, sampling parameters, group size, and what the caller says of the rewards;
+- claims come back only for the submission and the rewards they were made for: another plan divides the same groups
+  anew, and what others scored is sampled again;
+- an append that fails leaves the journal as it was;
+- one process has the folder open; at most `retain` files are kept, those of the highest versions and the current one.
+"""
+
+import dataclasses
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.slots import Claim
+from megatron_rl.protocol.wire import WIRE_VERSION, Group, Response, Submission
+from megatron_rl.records.append_file import AppendFile, make_private_folder
+
+_MAGIC = b"mrlj"
+# What is ahead of each payload: the magic, its length, its checksum, and the checksum of these three.
+_HEAD = struct.Struct("<4sIII")
+_READ_BYTES = 1 << 20
+
+
+class JournalDamaged(MegatronRLError):
+    """A record in the journal is not what was written."""
+
+
+class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    """From here on the journal is that of this submission, scored by these rewards."""
+
+    wire: int
+    submission: bytes
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """A group, under the key of what it was sampled and scored for."""
+
+    key: bytes
+    prompt_index: int
+    prompt_tokens: bytes
+    responses: list[Response]
+
+
+class _Claimed(msgspec.Struct, frozen=True, kw_only=True, tag="claimed"):
+    claim: Claim
+
+
+_Record = _Begun | Finished | _Claimed
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    """What a journal gave back, in the order in which it was written."""
+
+    groups: list[Group]
+    claims: list[Claim]
+    num_bytes_cut: int
+    """Of a record that a kill had torn."""
+    num_stale: int
+    """Groups that were sampled for something else than this submission."""
+
+
+class JournalFolder:
+    """The journals of a run."""
+
+    def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
+        """`scoring` is all that decides a reward: groups that were scored otherwise do not come back."""
+        if retain < 1:
+            raise InputError(f"{retain} journals are to be kept: it must be at least 1, that of the current iteration")
+        self._folder = folder
+        self._retain = retain
+        self._sync = sync
+        self._scoring = scoring
+        make_private_folder(folder)
+        self._lock = AppendFile(folder / "lock")
+
+    def __enter__(self) -> "JournalFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self, submission: Submission) -> "Journal":
+        """The journal of an iteration, with what an earlier process left in it; too old ones are deleted."""
+        path = journal_of(self._folder, submission.version)
+        journal = Journal(path, submission, self._sync, self._scoring)
+        others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
+        for path in others[: max(0, len(others) + 1 - self._retain)]:
+            path.unlink()
+        return journal
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+
+class Journal:
+    """The journal of one iteration, open for appending; `recovered` is what was in it."""
+
+    def __init__(self, path: Path, submission: Submission, sync: bool = False, scoring: str = "") -> None:
+        self.path = path
+        self._scoring = scoring
+        self._submission = submission
+        self._file = AppendFile(path, sync)
+        try:
+            self.recovered = self._recover()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append_group(self, group: Group) -> None:
+        """Keep a finished group. AppendFailed leaves the journal as it was; so it does below."""
+        prompt = group.prompt
+        key = group_key(self._submission, prompt.index, self._scoring)
+        self._append(
+            Finished(key=key, prompt_index=prompt.index, prompt_tokens=prompt.tokens, responses=group.responses)
+        )
+
+    def append_claim(self, claim: Claim) -> None:
+        """Keep a claim, before it is answered."""
+        self._append(_Claimed(claim=claim))
+
+    def forget_recovered(self) -> None:
+        """Give back the memory: whoever wants what was recovered has taken it."""
+        self.recovered = Recovered([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._file.close()
+
+    def _append(self, record: _Record) -> None:
+        payload = msgspec.msgpack.encode(record)
+        self._file.append(_head(payload), payload)
+
+    def _recover(self) -> Recovered:
+        mine = _claims_key(self._submission, self._scoring)
+        prompts = self._submission.prompts
+        keys = {group_key(self._submission, prompt.index, self._scoring): prompt for prompt in prompts}
+        groups: dict[int, Group] = {}
+        claims: list[Claim] = []
+        is_mine, num_stale, end = False, 0, 0
+        for offset, payload in _payloads(self._file):
+            record = _decode(payload, self.path, offset)
+            if isinstance(record, _Begun):
+                is_mine, claims = record.submission == mine, []
+            elif isinstance(record, _Claimed):
+                claims += [record.claim] if is_mine else []
+            elif record.key in keys:
+                # The first stays: it is the one that may have been claimed.
+                groups.setdefault(record.prompt_index, Group(prompt=keys[record.key], responses=record.responses))
+            else:
+                num_stale += 1
+            end = offset + _HEAD.size + len(payload)
+        num_bytes_cut = self._file.size - end
+        if num_bytes_cut:
+            self._file.cut(end)
+        if not is_mine:
+            self._append(_Begun(wire=WIRE_VERSION, submission=mine))
+        return Recovered(list(groups.values()), claims, num_bytes_cut, num_stale)
+
+
+def journal_of(folder: Path, version: int) -> Path:
+    """The journal of an iteration, in the folder of a run's journals."""
+    return folder / f"{version:08d}.journal"
+
+
+def read_groups(path: Path) -> Iterator[Finished]:
+    """Every group in a journal, whatever it was sampled for; reads only, so a sidecar may have it open."""
+    with path.open("rb") as file:
+        stored = _Stored(path, os.fstat(file.fileno()).st_size, file.fileno())
+        for offset, payload in _payloads(stored):
+            record = _decode(payload, path, offset)
+            if isinstance(record, Finished):
+                yield record
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A file that is only read."""
+
+    path: Path
+    size: int
+    descriptor: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self.descriptor, size, offset)
+
+
+def group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
+    """What a group was sampled and scored for; the seed is that of its first response."""
+    what = (
+        submission.run,
+        submission.fingerprint,
+        submission.version,
+        submission.prompts[prompt_index],
+        group_seed(submission.run, submission.version, prompt_index),
+        submission.sampling,
+        submission.plan.group_size,
+        scoring,
+    )
+    return _hash(what)
+
+
+def _claims_key(submission: Submission, scoring: str) -> bytes:
+    """All that decides which claims fit: the deadline does not."""
+    return _hash((msgspec.structs.replace(submission, deadline_seconds=1.0), scoring))
+
+
+def _hash(what: object) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).digest()
+
+
+def _head(payload: bytes) -> bytes:
+    start = struct.pack("<4sII", _MAGIC, len(payload), zlib.crc32(payload))
+    return start + struct.pack("<I", zlib.crc32(start))
+
+
+def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
+    """Each whole record's offset and payload. Ends before a torn one.
+
+    A kill tears by cutting short, so a head or a payload that is as long as it should be and has another checksum is
+    damage. The head has a checksum of its own: else a changed length would make all that follows look torn.
+    """
+    offset, buffer, start = 0, b"", 0
+
+    def take(position: int, size: int) -> bytes:
+        nonlocal buffer, start
+        if position + size > start + len(buffer):
+            buffer, start = file.read(position, max(size, _READ_BYTES)), position
+        return buffer[position - start : position - start + size]
+
+    while offset < file.size:
+        head = take(offset, _HEAD.size)
+        if len(head) < _HEAD.size:
+            if not (head.startswith(_MAGIC) or _MAGIC.startswith(head)):
+                raise _damaged(file.path, offset, "its head is not one")
+            return
+        magic, length, checksum, head_checksum = _HEAD.unpack(head)
+        if magic != _MAGIC or head_checksum != zlib.crc32(head[:-4]):
+            raise _damaged(file.path, offset, "its head is not one")
+        payload = take(offset + _HEAD.size, length)
+        if len(payload) < length:
+            return
+        if zlib.crc32(payload) != checksum:
+            raise _damaged(file.path, offset, "its checksum is another")
+        yield offset, payload
+        offset += _HEAD.size + length
+
+
+def _decode(payload: bytes, path: Path, offset: int) -> _Record:
+    try:
+        record: _Record = msgspec.msgpack.decode(payload, type=_Record)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, offset, f"{error}") from None
+    if isinstance(record, _Begun) and record.wire != WIRE_VERSION:
+        raise _damaged(path, offset, f"it is of wire version {record.wire}, this is {WIRE_VERSION}")
+    return record
+
+
+def _damaged(path: Path, offset: int, what: str) -> JournalDamaged:
+    return JournalDamaged(
+        f"{path}: the record at byte {offset} is damaged ({what}). Move the file away and continue from the "
+        "checkpoint: its groups are then sampled again"
+    )

@@ -1,0 +1,123 @@
+"""How a reward function is loaded and called, inside a worker."""
+
+import asyncio
+import copy
+import difflib
+import inspect
+import json
+import random
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.ready_made import REWARDS
+from megatron_rl.rewards.types import GIVEN, RewardSpec, Values, checked_values
+
+_LONGEST_MESSAGE = 2000
+
+
+class CannotLoad(Exception):
+    """A file does not import, or does not have the function; the text says where."""
+
+
+class Functions:
+    """The functions of a run, loaded once and called for one group after the other."""
+
+    def __init__(self, specs: list[RewardSpec], sources: dict[str, str]) -> None:
+        self._specs = specs
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        modules: dict[str, types.ModuleType] = {}
+        self._functions = [self._function(spec, sources, modules) for spec in specs]
+
+    def _function(self, spec: RewardSpec, sources: dict[str, str], modules: dict[str, types.ModuleType]) -> Any:
+        if spec.function is None:
+            return REWARDS[spec.source](spec.argument, spec.timeout)
+        if spec.source not in modules:
+            modules[spec.source] = _load(spec.source, sources[spec.source])
+        function = getattr(modules[spec.source], spec.function, None)
+        if callable(function):
+            return function
+        near = difflib.get_close_matches(spec.function, dir(modules[spec.source]), n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise CannotLoad(f"{spec.source} has no function {spec.function}{hint}")
+
+    def call(self, index: int, prompt_index: int, line: bytes) -> Values:
+        """What a function gives the group in the line. Each call parses it anew: nobody sees another's changes."""
+        spec, function, request = self._specs[index], self._functions[index], json.loads(line)
+        num_samples = len(request["completions"])
+        random.seed(f"{spec.name}\0{prompt_index}")
+        result = function(**_arguments(function, request))
+        if inspect.isawaitable(result):
+            result = self._loop.run_until_complete(_awaited(result))
+        return checked_values(result, num_samples)
+
+    def describe(self, index: int, error: BaseException) -> str:
+        """The last line of an error's traceback, and the line of the function's own file that it came through."""
+        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
+        return message + _place(error, self._specs[index].source)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _place(error: BaseException, path: str) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f" ({path}:{lines[-1]})" if lines else ""
+
+
+def _load(path: str, source: str) -> types.ModuleType:
+    """The module of a file, from the text that was read when the run began: what is edited later changes nothing."""
+    name = f"megatron_rl_reward_{Path(path).stem}"
+    # A file's neighbours import as they do for a script.
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except SyntaxError as error:
+        raise CannotLoad(f"{error.filename}:{error.lineno} does not import: SyntaxError: {error.msg}") from None
+    except BaseException as error:
+        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        place = _place(error, path).strip(" ()") or path
+        raise CannotLoad(f"{place} does not import: {message[:_LONGEST_MESSAGE]}") from None
+    return module
+
+
+def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of TRL's signature; a function without **kwargs is given those that it names."""
+    count = len(request["completions"])
+    prompt, completions = request["prompt"], request["completions"]
+    if not isinstance(prompt, str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    arguments = {
+        "prompts": _repeated(prompt, count),
+        "completions": completions,
+        "completion_ids": request["completion_ids"],
+        **{name: _repeated(value, count) for name, value in request["columns"].items()},
+    }
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return arguments
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named = arguments
+    else:
+        named = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+    for parameter in parameters:
+        wanted = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if wanted and parameter.default is parameter.empty and parameter.name not in arguments:
+            columns = ", ".join(sorted(set(arguments) - set(GIVEN))) or "none"
+            raise TypeError(f"it asks for {parameter.name}, and the data has no such column (it has {columns})")
+    return named
+
+
+def _repeated(value: Any, count: int) -> list[Any]:
+    return [copy.deepcopy(value) if isinstance(value, list | dict) else value for _ in range(count)]

@@ -1,0 +1,187 @@
+"""The parent's side of one worker: its process, its pipes, and the ways in which it can fail."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.rewards.log import OutputLog
+from megatron_rl.rewards.types import Values, checked_values
+
+_LONGEST_ANSWER = 1 << 20
+_PIECE = 1 << 16
+_END_SECONDS = 5.0
+
+
+class WorkerFault(Exception):
+    """A worker that cannot be used any further: it died, is silent, or talks nonsense."""
+
+    def __init__(self, reason: str, whose_is_unclear: bool) -> None:
+        super().__init__(reason)
+        self.whose_is_unclear = whose_is_unclear
+        """Whether what an earlier group left behind in the worker may be the cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one function said of a group: the values, or the reason why there are none."""
+
+    values: Values | None
+    error: str = ""
+
+
+class RewardWorker:
+    """One worker. Whoever gets a WorkerFault from it, or is cancelled while it works, must end it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: OutputLog) -> None:
+        self._process = process
+        self._log = log
+        self._last_output = b""
+        self._num_served = 0
+        self._output = asyncio.create_task(self._follow_output())
+
+    @classmethod
+    async def start(cls, environment: Mapping[str, str], namespace: bool, log: OutputLog) -> "RewardWorker":
+        """Start the process; it is ready once `set_up` has returned."""
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "megatron_rl.rewards.worker",
+            str(os.getpid()),
+            str(int(namespace)),
+        ]
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LONGEST_ANSWER,
+                env=environment,
+                start_new_session=True,
+            )
+        )
+        try:
+            return cls(await asyncio.shield(starting), log)
+        except asyncio.CancelledError:
+            # Half a start cannot be undone: pipes would stay open.
+            await cls(await starting, log).end()
+            raise
+
+    async def set_up(self, setup: bytes, timeout: float) -> dict[str, Any]:
+        """Hand over the functions and wait until they are loaded."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(setup)
+                return await self._receive()
+        except TimeoutError:
+            raise WorkerFault(f"did not finish importing within {timeout:g} seconds", False) from None
+
+    async def send(self, job: Mapping[str, Any], group: bytes, timeout: float) -> None:
+        """Hand over a group."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(json.dumps(job).encode() + b"\n" + group)
+        except TimeoutError:
+            raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
+
+    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> Answer:
+        """What the next function says."""
+        try:
+            async with asyncio.timeout(timeout):
+                content = await self._receive()
+        except TimeoutError:
+            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
+        if content.get("job") != job or content.get("function") != function:
+            raise self._nonsense()
+        if "error" in content:
+            return Answer(None, str(content["error"]))
+        try:
+            return Answer(checked_values(content.get("values"), num_samples))
+        except ValueError:
+            raise self._nonsense() from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs; one that ended between two groups is no function's fault."""
+        return self._process.returncode is None
+
+    def served(self) -> None:
+        """A group is done; the next one meets what it left behind."""
+        self._num_served += 1
+
+    async def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        with contextlib.suppress(ConnectionError):
+            await self._process.stdin.drain()
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError:
+            raise self._nonsense() from None
+        if not line.endswith(b"\n"):
+            raise WorkerFault(await self._how_it_ended(), self._num_served > 0)
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._nonsense() from None
+        if not isinstance(content, dict):
+            raise self._nonsense()
+        return content
+
+    def _nonsense(self) -> WorkerFault:
+        return WorkerFault("something in its process wrote into the channel of the answers", self._num_served > 0)
+
+    async def _how_it_ended(self) -> str:
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                code = await self._process.wait()
+                await asyncio.shield(self._output)
+        except TimeoutError:
+            return "its process closed the channel of the answers"
+        try:
+            how = f"was killed by {signal.Signals(code - 128).name}"
+        except ValueError:
+            how = f"ended with exit code {code}"
+        last = self._last_output.decode(errors="replace").strip().splitlines()
+        return f"its process {how}" + (f"; its last line: {last[-1][:500]}" if last else "")
+
+    async def _follow_output(self) -> None:
+        """Take what functions print, all of it, so that printing never blocks them."""
+        assert self._process.stderr is not None
+        while piece := await self._process.stderr.read(_PIECE):
+            self._last_output = (self._last_output + piece)[-_PIECE:]
+            self._log.write(piece)
+
+    def kill(self) -> None:
+        """Tell the keeper to end the worker and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    async def end(self) -> None:
+        """Kill, and wait until nothing is left: no process, no open pipe."""
+        self.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        # A process counts as ended only when its pipes have been read to their end.
+        gone = asyncio.gather(self._process.wait(), self._drain(), self._output, return_exceptions=True)
+        await asyncio.wait({gone}, timeout=_END_SECONDS)
+        if not gone.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+            await asyncio.wait({gone}, timeout=_END_SECONDS)
+        gone.cancel()
+
+    async def _drain(self) -> None:
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(_PIECE):
+            pass

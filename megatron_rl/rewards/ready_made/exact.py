@@ -1,0 +1,19 @@
+"""exact[:COLUMN]: 1 for a completion that is the answer, white space at both ends aside, else 0."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.rewards.ready_made.text import column, text_of
+
+
+def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
+    name = argument or "answer"
+
+    def exact(completions: Sequence[Any], **columns: Any) -> list[float]:
+        answers = column(columns, name, "exact")
+        return [
+            float(text_of(completion).strip() == str(answer).strip())
+            for completion, answer in zip(completions, answers, strict=True)
+        ]
+
+    return exact

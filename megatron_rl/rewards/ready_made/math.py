@@ -1,0 +1,33 @@
+"""math[:COLUMN]: 1 for a completion whose answer is mathematically the solution's, else 0, judged by math-verify.
+
+The column is `solution` unless another is named. A solution that cannot be parsed gives None: the reward does not
+apply.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.rewards.ready_made.text import column, text_of
+
+
+def make(argument: str | None, timeout: float) -> Callable[..., list[float | None]]:
+    name = argument or "solution"
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError("the reward math needs math-verify: pip install 'math-verify[antlr4_13_2]'")
+
+    def math(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        solutions = column(columns, name, "math")
+        return [_score(text_of(text), str(gold)) for text, gold in zip(completions, solutions, strict=True)]
+
+    return math
+
+
+def _score(completion: str, solution: str) -> float | None:
+    from math_verify import parse, verify
+
+    # A bare number or formula is parsed only between dollars.
+    gold = parse(solution) or parse(f"${solution}$")
+    if not gold:
+        return None
+    return float(verify(gold, parse(completion)))

@@ -1,0 +1,184 @@
+"""A worker: `python -m megatron_rl.rewards.worker PARENT NAMESPACE`, spoken to over its standard streams.
+
+It is two processes. The keeper runs nothing of anyone's: it starts the other, adopts whatever that one leaves behind,
+and ends all of it when the other ends, when it is told to (SIGTERM) or when its own parent dies. The other confines
+itself, loads the functions and answers.
+
+The first line it reads is the set-up, and is answered with {"ready"} or {"cannot_load"}. Then each job is two lines,
+what to do and the group, and is answered with one line a function: {"job", "function", "values" or "error"}.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO, Any, NoReturn
+
+from megatron_rl.rewards import kernel
+from megatron_rl.rewards.confinement import PROCESSES, Confinement, confine
+from megatron_rl.rewards.types import RewardSpec
+
+# What the keeper waits for; blocked, so that none is lost or comes in the middle of something.
+_EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
+
+
+def main(arguments: list[str]) -> NoReturn:
+    parent, namespace = int(arguments[0]), arguments[1] == "1"
+    signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
+    missing = _become_keeper(namespace)
+    if os.getppid() != parent:
+        _tidy_up()
+        os._exit(1)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _EVENTS)
+        _work(missing)
+    _close_streams()
+    status = _wait_for(child)
+    _end_all()
+    if os.getppid() != parent:
+        _tidy_up()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _tidy_up() -> None:
+    """Remove the scratch folder in the place of a parent that was killed."""
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
+def _become_keeper(namespace: bool) -> dict[str, str]:
+    missing = {}
+    try:
+        kernel.signal_at_parents_death(signal.SIGTERM)
+        kernel.adopt_orphans()
+        if namespace:
+            kernel.new_process_namespace()
+        else:
+            missing[PROCESSES] = "no namespace of their own was asked for"
+    except OSError as error:
+        missing[PROCESSES] = f"no namespace of their own: {error}"
+    return missing
+
+
+def _close_streams() -> None:
+    """The keeper holds no end of the pipes: they break when the worker ends."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+
+
+def _wait_for(child: int) -> int:
+    """The status the child ended with; 0 where we are told to end before it does."""
+    while signal.sigwait(_EVENTS) == signal.SIGCHLD:
+        while (ended := _reap()) is not None:
+            if ended[0] == child:
+                return ended[1]
+    return 0
+
+
+def _reap() -> tuple[int, int] | None:
+    """A child that has ended, with its status."""
+    ended = os.waitpid(-1, os.WNOHANG)
+    return ended if ended[0] else None
+
+
+def _end_all() -> None:
+    """End every descendant: those that are left behind by one that ends become our children, until there are none."""
+    while True:
+        for child in _children():
+            os.kill(child, signal.SIGKILL)
+        try:
+            while _reap():
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _children() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                    # The name of the program may hold anything, and ends with the last parenthesis.
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == os.getpid():
+                yield int(name)
+
+
+def _work(missing: dict[str, str]) -> NoReturn:
+    """What the second process does; it never returns into the keeper's code."""
+    code = 1
+    try:
+        if sys.platform == "linux":
+            kernel.signal_at_parents_death(signal.SIGKILL)
+        os.setpgid(0, 0)
+        requests, answers = _take_streams()
+        _serve(requests, answers, missing)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
+    """Move the channel out of the way of what functions print, which goes to standard error."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
+    setup = json.loads(requests.readline())
+    _limit_memory(setup["memory_bytes"])
+    if setup["confinement"] is not None:
+        missing |= confine(Confinement(**{name: tuple(paths) for name, paths in setup["confinement"].items()}))
+    # Imported after the confinement, with the functions: the keeper has no use for it.
+    from megatron_rl.rewards.calling import CannotLoad, Functions
+
+    try:
+        functions = Functions([RewardSpec(**spec) for spec in setup["specs"]], setup["sources"])
+    except CannotLoad as error:
+        _answer(answers, {"cannot_load": str(error)})
+        return
+    _answer(answers, {"ready": True, "missing": missing})
+    while line := requests.readline():
+        job, group = json.loads(line), requests.readline()
+        for index in job["functions"]:
+            answer: dict[str, Any] = {"job": job["job"], "function": index}
+            try:
+                answer["values"] = functions.call(index, job["prompt_index"], group)
+            except BaseException as error:
+                answer["error"] = functions.describe(index, error)
+            sys.stdout.flush()
+            _answer(answers, answer)
+            if "error" in answer and job["stop"]:
+                break
+
+
+def _limit_memory(limit: int | None) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _answer(answers: IO[bytes], content: dict[str, Any]) -> None:
+    answers.write(json.dumps(content).encode() + b"\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,112 @@
+"""Which engine samples which group.
+
+Invariants:
+
+- a group goes to the READY engine with the fewest responses in flight, and to none beyond its bound; whoever waits
+  longest is served first, but a group that can wait only when no other does;
+- a group whose engine is lost, or whose answer is not one, goes to an engine again at once, with the same seed, a
+  bounded number of times;
+- what was taken of an engine is given back however a request ends, cancellation included.
+"""
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Iterable
+
+from megatron_rl.protocol.wire import Response
+from megatron_rl.sidecar.engines.engine import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
+
+_log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+
+
+_Queue = collections.deque[tuple[int, asyncio.Future[Engine]]]
+
+
+class EnginePool:
+    """Spreads groups over engines."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Iterable[Engine]],
+        max_responses: int,
+        on_lost: Callable[[Engine, EngineLost], None],
+        none_left: Callable[[], str | None],
+    ) -> None:
+        """`max_responses` is the bound of each engine; a larger group goes to an engine that has nothing else.
+        `none_left` says why no engine will ever be ready again, or None."""
+        self.num_retried = 0
+        self._engines = engines
+        self._max_responses = max_responses
+        self._on_lost = on_lost
+        self._none_left = none_left
+        self._in_flight: collections.Counter[str] = collections.Counter()
+        # Those that go first, and those that can wait.
+        self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        """The responses of a group, from whichever engine gives them."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            engine = await self._take(request.group_size, self._waiting[request.can_wait])
+            try:
+                return await engine.generate(request)
+            except (EngineLost, EngineRefused) as error:
+                _log.warning("attempt %d of request %s: %s", attempt, request.request_id, error)
+                if isinstance(error, EngineLost):
+                    self._on_lost(engine, error)
+                reason = str(error)
+                self.num_retried += 1
+            finally:
+                self._give_back(engine, request.group_size)
+        raise EngineLost(f"{reason}; request {request.request_id} was tried {MAX_ATTEMPTS} times")
+
+    def in_flight(self, name: str) -> int:
+        """Responses that the engine of this name is sampling for us."""
+        return self._in_flight[name]
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for an engine."""
+        return sum(map(len, self._waiting))
+
+    def engines_changed(self) -> None:
+        """An engine has become ready, or will never be."""
+        while queue := self._waiting[0] or self._waiting[1]:
+            size, future = queue[0]
+            if future.done():
+                queue.popleft()
+            elif engine := self._choose(size):
+                queue.popleft()
+                self._in_flight[engine.name] += size
+                future.set_result(engine)
+            elif reason := self._none_left():
+                queue.popleft()
+                future.set_exception(EngineLost(reason))
+            else:
+                return
+
+    async def _take(self, size: int, queue: _Queue) -> Engine:
+        future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        queue.append((size, future))
+        self.engines_changed()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                self._give_back(future.result(), size)
+            raise
+
+    def _give_back(self, engine: Engine, size: int) -> None:
+        self._in_flight[engine.name] -= size
+        self.engines_changed()
+
+    def _choose(self, size: int) -> Engine | None:
+        free = [
+            engine
+            for engine in self._engines()
+            if engine.state is EngineState.READY
+            and (self._in_flight[engine.name] + size <= self._max_responses or not self._in_flight[engine.name])
+        ]
+        return min(free, key=lambda engine: self._in_flight[engine.name], default=None)

@@ -1,0 +1,258 @@
+"""An engine for tests and rehearsals: what it samples is a pure function of seed, prompt and fingerprint.
+
+It stands in for a vLLM engine, in this process, with a speed, lengths, delays and faults that a test sets. Nothing
+chooses it by default.
+"""
+
+import asyncio
+import dataclasses
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from megatron_rl.errors import InputError
+from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, log_prob_bytes, token_bytes
+from megatron_rl.sidecar.engines.engine import EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.streams import Place
+
+Fault = Literal["die", "hang", "refuse", "cut"]
+Step = Literal["pause", "load", "commit", "verify", "probe", "resume"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """How a scripted engine behaves."""
+
+    vocab_size: int = 1000
+    lengths: tuple[int, int] = (1, 32)
+    """The least and the most tokens of a response; the request's own bound holds too."""
+    tokens_per_second: float | None = None
+    """Of the engine, shared by what is in flight; None answers at once."""
+    delay: Callable[[GroupRequest], float] = lambda request: 0.0
+    """Seconds that a group takes beside its tokens."""
+    group_faults: Mapping[str, Fault] = dataclasses.field(default_factory=dict)
+    """What happens to a request, by its id, the first time it comes."""
+    step_faults: Mapping[Step, Fault] = dataclasses.field(default_factory=dict)
+    """What happens at a step of a publish, once."""
+    keeps_old_weights: bool = False
+    """Claims every version that is published, and goes on sampling with the first one."""
+
+
+class ScriptedEngine:
+    """One of them. Satisfies `megatron_rl.sidecar.engines.engine.Engine`."""
+
+    def __init__(self, name: str, script: Script = Script()):
+        self.name = name
+        self.state = EngineState.READY
+        self.num_workers = 1
+        self.stream_place: Place | None = None
+        self.script = script
+        self.num_served = 0
+        self._report = WeightReport(version=-1, fingerprint="")
+        self._sampled_with = ""
+        self._group_faults = dict(script.group_faults)
+        self._step_faults = dict(script.step_faults)
+        self._running = asyncio.Event()
+        self._running.set()
+        self._num_in_flight = 0
+
+    @property
+    def kind(self) -> EngineKind:
+        """It has no model, so nothing can be compared with the trainer's."""
+        return EngineKind(has_model=False)
+
+    async def start(self) -> None:
+        """There at once, without weights."""
+        self.state = EngineState.WAITING
+
+    def last_words(self) -> str:
+        """It has no log."""
+        return "it is a scripted engine"
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        await self._running.wait()
+        await self._act(self._group_faults.pop(request.request_id, None))
+        self._num_in_flight += 1
+        try:
+            responses = [self._respond(request, sample) for sample in range(request.group_size)]
+            seconds = self.script.delay(request)
+            if self.script.tokens_per_second:
+                num_tokens = sum(len(response.tokens) // 4 for response in responses)
+                seconds += num_tokens * self._num_in_flight / self.script.tokens_per_second
+            if seconds:
+                await asyncio.sleep(seconds)
+            self._must_live()
+            self.num_served += 1
+            return responses
+        finally:
+            self._num_in_flight -= 1
+
+    async def pause(self) -> None:
+        await self._step("pause")
+        self._running.clear()
+        while self._num_in_flight:
+            await asyncio.sleep(0.001)
+        self.state = EngineState.PUBLISHING
+
+    async def load(self, weights: Weights) -> WeightReport:
+        self.state = EngineState.DIRTY
+        await self._step("load")
+        before = self._sampled_with
+        if not (self.script.keeps_old_weights and before):
+            self._sampled_with = weights.fingerprint
+        return WeightReport(weights.version, self._sampled_with)
+
+    async def commit(self, report: WeightReport) -> None:
+        await self._step("commit")
+        self._report = report
+        self.state = EngineState.PUBLISHING
+
+    async def verify(self) -> WeightReport:
+        await self._step("verify")
+        return self._report
+
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
+        await self._step("probe")
+        return _stream(f"probe\0{self._sampled_with}\0{tuple(tokens)}").random(4).tolist()
+
+    async def resume(self) -> None:
+        await self._step("resume")
+        self.state = EngineState.READY
+        self._running.set()
+
+    async def is_alive(self) -> bool:
+        return self.state is not EngineState.DEAD
+
+    async def close(self) -> None:
+        """End it, as its process would end."""
+        self.state = EngineState.DEAD
+
+    def _respond(self, request: GroupRequest, sample: int) -> Response:
+        seed = request.seed + sample
+        stream = _stream(f"{seed}\0{self._sampled_with}\0{request.prompt_tokens}")
+        least, most = self.script.lengths
+        limit = min(most, request.sampling.max_tokens)
+        length = int(stream.integers(min(least, limit), limit + 1))
+        is_cut = length == request.sampling.max_tokens
+        return Response(
+            tokens=token_bytes(stream.integers(0, self.script.vocab_size, length, dtype=np.int32)),
+            log_probs=log_prob_bytes(-4 * stream.random(length, dtype=np.float32)),
+            finish_reason="length" if is_cut else "stop",
+            seed=seed,
+            engine=self.name,
+            spans=[Span(version=str(self._report.version), start=0, end=length)],
+            fingerprint=self._report.fingerprint,
+        )
+
+    async def _step(self, step: Step) -> None:
+        self._must_live()
+        await self._act(self._step_faults.pop(step, None))
+
+    async def _act(self, fault: Fault | None) -> None:
+        self._must_live()
+        if fault == "die":
+            self.state = EngineState.DEAD
+            raise EngineLost(f"engine {self.name} died, as its script says")
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault in ("refuse", "cut"):
+            raise EngineLost(f"engine {self.name} gave half an answer, as its script says")
+
+    def _must_live(self) -> None:
+        if self.state is EngineState.DEAD:
+            raise EngineLost(f"engine {self.name} is dead")
+
+
+class ScriptedFactory:
+    """Makes scripted engines, all alike. Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
+
+    def __init__(self, script: Script):
+        self._script = script
+
+    def create(self, name: str) -> ScriptedEngine:
+        return ScriptedEngine(name, self._script)
+
+    def adopt(self, name: str, address: str) -> ScriptedEngine:
+        raise InputError(f"{address} cannot be taken in: the engines of this sidecar are scripted")
+
+    def release(self, name: str) -> None:
+        """It holds nothing."""
+
+
+def _stream(text: str) -> np.random.Generator:
+    key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    vocab_size: int | None = None
+    lengths: tuple[int, int] = Script().lengths
+    tokens_per_second: float | None = None
+    delay: tuple[float, float] = (0.0, 0.0)
+    delay_seed: int = 0
+
+
+def read_script(path: Path | None, vocab_size: int | None) -> Script:
+    """The script in a file, or the plain one without a file; `vocab_size` is that of the model, where there is one."""
+    fields = _Fields() if path is None else _read(path)
+    _check(fields, path, vocab_size)
+    return Script(
+        vocab_size=fields.vocab_size or vocab_size or Script().vocab_size,
+        lengths=fields.lengths,
+        tokens_per_second=fields.tokens_per_second,
+        delay=lambda request: _delay(fields, request),
+    )
+
+
+def _read(path: Path) -> _Fields:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"--rollout-script {path} cannot be read: {error.strerror}; name a JSON file") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"--rollout-script {path} is not JSON: {error}") from None
+    names = _Fields.__struct_fields__
+    for name in content if isinstance(content, dict) else ():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            which = f", the nearest is {near[0]}" if near else ""
+            raise InputError(f"--rollout-script {path}: unknown field {name}{which}; there are {', '.join(names)}")
+    try:
+        return msgspec.convert(content, _Fields)
+    except msgspec.ValidationError as error:
+        raise InputError(f"--rollout-script {path}: {error}") from None
+
+
+def _check(fields: _Fields, path: Path | None, vocab_size: int | None) -> None:
+    least, most = fields.lengths
+    shortest, longest = fields.delay
+    speed = fields.tokens_per_second
+    for is_right, what in (
+        (fields.vocab_size is None or fields.vocab_size >= 1, f"vocab_size {fields.vocab_size}: write at least 1"),
+        (
+            vocab_size is None or (fields.vocab_size or 0) <= vocab_size,
+            f"vocab_size {fields.vocab_size}: the model of --hf-model has {vocab_size} tokens; write no more, or leave "
+            f"it out",
+        ),
+        (1 <= least <= most, f"lengths [{least}, {most}]: write [LEAST, MOST] with 1 <= LEAST <= MOST"),
+        (speed is None or 0 < speed < math.inf, f"tokens_per_second {speed}: write a number above 0"),
+        (
+            0 <= shortest <= longest < math.inf,
+            f"delay [{shortest:g}, {longest:g}]: write seconds, [LEAST, MOST] with 0 <= LEAST <= MOST",
+        ),
+    ):
+        if not is_right:
+            raise InputError(f"--rollout-script {path}: {what}")
+
+
+def _delay(fields: _Fields, request: GroupRequest) -> float:
+    shortest, longest = fields.delay
+    text = f"{fields.delay_seed}\0{request.seed}".encode()
+    fraction = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") / 2**64
+    return shortest + (longest - shortest) * fraction

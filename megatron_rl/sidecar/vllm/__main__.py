@@ -1,0 +1,19 @@
+"""vLLM's API server as an engine of ours: `python -m megatron_rl.sidecar.vllm.__main__ <flags of vLLM>`.
+
+It differs in two ways: each of its processes ends with the one that started it (vLLM's core and workers live on when
+the API server is killed), and what it creates is for this user only.
+"""
+
+import os
+import runpy
+
+from megatron_rl.sidecar.parent import tie
+
+# A process that multiprocessing spawns runs this module again, under this name.
+if __name__ == "__mp_main__":
+    tie()
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    tie()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,0 +1,195 @@
+"""What a vLLM server is asked and answers: checked, because vLLM clamps, ignores and goes on without a word."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from megatron_rl.errors import InputError
+from megatron_rl.protocol.wire import Response, Sampling, Span, log_prob_bytes, token_bytes
+from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
+
+# vLLM writes this for a log-prob that is minus infinity or not a number.
+_CLAMPED = -9999.0
+
+
+class _LogProb(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_LogProb] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _LogProbs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class Answer(msgspec.Struct):
+    """The body of /inference/v1/generate, as far as we read it."""
+
+    choices: list[_Choice]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What an engine can do."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def body(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
+    """The request to vLLM; an InputError where vLLM would do something else without a word."""
+    _check_fits(request, limits)
+    return {
+        "request_id": request.request_id,
+        "token_ids": list(request.prompt_tokens),
+        "sampling_params": {
+            **sampling_params(request.sampling, limits),
+            "n": request.group_size,
+            "seed": request.seed,
+        },
+        # Keys and values of other weights are never found again, even if a reset of the cache failed.
+        "cache_salt": tag,
+    }
+
+
+def sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
+    """Every field that vLLM samples by is named: a default of vLLM's never decides."""
+    stop_token_ids = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        # Without a tokenizer vLLM knows no end of a response.
+        stop_token_ids |= set(limits.eos_token_ids)
+    return {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": sorted(stop_token_ids),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def responses(answer: Answer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
+    """The group's responses; EngineRefused when one is missing, cut off, or not wholly of the expected version."""
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(request.group_size)):
+        raise EngineRefused(
+            f"engine {engine}: request {request.request_id} has choices {[choice.index for choice in choices]}, "
+            f"and {request.group_size} were asked for"
+        )
+    fingerprint = tag.partition(":")[2]
+    return [_response(choice, request, engine, version, tag, fingerprint) for choice in choices]
+
+
+def _response(
+    choice: _Choice, request: GroupRequest, engine: str, version: int, tag: str, fingerprint: str
+) -> Response:
+    tokens = choice.token_ids or []
+    content = (choice.logprobs.content if choice.logprobs else None) or []
+    log_probs = [entry.logprob for entry in content]
+    if wrong := _fault(choice, tokens, content, request, tag):
+        raise EngineRefused(f"engine {engine}: choice {choice.index} of request {request.request_id} {wrong}")
+    return Response(
+        tokens=token_bytes(tokens),
+        log_probs=log_prob_bytes(log_probs),
+        finish_reason=choice.finish_reason,  # type: ignore[arg-type]
+        seed=request.seed + choice.index,
+        engine=engine,
+        spans=[Span(version=str(version), start=span.start, end=span.end) for span in choice.weight_versions or ()],
+        fingerprint=fingerprint,
+    )
+
+
+def _fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest, tag: str) -> str | None:
+    """What is wrong with a choice, if anything."""
+    most = request.sampling.max_tokens
+    if choice.finish_reason not in ("stop", "length"):
+        return f"was cut off: its finish reason is {choice.finish_reason!r}"
+    if not tokens or len(tokens) > most or (choice.finish_reason == "length" and len(tokens) != most):
+        return f"ended by {choice.finish_reason!r} after {len(tokens)} tokens, with max_tokens {most}"
+    if [entry.token_id for entry in content] != tokens:
+        return f"has log-probs for {len(content)} tokens that are not its {len(tokens)} tokens"
+    for entry in content:
+        # A log-prob is at most 0, but for the rounding of a sum over the vocabulary.
+        if not math.isfinite(entry.logprob) or entry.logprob <= _CLAMPED or entry.logprob > 1e-3:
+            return f"has {entry.logprob} for the log-prob of token {entry.token_id}"
+    if choice.weight_versions is None:
+        return "does not say which weights sampled it: this vLLM does not record the version of a token"
+    position = 0
+    for span in choice.weight_versions:
+        if span.version != tag or span.start != position:
+            return f"has tokens {span.start} to {span.end} from weights {span.version!r}, and {tag!r} is expected"
+        position = span.end
+    if position != len(tokens):
+        return f"says which weights sampled {position} of its {len(tokens)} tokens"
+    return None
+
+
+def _check_fits(request: GroupRequest, limits: Limits) -> None:
+    tokens, most = request.prompt_tokens, request.sampling.max_tokens
+    if not tokens:
+        raise InputError(f"request {request.request_id} has an empty prompt")
+    if most < 1 or request.group_size < 1:
+        raise InputError(f"request {request.request_id} asks for {request.group_size} responses of {most} tokens")
+    if len(tokens) + most > limits.max_model_len:
+        raise InputError(
+            f"request {request.request_id}: a prompt of {len(tokens)} tokens and {most} more are beyond the engines' "
+            f"{limits.max_model_len}: shorten one of them or start the engines with a larger --rollout-max-model-len"
+        )
+    if request.group_size > limits.max_num_seqs:
+        raise InputError(
+            f"request {request.request_id}: {request.group_size} responses are more than the {limits.max_num_seqs} "
+            "that an engine samples at a time: start the engines with a larger --rollout-max-num-seqs"
+        )
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        raise InputError(
+            f"request {request.request_id}: token {min(tokens) if min(tokens) < 0 else max(tokens)} of the prompt is "
+            f"not one of the model's {limits.vocab_size}: tokenize with the tokenizer of this model"
+        )
+
+
+def is_sum(parts: Iterable[Sequence[int]], whole: Sequence[int]) -> bool:
+    """Whether digests of parts add up to that of the whole, lane by lane."""
+    return all((sum(lanes) - total) % 2**64 == 0 for *lanes, total in zip(*parts, whole, strict=True))
+
+
+def wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tensors that workers hold between them, and whose parts are not, together, what was given.
+
+    Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds;
+    several workers may hold the same one.
+    """
+    parts: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    wholes: dict[str, list[int]] = {}
+    for answer in answers:
+        for name, share in answer["shares"].items():
+            wholes.setdefault(name, share["whole"])
+            for rectangle, lanes in share["parts"]:
+                known = parts.setdefault(name, {}).setdefault(tuple(rectangle), lanes)
+                if known != lanes:
+                    yield name
+    for name, of_tensor in parts.items():
+        if not is_sum(of_tensor.values(), wholes[name]):
+            yield name

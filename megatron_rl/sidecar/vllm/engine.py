@@ -1,0 +1,423 @@
+"""A vLLM server as an engine: requests over its unix socket, weights replaced in place."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.protocol import probe
+from megatron_rl.protocol.wire import EngineKind, Response, Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engines.engine import (
+    EngineLost,
+    EngineRefused,
+    EngineState,
+    GroupRequest,
+    WeightReport,
+    WrongWeights,
+)
+from megatron_rl.sidecar.launcher import Handle, Launcher
+from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, wrongly_shared
+from megatron_rl.sidecar.vllm.log import cause
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
+from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, spec
+
+_log = logging.getLogger(__name__)
+
+# Between log-probs of the same weights from the same kernels: those of some devices do not add in a fixed order.
+_RELOAD_TOLERANCES = {"float32": 1e-4}
+_RELOAD_TOLERANCE = 5e-2
+_LOG_PROBS_MODE = "processed_logprobs"
+_POLL_SECONDS = 0.1
+_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Seconds; the steps of a publish have those of `publication.StepDeadlines`."""
+
+    start: float = 600
+    health: float = 60
+    """Generous: while the server writes the answer to a large group it does nothing else."""
+    group: float = 7200
+    """A whole group, queueing included."""
+    stall: float = 120
+    """Without one more token while something is in flight."""
+
+
+class VllmEngine:
+    """One vLLM server, started by us (with a handle) or adopted. Satisfies `sidecar.engines.engine.Engine`."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        handle: Handle | None = None,
+        deadlines: Deadlines = Deadlines(),
+        stream_place: streams.Place | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.state = EngineState.STARTING
+        self.limits = Limits(max_model_len=0, max_num_seqs=0, vocab_size=0)
+        self.facts: dict[str, Any] = {}
+        self.stream_place = stream_place
+        self._handle = handle
+        self._deadlines = deadlines
+        self._version = -1
+        self._tag = ""
+        self._num_in_flight = 0
+        self._progress = (0.0, 0.0)
+        # A connection kept open may be closed by the server just when it is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
+            base_url="http://engine",
+            timeout=None,
+        )
+
+    async def start(self) -> None:
+        """Wait until the server answers and its workers are ready for us; EngineLost with its last lines otherwise."""
+        try:
+            async with asyncio.timeout(self._deadlines.start):
+                await self._until_healthy()
+                await self._prepare()
+                await self._check_updates()
+        except TimeoutError:
+            raise EngineLost(
+                f"engine {self.name} was not ready after {self._deadlines.start:g} s\n{self.last_words()}"
+            ) from None
+        self.state = EngineState.WAITING
+
+    async def generate(self, request: GroupRequest) -> list[Response]:
+        if self.state is not EngineState.READY:
+            # A paused vLLM would keep the request, and sample it from whatever comes next.
+            raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
+        version, tag = self._version, self._tag
+        content = body(request, self.limits, tag)
+        if not self._num_in_flight:
+            self._progress = (-1.0, time.monotonic())
+        self._num_in_flight += 1
+        try:
+            async with asyncio.timeout(self._deadlines.group):
+                data = await self._send("generate", "POST", "/inference/v1/generate", content)
+        except TimeoutError:
+            raise EngineLost(
+                f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
+            ) from None
+        finally:
+            self._num_in_flight -= 1
+        try:
+            answer = msgspec.json.decode(data, type=Answer)
+        except msgspec.DecodeError as error:
+            raise EngineRefused(f"engine {self.name}: the answer to {request.request_id} is not one: {error}") from None
+        return responses(answer, request, self.name, version, tag)
+
+    async def pause(self) -> None:
+        self.state = EngineState.PUBLISHING
+        await self._post("pause", "/pause?mode=wait")
+
+    async def load(self, weights: Weights) -> WeightReport:
+        self.state = EngineState.DIRTY
+        # Until the next commit nothing that this engine samples is of a version.
+        self._version, self._tag = -1, ""
+        load = self._load_files if weights.transport == "shm" else self._load_stream
+        answers = await load(weights)
+        if wrong := sorted(set(wrongly_shared(answers))):
+            raise WrongWeights(
+                f"engine {self.name}, load: {len(wrong)} tensors are held with other numbers than were given, over its "
+                f"workers: {', '.join(wrong[:5])}"
+            )
+        return WeightReport(
+            weights.version,
+            self._common("load", answers, "fingerprint"),
+            num_compared=min(answer["compared"] for answer in answers),
+            # What no worker holds was not compared either.
+            num_parameters=max(answer["parameters"] for answer in answers)
+            + len(set.intersection(*(set(answer["unheld"]) for answer in answers))),
+        )
+
+    async def commit(self, report: WeightReport) -> None:
+        tag = f"{report.version}:{report.fingerprint}"
+        reset = await self._post("commit", "/reset_prefix_cache")
+        if reset.get("success") is not True:
+            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, something still holds it")
+        await self._post("commit", "/update_weight_version", {"new_version": tag})
+        self._version, self._tag = report.version, tag
+        self.state = EngineState.PUBLISHING
+
+    async def verify(self) -> WeightReport:
+        data = await self._send("verify", "GET", "/weight_info")
+        tag = str(json.loads(data)["weight_version"])
+        version, _, fingerprint = tag.partition(":")
+        held = self._common("verify", await self._workers("verify", "megatron_rl_report"), "fingerprint")
+        if held != fingerprint or not version.isdecimal():
+            raise EngineRefused(
+                f"engine {self.name} is tagged {tag!r}, and its workers hold the weights of fingerprint {held!r}"
+            )
+        return WeightReport(int(version), fingerprint)
+
+    async def probe(self, tokens: Sequence[int]) -> list[float]:
+        # A paused vLLM takes no step, so it runs for this one request; nobody else sends it any before `resume`.
+        chosen = tokens or probe.tokens_of(max(0, self._version), self.limits.vocab_size)
+        prompt = list(chosen[: self.limits.max_model_len - 1])
+        content = {
+            "request_id": f"probe-{self.name}-{self._version}",
+            "token_ids": prompt,
+            "sampling_params": {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0},
+            "cache_salt": f"probe {time.monotonic_ns()}",
+        }
+        await self._post("probe", "/resume")
+        data = await self._send("probe", "POST", "/inference/v1/generate", content)
+        await self._post("probe", "/pause?mode=wait")
+        pairs = zip(prompt, json.loads(data)["prompt_logprobs"], strict=True)
+        return [entry[str(token)]["logprob"] for token, entry in pairs if entry]
+
+    async def resume(self) -> None:
+        await self._post("resume", "/resume")
+        self.state = EngineState.READY
+
+    async def is_alive(self) -> bool:
+        """Whether the process is there, answers, and gets on with what is in flight."""
+        if self._handle and self._handle.poll():
+            return False
+        return await self._answers_health() and await self._makes_progress()
+
+    async def close(self) -> None:
+        """End what was started by us; leave alone what was adopted."""
+        self.state = EngineState.DEAD
+        await self._http.aclose()
+        if self._handle:
+            await asyncio.to_thread(self._handle.kill)
+
+    @property
+    def kind(self) -> EngineKind:
+        facts = self.facts
+        return EngineKind(**{name: facts[name] for name in ("dtype", "device", "is_quantized", "has_experts")})
+
+    @property
+    def num_workers(self) -> int:
+        return int(self.facts["world_size"])
+
+    def last_words(self) -> str:
+        """What its log says of why it ended, and where that log is."""
+        if self._handle is None:
+            return "somebody else has started it: its log is there"
+        return f"{cause(self._handle.log_lines())}\nits log is {self._handle.log}"
+
+    async def _prepare(self) -> None:
+        try:
+            answers = await self._workers("prepare", "megatron_rl_prepare")
+        except EngineRefused as refusal:
+            raise EngineRefused(
+                f"{refusal}\nAn engine needs VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode "
+                f"{_LOG_PROBS_MODE}, --worker-extension-cls {EXTENSION} and this package on its PYTHONPATH"
+            ) from None
+        self.facts = facts = answers[0]
+        if facts["logprobs_mode"] != _LOG_PROBS_MODE:
+            raise PlatformError(
+                f"engine {self.name} gives {facts['logprobs_mode']}, and the trainer's log-probs are of logits/T: "
+                f"start it with --logprobs-mode {_LOG_PROBS_MODE}"
+            )
+        self.limits = Limits(
+            max_model_len=int(facts["max_model_len"]),
+            max_num_seqs=int(facts["max_num_seqs"]),
+            vocab_size=int(facts["vocab_size"]),
+            eos_token_ids=tuple(facts["eos_token_ids"]),
+        )
+
+    async def _until_healthy(self) -> None:
+        while not await self._answers_health():
+            if self._handle and (end := self._handle.poll()):
+                raise EngineLost(f"engine {self.name} {end} before it was ready\n{self.last_words()}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _check_updates(self) -> None:
+        """A vLLM that loads this model in place otherwise than from its start would sample from nobody's weights.
+
+        Every later check would pass: what was received is what was announced, and all engines are wrong alike.
+        """
+        patched = self.facts["moe_patch"]
+        if self._handle is None:
+            # It may hold any weights by now, so it cannot be tried.
+            if patched.startswith(NOT_APPLIED):
+                raise EngineRefused(
+                    f"engine {self.name}: it is not known whether vLLM {self.facts['vllm']} updates experts in place "
+                    f"on a CPU ({patched}): let the sidecar start the engine, which tries it"
+                )
+            await self._learn_order()
+            await self._reload()
+            return
+        before = await self.probe(())
+        await self._learn_order()
+        if not await self._reload():
+            _log.warning("engine %s: no safetensors to try updates in place with", self.name)
+            return
+        await self._post("reload", "/reset_prefix_cache")
+        after = await self.probe(())
+        tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
+        # Written so that what is not a number is no match.
+        if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
+            raise EngineRefused(
+                f"engine {self.name}: after other numbers and then its own checkpoint were loaded in place the "
+                f"log-probs of the probe are others, by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot "
+                f"update this model here (experts: {patched})"
+            )
+
+    async def _learn_order(self) -> None:
+        """Have the workers learn where in their parameters tensors lie; they hold nobody's weights then."""
+        answers = await self._workers("learn", "megatron_rl_learn_order")
+        unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
+        if any(answer["unknown"] is None for answer in answers):
+            _log.warning("engine %s: no safetensors to learn from where its parameters lie", self.name)
+        elif unknown:
+            names = ", ".join(unknown[:5])
+            _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
+
+    async def _reload(self) -> bool:
+        """Load the checkpoint that the engine started from, in place; whether there is one to be loaded."""
+        answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
+        return all(answer["reloaded"] for answer in answers)
+
+    async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
+        received = await self._workers("load", "megatron_rl_receive", weights.location, str(os.getuid()))
+        digests = {name: lanes for answer in received for name, lanes in answer["digests"].items()}
+        arguments = (weights.fingerprint, json.dumps(digests))
+        return await self._workers("load", "megatron_rl_load", *arguments)
+
+    async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
+        if self.stream_place is None:
+            raise EngineRefused(
+                f"engine {self.name} has no place in a stream: start it with the {weights.transport} transport"
+            )
+        for call in streams.before(weights, self.stream_place):
+            await self._post("load", call.route, call.content)
+        await self._workers("load", "megatron_rl_begin_stream")
+        for call in streams.during(weights, self.stream_place):
+            await self._post("load", call.route, call.content)
+        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
+
+    async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """Call a method of our extension in every worker."""
+        content = {"method": method, "args": list(arguments)}
+        answers = (await self._post(step, "/collective_rpc", content))["results"]
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                kind = WrongWeights if answer["is_wrong"] else EngineRefused
+                raise kind(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
+        return answers
+
+    def _common(self, step: str, answers: list[dict[str, Any]], key: str) -> str:
+        values = {str(answer[key]) for answer in answers}
+        if len(values) != 1:
+            raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
+        return values.pop()
+
+    async def _post(self, step: str, route: str, content: object = None) -> Any:
+        return json.loads(await self._send(step, "POST", route, content) or b"null")
+
+    async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
+        """The body of the answer. EngineLost where none comes, EngineRefused where it is an error."""
+        if content is None:
+            request = self._http.build_request(method, route)
+        else:
+            headers = {"content-type": "application/json"}
+            request = self._http.build_request(method, route, content=msgspec.json.encode(content), headers=headers)
+        try:
+            answer = await self._http.send(request)
+        except (httpx.HTTPError, RuntimeError) as error:
+            raise await self._failure(f"{step} got no answer: {self._end() or repr(error)}") from None
+        if answer.status_code != 200:
+            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000])
+        return answer.content
+
+    async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
+        """It is the engine that failed, not the request, when it is not healthy either; then its log says more."""
+        said = f": {answer}" if answer else ""
+        if await self._answers_health():
+            return EngineRefused(f"engine {self.name}: {text}{said}")
+        return EngineLost(f"engine {self.name}: {text}{'' if self._handle else said}\n{self.last_words()}")
+
+    async def _answers_health(self) -> bool:
+        try:
+            async with asyncio.timeout(self._deadlines.health):
+                return (await self._http.get("/health")).status_code == 200
+        except (TimeoutError, httpx.HTTPError, RuntimeError):
+            return False
+
+    async def _makes_progress(self) -> bool:
+        """/health says nothing about a core that hangs: while something is in flight tokens must be counted."""
+        if not self._num_in_flight or self.state is not EngineState.READY:
+            return True
+        try:
+            async with asyncio.timeout(self._deadlines.health):
+                text = (await self._http.get("/metrics")).text
+        except (TimeoutError, httpx.HTTPError, RuntimeError):
+            return False
+        count = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(_COUNTERS))
+        known, since = self._progress
+        if count != known:
+            self._progress = (count, time.monotonic())
+            return True
+        return time.monotonic() - since < self._deadlines.stall
+
+    def _end(self) -> str | None:
+        return self._handle.poll() if self._handle else None
+
+
+class VllmFactory:
+    """Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        folder: Path,
+        launcher: Launcher,
+        devices: tuple[tuple[int, ...], ...] = (),
+        deadlines: Deadlines | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        """`folder` is private and short, for sockets; `logs` is where the engines' output goes, else the same."""
+        self._config = config
+        self._folder = folder
+        self._logs = logs or folder
+        self._launcher = launcher
+        self._deadlines = deadlines or Deadlines()
+        self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
+
+    def create(self, name: str) -> VllmEngine:
+        """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
+        config = dataclasses.replace(self._config, devices=self._take_devices(name))
+        handle = self._launcher.start(spec(config, name, self._folder / name, self._logs / f"{name}.log"))
+        return VllmEngine(name, handle.address, handle, self._deadlines)
+
+    def adopt(self, name: str, address: str) -> VllmEngine:
+        """An engine that somebody else started on this host, by the path of its socket."""
+        return VllmEngine(name, address, None, self._deadlines)
+
+    def release(self, name: str) -> None:
+        """The engine of that name is gone for good."""
+        for devices, holder in self._devices.items():
+            if holder == name:
+                self._devices[devices] = None
+
+    def _take_devices(self, name: str) -> tuple[int, ...]:
+        if not self._devices:
+            return self._config.devices
+        for devices, holder in self._devices.items():
+            if holder in (None, name):
+                self._devices[devices] = name
+                return devices
+        raise UsageError(
+            f"engine {name} has no accelerators left: {len(self._devices)} sets are in use; give more with "
+            "--rollout-devices or remove an engine"
+        )

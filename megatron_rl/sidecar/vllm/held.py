@@ -1,0 +1,349 @@
+"""Proves what a vLLM model holds: the numbers that it was given, in another order, bit for bit.
+
+The order is learned once. Tensors that say where they are take the place of weights, and each row of a parameter then
+says which rows of which tensor it is made of; random numbers that are loaded in the same way must be found there again.
+From then on the digests of what lies in the parameters are, added up, the digests of the tensors that were given.
+
+A layer may pack a parameter into a layout of its own and let it go, as those of a CPU do: it is read just before that.
+All others are read where they lie, after the load.
+
+Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.sidecar.vllm.answers import is_sum
+from megatron_rl.weights.fingerprint import DTYPES, digest, digests_by_row
+from megatron_rl.weights.mapping import TensorSpec
+
+T = TypeVar("T")
+
+# Numbers are written as the bits of positive normal numbers of two bytes: bfloat16's begin at 128, float16's at 1024.
+_BASE = 1 << 14
+_FIRST = 1024
+_SPREAD = 64
+
+Load = Callable[[Mapping[str, torch.Tensor]], None]
+Lanes = tuple[int, ...]
+
+
+class Rectangle(NamedTuple):
+    """Part of a tensor."""
+
+    first_row: int
+    first_column: int
+    num_rows: int
+    num_columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the rows of a parameter are made of: rectangles of tensors, one under the other."""
+
+    tensors: tuple[str, ...]
+    rectangles: tuple[Rectangle, ...]
+    first_column: int
+    rows_R: torch.Tensor
+    """The row of its tensor that each row is."""
+    slices_R: torch.Tensor
+    """The rectangle that each row belongs to; their number where it is padding."""
+
+    def digests(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One line a rectangle, of the numbers in the dtype that they were given in."""
+        num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
+        return digests_by_row(
+            _matrix(parameter).to(dtype),
+            self.first_column,
+            self.rows_R,
+            num_rows,
+            self.slices_R,
+            len(self.tensors),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Where in a model the tensors lie that it is given."""
+
+    rows: Mapping[str, Rows]
+    """Of each parameter that is made of their numbers."""
+    packed: frozenset[str]
+    """Those parameters that are read before their layer packs them."""
+    handed_over: frozenset[str]
+    """Parameters of layers that process what was loaded: every load must come to that."""
+    unknown: tuple[str, ...]
+    """Parameters made of something else."""
+
+
+class Sight(Generic[T]):
+    """What a look at each parameter has shown."""
+
+    def __init__(self) -> None:
+        self.handed_over: dict[str, T] = {}
+        """Just before its layer processes it."""
+        self.lying: dict[str, T] = {}
+        """After the load."""
+
+    def of(self, is_lying: bool) -> dict[str, T]:
+        return self.lying if is_lying else self.handed_over
+
+
+@contextlib.contextmanager
+def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Sight[T]]:
+    """Look at every parameter of a model that is loaded while this is open: its name, it, and whether it lies there."""
+    names = {layer: name for name, layer in model.named_modules()}
+    sight: Sight[T] = Sight()
+
+    def watched(process: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+        def call(layer: torch.nn.Module) -> None:
+            for name, parameter in layer.named_parameters(recurse=False):
+                if parameter.numel():
+                    full_name = f"{names[layer]}.{name}" if names[layer] else name
+                    sight.handed_over[full_name] = look(full_name, parameter, False)
+            process(layer)
+
+        return call
+
+    methods: dict[int, Any] = {
+        id(method): method
+        for layer in names
+        if hasattr(method := getattr(layer, "quant_method", None), "process_weights_after_loading")
+    }
+    for method in methods.values():
+        method.process_weights_after_loading = watched(method.process_weights_after_loading)
+    try:
+        yield sight
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            sight.lying[name] = look(name, parameter, True)
+
+
+def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
+    """Load questions in place of tensors with these names and shapes, and read the answers in the parameters.
+
+    The model holds nobody's weights afterwards.
+    """
+    code = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    questions = [_Question(index, spec, code, dtype) for index, spec in enumerate(specs)]
+    which = _ask(model, load, questions, lambda question: torch.tensor([[question.index]]), code)
+    row = _ask(model, load, questions, lambda question: torch.arange(question.num_rows)[:, None], code)
+    column = _ask(model, load, questions, lambda question: torch.arange(question.num_columns)[None], code)
+    given = {question.spec.name: question.random() for question in questions}
+    found: dict[tuple[str, bool], Rows] = {}
+
+    def is_found(name: str, parameter: torch.Tensor, is_lying: bool) -> bool:
+        answers = [sight.of(is_lying).get(name) for sight in (which, row, column)]
+        rows = _rows(questions, answers, _matrix(parameter).shape[1], parameter.device)
+        if rows is None:
+            return False
+        wanted = [_digest_of(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
+        found[name, is_lying] = rows
+        return torch.equal(rows.digests(parameter, dtype).cpu(), torch.stack(wanted))
+
+    with looking(model, is_found) as sight:
+        load(given)
+    lying = {name for name, is_right in sight.lying.items() if is_right}
+    packed = {name for name, is_right in sight.handed_over.items() if is_right} - lying
+    return Order(
+        rows={name: found[name, name in lying] for name in sorted(lying | packed)},
+        packed=frozenset(packed),
+        handed_over=frozenset(sight.handed_over),
+        unknown=tuple(sorted((sight.lying.keys() | sight.handed_over.keys()) - lying - packed)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """A tensor in whose place numbers are loaded."""
+
+    index: int
+    spec: TensorSpec
+    code: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        return self.spec.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        return self.spec.num_elements // self.spec.shape[0]
+
+    def filled(self, digits: torch.Tensor) -> torch.Tensor:
+        """Digits of two dimensions, one of them of length 1, spread over the tensor; views take no memory."""
+        values = (digits + _FIRST).to(torch.int16).view(self.code).to(self.dtype)
+        return values.expand(self.num_rows, self.num_columns).reshape(self.spec.shape)
+
+    def random(self) -> torch.Tensor:
+        """Random numbers in which no two elements are surrounded alike: each row begins where the last one is on its
+        way, so few are drawn."""
+        generator = torch.Generator().manual_seed(self.index)
+        count = (self.num_rows - 1) * _SPREAD + self.num_columns
+        bits = torch.randint(_FIRST, _FIRST + _BASE, (count,), dtype=torch.int16, generator=generator)
+        values = bits.view(self.code).to(self.dtype)
+        return values.as_strided((self.num_rows, self.num_columns), (_SPREAD, 1)).reshape(self.spec.shape)
+
+
+def _ask(
+    model: torch.nn.Module,
+    load: Load,
+    questions: Sequence[_Question],
+    numbers: Callable[[_Question], torch.Tensor],
+    code: torch.dtype,
+) -> Sight[torch.Tensor]:
+    """The numbers in the first column of every parameter after numbers were loaded, digit by digit; -1 for none."""
+
+    def read(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor:
+        digits_R = _matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
+        return digits_R.where((digits_R >= 0) & (digits_R < _BASE), -1)
+
+    largest = max(int(numbers(question).max()) for question in questions)
+    answers: Sight[torch.Tensor] = Sight()
+    power = 1
+    while power == 1 or power <= largest:
+        with looking(model, read) as sight:
+            load({question.spec.name: question.filled(numbers(question) // power % _BASE) for question in questions})
+        for is_lying in (False, True):
+            known = answers.of(is_lying)
+            for name, digits_R in sight.of(is_lying).items():
+                known[name] = _with_digits(known.get(name), digits_R, power)
+        power *= _BASE
+    return answers
+
+
+def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: int) -> torch.Tensor:
+    if numbers_R is None:
+        return digits_R
+    return (numbers_R + power * digits_R).where((numbers_R >= 0) & (digits_R >= 0), -1)
+
+
+def _rows(
+    questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
+) -> Rows | None:
+    """The rectangles that rows say they are of; None if they say nothing, or what cannot be."""
+    if any(answer is None for answer in answers):
+        return None
+    which_R, row_R, column_R = (answer for answer in answers if answer is not None)
+    is_padding_R = (which_R < 0) | (row_R < 0) | (column_R < 0)
+    columns = column_R[~is_padding_R].unique().tolist()
+    if len(columns) != 1 or int(which_R.max()) >= len(questions):
+        return None
+    is_next_R = (which_R[1:] == which_R[:-1]) & (row_R[1:] == row_R[:-1] + 1)
+    is_same_R = torch.where(is_padding_R[1:], is_padding_R[:-1], is_next_R & ~is_padding_R[:-1])
+    starts = [0, *(torch.nonzero(~is_same_R)[:, 0] + 1).tolist(), len(which_R)]
+    tensors: list[str] = []
+    rectangles: list[Rectangle] = []
+    slices_R = torch.full_like(which_R, -1)
+    for start, end in itertools.pairwise(starts):
+        if is_padding_R[start]:
+            continue
+        question = questions[int(which_R[start])]
+        part = Rectangle(int(row_R[start]), columns[0], end - start, num_columns)
+        if part.first_row + part.num_rows > question.num_rows or columns[0] + num_columns > question.num_columns:
+            return None
+        slices_R[start:end] = len(tensors)
+        tensors.append(question.spec.name)
+        rectangles.append(part)
+    return Rows(
+        tensors=tuple(tensors),
+        rectangles=tuple(rectangles),
+        first_column=columns[0],
+        rows_R=row_R.where(slices_R >= 0, 0).to(device),
+        slices_R=slices_R.where(slices_R >= 0, len(tensors)).to(device),
+    )
+
+
+def _matrix(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's rows are all its dimensions but the last; numbers of one dimension are a column."""
+    parameter = parameter.detach()
+    return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
+
+
+def _digest_of(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
+    matrix_RC = tensor.reshape(tensor.shape[0], -1)
+    rows_RC = matrix_RC[part.first_row : part.first_row + part.num_rows]
+    slice_RC = rows_RC[:, part.first_column : part.first_column + part.num_columns]
+    return digest(slice_RC, part.first_row, part.first_column)
+
+
+class NotHeld(MegatronRLError):
+    """Parameters are not the numbers that were given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a load has been proved to have left in a model."""
+
+    num_compared: int
+    """Parameters whose digests were compared."""
+    num_parameters: int
+    shares: dict[str, list[tuple[Rectangle, Lanes]]]
+    """Digests of the rectangles of tensors that this worker holds only in part: the rest is with other workers."""
+    unheld: tuple[str, ...]
+    """Tensors of which it holds nothing."""
+
+
+@contextlib.contextmanager
+def digesting(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> Iterator[Sight[torch.Tensor | None]]:
+    """Digest what a load leaves in the parameters. `dtypes` are those that tensors were given in, as far as they have
+    come: a layer is packed when it has all of its own.
+    """
+
+    def look(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor | None:
+        rows = order.rows.get(name)
+        if rows is None or is_lying == (name in order.packed):
+            return None
+        given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
+        # Numbers that were rounded are not those that were given.
+        if len(given) != 1 or any(torch.promote_types(one, parameter.dtype) != parameter.dtype for one in given):
+            return None
+        return rows.digests(parameter, given.pop())
+
+    with looking(model, look) as sight:
+        yield sight
+
+
+def compare(
+    order: Order, sight: Sight[torch.Tensor | None], given: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
+) -> Held:
+    """Whether what lies in the parameters is what was given, by the digests of both."""
+    if left := sorted(order.handed_over - sight.handed_over.keys()):
+        raise NotHeld(f"the layers of {len(left)} parameters did not take over what was loaded: {_first(left)}")
+    digests = {
+        name: lanes_SL for name in order.rows if (lanes_SL := sight.of(name not in order.packed).get(name)) is not None
+    }
+    parts: dict[str, dict[Rectangle, Lanes]] = {}
+    wrong: set[str] = set()
+    # Off the device in one piece.
+    lines = iter(torch.cat(list(digests.values())).tolist() if digests else [])
+    for name in digests:
+        rows = order.rows[name]
+        for tensor, part in zip(rows.tensors, rows.rectangles, strict=True):
+            lanes = tuple(next(lines))
+            if parts.setdefault(tensor, {}).setdefault(part, lanes) != lanes:
+                wrong.add(tensor)
+    sizes = {spec.name: spec.num_elements for spec in specs}
+    shares = {}
+    for tensor, of_tensor in parts.items():
+        if sum(part.num_rows * part.num_columns for part in of_tensor) < sizes[tensor]:
+            shares[tensor] = list(of_tensor.items())
+        elif not is_sum(of_tensor.values(), given[tensor]):
+            wrong.add(tensor)
+    if wrong:
+        raise NotHeld(f"{len(wrong)} tensors are held with other numbers than were given: {_first(sorted(wrong))}")
+    unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
+    return Held(len(digests), len(order.rows) + len(order.unknown), shares, tuple(unheld))
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5])

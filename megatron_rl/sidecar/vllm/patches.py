@@ -1,0 +1,124 @@
+"""Mends vLLM on CPUs, each patch where the version has the fault.
+
+- Experts that are updated in place compute nonsense: a CPU's kernel wants their weights in a layout of its own. vLLM
+  0.32 packs them so when the model is loaded; when they are loaded again it copies them as they are into what is read
+  as packed. `patch_experts_updated_in_place` packs them each time.
+- A request with a seed whose prefill is split ends the engine: after a step of a prefill that is not its last, vLLM
+  takes back the random number that it drew for the request, by the offset of its generator. A CPU's generator has none
+  ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` keeps the state of such generators over the step
+  instead: the discarded draw does not advance them, which is what was meant.
+"""
+
+import inspect
+from typing import Any
+
+from megatron_rl.errors import PlatformError
+
+_MOE_MARK = "megatron_rl_moe_patch"
+NOT_APPLIED = "not applied"
+
+
+def patch_experts_updated_in_place(model: Any) -> str:
+    """Patch it where the model needs it; says what was done."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "not needed: not a CPU"
+    if not has_experts(model):
+        return "not needed: no experts"
+    try:
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    except ImportError:
+        return f"{NOT_APPLIED}: this vLLM keeps its experts elsewhere"
+    return patch_method(UnquantizedFusedMoEMethod)
+
+
+def has_experts(model: Any) -> bool:
+    return any(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def patch_method(method: Any) -> str:
+    """Patch vLLM's method for experts; says what was done.
+
+    Another vLLM than the one that is known is left as it is: it may be right without.
+    """
+    if getattr(method, _MOE_MARK, False):
+        return "applied before"
+    process = method.process_weights_after_loading
+    setup = inspect.getsource(getattr(method, "_setup_kernel", method))
+    guarded = setup.partition("if not is_weight_update:")[2]
+    is_known = "fused_experts.process_weights_after_loading(layer)" in guarded
+    if not is_known or tuple(inspect.signature(process).parameters) != ("self", "layer"):
+        return f"{NOT_APPLIED}: this vLLM sets its experts up in another way"
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        is_update = self.moe_kernel is not None
+        process(self, layer)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
+    setattr(method, _MOE_MARK, True)
+    return "applied"
+
+
+_SEED_MARK = "megatron_rl_seed_patch"
+# What vLLM 0.32 has. Another vLLM may have mended it, or have moved what is patched.
+_SAMPLE = ("self", "logits", "spec_decode_metadata")
+_BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
+
+
+def patch_seeded_partial_prefill() -> str:
+    """Patch it where needed; says what was done."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "not needed: not a CPU"
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return patch_runner(GPUModelRunner)
+
+
+def patch_runner(runner: Any) -> str:
+    """Patch vLLM's runner of models; says what was done."""
+    if getattr(runner, _SEED_MARK, False):
+        return "applied before"
+    bookkeep, sample = runner._bookkeeping_sync, runner._sample
+    if "set_offset" not in inspect.getsource(bookkeep):
+        return "not needed: vLLM takes no offset back"
+    for function, parameters in ((sample, _SAMPLE), (bookkeep, _BOOKKEEP)):
+        found = tuple(inspect.signature(function).parameters)
+        if found != parameters:
+            raise PlatformError(
+                f"vLLM's {function.__name__} takes {found}, and the patch for seeded requests on CPUs knows "
+                f"{parameters}: use vLLM 0.32, or see whether this version still needs {__name__}"
+            )
+    runner._sample, runner._bookkeeping_sync = _keeping_discarded(sample), _without_generators(bookkeep)
+    setattr(runner, _SEED_MARK, True)
+    return "applied"
+
+
+def _keeping_discarded(sample: Any) -> Any:
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        discarded = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        generators = [generator for i in discarded if (generator := batch.generators.get(int(i))) is not None]
+        states = [generator.get_state() for generator in generators]
+        output = sample(self, *args, **kwargs)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return output
+
+    return _sample
+
+
+def _without_generators(bookkeep: Any) -> Any:
+    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        generators, batch.generators = batch.generators, {}
+        try:
+            return bookkeep(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    return _bookkeeping_sync

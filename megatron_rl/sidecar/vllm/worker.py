@@ -1,0 +1,389 @@
+"""What vLLM's workers do for us: receive weights, digest them, load them completely, say which they hold.
+
+vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
+data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would only say "worker failed".
+
+An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
+fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
+touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
+(`vllm_held`).
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.sidecar.vllm.held import NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
+from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.weights.reader import Checkpoint
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# A tied output layer is one tensor in our exports, and may be stored twice in a checkpoint.
+_TIED = "lm_head.weight"
+
+Answer = dict[str, Any]
+
+
+class Refusal(MegatronRLError):
+    """What was asked for cannot be done; nothing was changed."""
+
+
+def answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
+    """A refusal becomes an answer."""
+
+    def call(self: Any, *args: str) -> Answer:
+        try:
+            return method(self, *args)
+        except MegatronRLError as refusal:
+            return {"error": str(refusal), "is_wrong": isinstance(refusal, NotHeld)}
+
+    return call
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
+
+    # What was received and not yet loaded, what the worker holds, and whether a load broke off in it.
+    megatron_rl_received: dict[str, torch.Tensor] | None = None
+    megatron_rl_fingerprint: str = ""
+    megatron_rl_is_torn: bool = False
+    megatron_rl_stream: Any = None
+    # Where in the parameters the tensors lie; None until it is learned.
+    megatron_rl_order: Order | None = None
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+    reload_weights: Callable[..., None]
+
+    @answered
+    def megatron_rl_prepare(self) -> Answer:
+        """Make the worker ready for us; what the sidecar has to know of it."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        from megatron_rl.sidecar.vllm.patches import (
+            has_experts,
+            patch_experts_updated_in_place,
+            patch_seeded_partial_prefill,
+        )
+
+        config = self.vllm_config.model_config
+        return {
+            "vllm": vllm.__version__,
+            "rank": self.rank,
+            "world_size": self.vllm_config.parallel_config.world_size,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
+            "vocab_size": config.get_vocab_size(),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "is_quantized": bool(config.quantization),
+            "has_experts": has_experts(self.model_runner.get_model()),
+            "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
+            "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
+            "eos_token_ids": sorted(_eos_token_ids(config)),
+            "seed_patch": patch_seeded_partial_prefill(),
+            "moe_patch": patch_experts_updated_in_place(self.model_runner.get_model()),
+            "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
+            "names_taken_off": take_names_off() if current_platform.is_cpu() else 0,
+        }
+
+    @answered
+    def megatron_rl_receive(self, folder: str, user: str) -> Answer:
+        """Map the weights in a folder and digest this worker's share of them."""
+        self.megatron_rl_received = None
+        _must_be_private(Path(folder), int(user))
+        received = _mapped(Path(folder))
+        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_share_of(received)}
+        self.megatron_rl_received = received
+        return {"digests": digests}
+
+    @answered
+    def megatron_rl_load(self, expected: str, digests: str) -> Answer:
+        """Load what was received, if its fingerprint is the announced one and no tensor is missing."""
+        received, self.megatron_rl_received = self.megatron_rl_received, None
+        if received is None:
+            raise Refusal("no weights were received")
+        specs, lanes = _specs(received), json.loads(digests)
+        found = fingerprint(specs, lanes)
+        if found != expected:
+            raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
+        self.megatron_rl_check_complete(specs)
+        self.megatron_rl_learn(specs)
+        record = self.megatron_rl_load_in_place(received)
+        held = self.megatron_rl_compared(record, lanes)
+        self.megatron_rl_fingerprint = found
+        return {"fingerprint": found, **held}
+
+    @answered
+    def megatron_rl_learn_order(self) -> Answer:
+        """Learn where in the parameters tensors lie, if the engine's checkpoint says which there are.
+
+        The engine holds nobody's weights afterwards.
+        """
+        specs = _specs(_started_from(Path(self.vllm_config.model_config.model)))
+        if specs:
+            self.megatron_rl_learn(specs)
+        order = self.megatron_rl_order
+        return {"unknown": None if order is None else list(order.unknown)}
+
+    @answered
+    def megatron_rl_reload_checkpoint(self) -> Answer:
+        """Load the checkpoint that this engine started from, in place; whether there is one to be loaded."""
+        tensors = _started_from(Path(self.vllm_config.model_config.model))
+        if tensors:
+            self.megatron_rl_load_in_place(tensors)
+        return {"reloaded": bool(tensors)}
+
+    @answered
+    def megatron_rl_begin_stream(self) -> Answer:
+        """Digest from now on whatever vLLM's own transfer engine hands to the model, before it is loaded."""
+        self.megatron_rl_end_recording()
+        if self.megatron_rl_is_torn:
+            raise Refusal("an earlier update broke off in this worker: it has to be started again")
+        self.megatron_rl_is_torn = True
+        self.megatron_rl_fingerprint = ""
+        self.megatron_rl_stream = self.megatron_rl_recorded(with_digests=True)
+        self.megatron_rl_stream_record = self.megatron_rl_stream.__enter__()
+        return {}
+
+    @answered
+    def megatron_rl_end_stream(self, expected: str) -> Answer:
+        """Whether what came through was all of the announced weights."""
+        if self.megatron_rl_stream is None:
+            raise Refusal("no stream was begun")
+        record = self.megatron_rl_stream_record
+        self.megatron_rl_end_recording()
+        found = fingerprint(record.specs, record.digests)
+        if found != expected:
+            raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
+        self.megatron_rl_check_complete(record.specs)
+        record.check_all_loaded()
+        self.megatron_rl_is_torn = False
+        held = self.megatron_rl_compared(record, record.digests)
+        self.megatron_rl_fingerprint = found
+        return {"fingerprint": found, **held}
+
+    @answered
+    def megatron_rl_report(self) -> Answer:
+        """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
+        return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
+
+    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
+        """Replace all weights of the model; whose they are is for the caller to know."""
+        self.megatron_rl_fingerprint = ""
+        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
+            self.reload_weights(weights_iterator=iter(tensors.items()))
+            recorded.check_all_loaded()
+        return recorded
+
+    @contextlib.contextmanager
+    def megatron_rl_loading(self) -> Iterator[None]:
+        """vLLM's half-done updates cannot be taken up again: such a worker never loads, nor claims, anything more."""
+        if self.megatron_rl_is_torn:
+            raise Refusal("an earlier update broke off in this worker: it has to be started again")
+        self.megatron_rl_is_torn = True
+        yield
+        self.megatron_rl_is_torn = False
+
+    @contextlib.contextmanager
+    def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator["Record"]:
+        """Notes what passes into the model's `load_weights`, and what that says it has loaded."""
+        model = self.model_runner.get_model()
+        record = Record({name for name, _ in model.named_parameters()})
+        original = model.load_weights
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            loaded = original(record.noted(weights, with_digests), *args, **kwargs)
+            record.loaded |= set(loaded or ())
+            return loaded
+
+        model.load_weights = load_weights
+        try:
+            if self.megatron_rl_order is None:
+                yield record
+            else:
+                with digesting(model, self.megatron_rl_order, record.dtypes) as record.sight:
+                    yield record
+        finally:
+            del model.load_weights
+
+    def megatron_rl_end_recording(self) -> None:
+        stream, self.megatron_rl_stream = self.megatron_rl_stream, None
+        if stream is not None:
+            stream.__exit__(None, None, None)
+
+    def megatron_rl_learn(self, specs: list[TensorSpec]) -> None:
+        """Once: where tensors lie does not change."""
+        if self.megatron_rl_order is not None:
+            return
+        self.megatron_rl_fingerprint = ""
+        config = self.vllm_config.model_config
+
+        def load(tensors: Mapping[str, torch.Tensor]) -> None:
+            self.reload_weights(weights_iterator=iter(tensors.items()))
+
+        with self.megatron_rl_loading(), torch.no_grad():
+            self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
+
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Answer:
+        """What the load has left in the parameters; NotHeld if that is not what was given."""
+        if self.megatron_rl_order is None or record.sight is None:
+            return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}
+        held = compare(self.megatron_rl_order, record.sight, digests, record.specs)
+        shares = {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()}
+        unheld = [name for name in held.unheld if name != _TIED]
+        return {
+            "compared": held.num_compared,
+            "parameters": held.num_parameters,
+            "shares": shares,
+            "unheld": unheld,
+        }
+
+    def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
+        """Each name is of one worker of the engine."""
+        world_size = self.vllm_config.parallel_config.world_size
+        return sorted(names)[self.rank % world_size :: world_size]
+
+    def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
+        """The tensors have the names and shapes of the checkpoint that this engine started from."""
+        tensors = _started_from(Path(self.vllm_config.model_config.model))
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        given = {spec.name: spec.shape for spec in specs}
+        if not wanted:
+            return
+        missing = sorted(wanted.keys() - given.keys() - {_TIED})
+        unknown = sorted(given.keys() - wanted.keys() - {_TIED})
+        other = sorted(name for name in wanted.keys() & given.keys() if wanted[name] != given[name])
+        for names, what in ((missing, "missing"), (unknown, "not in this model"), (other, "of another shape")):
+            if names:
+                raise Refusal(f"{len(names)} tensors are {what}: {', '.join(names[:5])}")
+
+
+class Record:
+    """What passed into a model during one update."""
+
+    def __init__(self, parameters: set[str]) -> None:
+        self.parameters = parameters
+        self.loaded: set[str] = set()
+        self.specs: list[TensorSpec] = []
+        self.dtypes: dict[str, str] = {}
+        self.digests: dict[str, list[int]] = {}
+        self.sight: Sight[torch.Tensor | None] | None = None
+
+    def noted(
+        self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            spec = _spec(name, tensor)
+            self.specs.append(spec)
+            self.dtypes[name] = spec.dtype
+            if with_digests:
+                self.digests[name] = digest(tensor).tolist()
+            yield name, tensor
+
+    def check_all_loaded(self) -> None:
+        # vLLM only logs this.
+        if missing := sorted(self.parameters - self.loaded):
+            raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
+
+
+def _must_be_private(folder: Path, user: int) -> None:
+    for path in (folder, *folder.iterdir()) if folder.is_dir() else ():
+        found = path.lstat()
+        if found.st_uid != user or found.st_mode & 0o077 or stat.S_ISLNK(found.st_mode):
+            raise Refusal(
+                f"{path} is not private to user {user} (owner {found.st_uid}, mode {stat.filemode(found.st_mode)})"
+            )
+
+
+def _mapped(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in the folder's files, mapped, not copied."""
+    from safetensors import safe_open
+
+    tensors: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise Refusal(f"{folder} holds no safetensors file")
+    for path in files:
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise Refusal(f"{path} cannot be read: {error}") from None
+    return tensors
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    return [_spec(name, tensor) for name, tensor in tensors.items()]
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
+
+
+def _started_from(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint, mapped; none where it is in another format."""
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    with Checkpoint(folder) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+def _eos_token_ids(config: Any) -> set[int]:
+    """Where the model ends a response, by its config.json and its generation_config.json."""
+    path = Path(config.model) / "generation_config.json"
+    stored = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    found = set()
+    for value in (stored, getattr(config.hf_text_config, "eos_token_id", None)):
+        found |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return found
+
+
+_FOLDER = Path("/dev/shm")
+# What vLLM's kernels make. What Python makes is cleared away by a process of its own.
+_PREFIX = "vllm_dist_"
+
+
+def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
+    """Unlink what this process maps of it; how many there were."""
+    mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    # Another worker may have been the first.
+    found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def close_listeners() -> int:
+    """Close every listening TCP socket of this process; how many there were.
+
+    The number of each stays taken, by a socket without a peer: gloo goes on to own it.
+    """
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    listening = [number for number in numbers if _listens(number)]
+    for number in listening:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            os.dup2(ours.fileno(), number, inheritable=False)
+    return len(listening)
+
+
+def _listens(number: int) -> bool:
+    try:
+        copy = socket.socket(fileno=os.dup(number))
+    except OSError:
+        return False
+    with copy:
+        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
