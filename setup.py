@@ -25,5 +25,5 @@ setup(
         "picture": ["matplotlib"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
-    entry_points={"console_scripts": ["megatron-rl = megatron_rl.commands.cli:main"]},
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
 )

@@ -22,6 +22,7 @@ LAYERS = (
     {"arguments"},
     {"training"},
     {"commands"},
+    {"cli"},
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
 OWNERS = {
@@ -34,7 +35,7 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "config", "commands.cli", "commands.doctor", "weights.families",
+    "errors", "types", "versions", "config", "cli", "commands.doctor", "weights.families",
     "training.lifelines", "training.watch",
 )  # fmt: skip
 # Who may name the kinds of accelerators.

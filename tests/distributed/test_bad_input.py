@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.commands import cli
+from megatron_rl import cli
 from megatron_rl.errors import ExitCode
 from tests import hf_models
 from tests.processes import ROOT
@@ -270,7 +270,7 @@ def test_ranks_of_torchrun_end_by_themselves_with_the_error(model: Path, tmp_pat
     source = faulty(model, "half of the data", tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
                "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-               "-m", "megatron_rl.commands.cli", "convert", "--platform", "cpu", "--tensor-model-parallel-size", "2",
+               "-m", "megatron_rl.cli", "convert", "--platform", "cpu", "--tensor-model-parallel-size", "2",
                "--hf-model", str(source), "--save-hf", str(tmp_path / "out")]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
     result = subprocess.run(

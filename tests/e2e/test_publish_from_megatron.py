@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.commands.cli import main as megatron_rl
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.data.packing import pack_groups
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.publish.probe import Probe

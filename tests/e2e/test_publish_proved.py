@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.cli import main as megatron_rl
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop, stale_vllm

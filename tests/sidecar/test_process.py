@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.cli import main as megatron_rl
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient, RolloutError
 from tests.ranks import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.commands.cli import main as megatron_rl
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.protocol import wire
 from megatron_rl.records.audit_check import verify
 from megatron_rl.sidecar.iteration import IterationFailed

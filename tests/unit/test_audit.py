@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.commands import cli
+from megatron_rl import cli
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.protocol.wire import Mismatch, Plan, Submission
 from megatron_rl.records.append_file import FileInUse

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands import cli
+from megatron_rl import cli
 from megatron_rl.errors import ExitCode
 from megatron_rl.records.append_file import FileInUse
 from megatron_rl.records.audit_chain import BreachName

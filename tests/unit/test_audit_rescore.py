@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.commands import cli
+from megatron_rl import cli
 from megatron_rl.commands.rescore import _fingerprint_of
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.seeds import group_seed
@@ -263,7 +263,7 @@ def test_the_log_alone_is_checked_without_torch(honest: Path) -> None:
     import sys
 
     code = (
-        "import sys; from megatron_rl.commands.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
     ended = subprocess.run(

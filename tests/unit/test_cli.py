@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl import versions
-from megatron_rl.commands import cli, doctor
+from megatron_rl import cli, versions
+from megatron_rl.commands import doctor
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from tests.processes import ROOT
 
@@ -78,5 +78,5 @@ def test_the_doctor_names_a_version_that_is_out_of_range(monkeypatch, capsys):
 
 def _doctor(*arguments, path=None):
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
-    command = [sys.executable, "-m", "megatron_rl.commands.cli", "doctor", *arguments]
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)

@@ -19,8 +19,8 @@ def test_the_package_keeps_to_its_layers():
         ("data/packing.py", "def f():\n    import megatron_rl.training.trainer", "data imports training"),
         (
             "mcore/x.py",
-            'import importlib\ndef f():\n    importlib.import_module("megatron_rl.commands.cli")',
-            "imports commands",
+            'import importlib\ndef f():\n    importlib.import_module("megatron_rl.cli")',
+            "imports cli",
         ),
         (
             "data/packing.py",
@@ -58,7 +58,7 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
         ("mcore/model/gpt.py", "from megatron.core import jit\nfrom megatron_rl.weights import reader\nimport torch"),
         ("platforms/cpu.py", "def install():\n    import megatron.core.jit"),
         ("ops/kernel.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
-        ("commands/cli.py", "from megatron_rl.commands import doctor\nif __name__ == '__main__':\n    doctor.main()"),
+        ("cli.py", "from megatron_rl.commands import doctor\nif __name__ == '__main__':\n    doctor.main()"),
         ("config/settings.py", '"""Doc."""\nfrom megatron_rl.types import Rope\nX: int = 1\nA, B = 1, 2'),
     ],
 )

@@ -13,7 +13,7 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron_rl.commands import cli
+from megatron_rl import cli
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics, picture, progress, report
