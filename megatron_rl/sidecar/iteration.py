@@ -21,7 +21,6 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 
 import dataclasses
 import enum
-import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -85,12 +84,8 @@ class Iteration:
         record_group: Callable[[Group], None] = lambda group: None,
         record_claim: Callable[[Claim], None] = lambda claim: None,
         record_end: Callable[[], None] = lambda: None,
-        dispatch: Sequence[int] | None = None,
     ) -> None:
-        """`record_group`, `record_claim` and `record_end` are called before a group, a claim or the end takes effect.
-
-        `dispatch` is the order in which prompts are wanted, within each update; by index if not given.
-        """
+        """Each `record_` function is called before a group, a claim or the end takes effect."""
         self.submission = submission
         self.division = divide(submission.plan)
         self.failure: str | None = None
@@ -102,12 +97,7 @@ class Iteration:
         num_prompts = submission.plan.num_prompts
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
-        order = range(num_prompts) if dispatch is None else dispatch
-        if sorted(order) != list(range(num_prompts)):
-            raise InputError(f"the order of dispatch must name each of the {num_prompts} prompts once")
-        self._order = sorted(order, key=self.division.update_of_prompt)
-        self._rank = {prompt: rank for rank, prompt in enumerate(self._order)}
-        self._wanted = list(range(num_prompts))
+        self._wanted = iter(range(num_prompts))
         self._progress = [Progress.WAITING] * num_prompts
         self._counts = dict.fromkeys(Progress, 0) | {Progress.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
@@ -148,18 +138,11 @@ class Iteration:
 
     def next_prompt(self) -> Prompt | None:
         """The next prompt to sample, which counts as running from now on; None if all are running or finished."""
-        while self._wanted:
-            prompt = self._order[heapq.heappop(self._wanted)]
+        for prompt in self._wanted:
             if self._progress[prompt] is Progress.WAITING:
                 self._move(prompt, Progress.RUNNING)
                 return self.submission.prompts[prompt]
         return None
-
-    def requeue(self, prompt: int) -> None:
-        """A running group was lost with its engine, or refused: it is wanted again, at its place in the order."""
-        if self._progress[prompt] is Progress.RUNNING:
-            self._move(prompt, Progress.WAITING)
-            heapq.heappush(self._wanted, self._rank[prompt])
 
     def finished(self, group: Group) -> list[Place]:
         """Take a finished group; the slots that were asked for before and can be answered now.
@@ -195,18 +178,9 @@ class Iteration:
             self._serve(pool)
         return self._answers.get(place)
 
-    def ready(self, replica: int, index: int, version: int | None = None) -> bool:
-        """Whether a request for this slot would be answered now; asks for nothing."""
-        unit = self._checked_unit(replica, index, version)
-        return unit in self._answers or len(self._pool_of_unit(unit).finished) >= self.division.groups_per_unit
-
-    def wants(self) -> list[Prompt]:
-        """What `next_prompt` will give, in that order."""
-        return [self.submission.prompts[prompt] for prompt in self.prompts_in(Progress.WAITING)]
-
     def prompts_in(self, progress: Progress) -> list[int]:
-        """The prompts that are so far, in the order of dispatch."""
-        return [prompt for prompt in self._order if self._progress[prompt] is progress]
+        """The prompts that are so far."""
+        return [prompt for prompt, reached in enumerate(self._progress) if reached is progress]
 
     def counts(self) -> dict[Progress, int]:
         """How many groups are how far."""
