@@ -14,8 +14,8 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
    over: what raises when it is recorded has not happened, and the iteration has failed.
-9. A group is waiting, running, finished or claimed, one of them; it is finished once, and only when it is what was
-   submitted.
+9. A group is waiting, running, finished or claimed, one of them, and it is finished once. Whoever makes it has checked
+   that it is what was submitted.
 10. An iteration that failed answers nothing but its failure.
 """
 
@@ -28,7 +28,6 @@ from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import check_group
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Group, GroupPart, Prompt, Slot, Submission
 
@@ -147,7 +146,7 @@ class Iteration:
     def finished(self, group: Group) -> list[Place]:
         """Take a finished group; the slots that were asked for before and can be answered now.
 
-        GroupRefused if it is not what was submitted, GroupFinishedTwice if it was there already: nothing changes then.
+        GroupFinishedTwice if it was there already: nothing changes then.
         """
         self._check_failure()
         self._check_finished(group)
@@ -218,7 +217,6 @@ class Iteration:
             raise IterationFailed(f"iteration {self.version} failed: {self.failure}")
 
     def _check_finished(self, group: Group) -> None:
-        check_group(self.submission, group)
         prompt = group.prompt.index
         if self._progress[prompt] in (Progress.FINISHED, Progress.CLAIMED):
             raise GroupFinishedTwice(f"the group of prompt {prompt} of version {self.version} finished twice")

@@ -154,6 +154,22 @@ def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
     serve(check, scorer=Faulty())
 
 
+def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
+    class Infinite:
+        async def score(self, group: wire.Group) -> wire.Group:
+            responses = [msgspec.structs.replace(response, reward=float("inf")) for response in group.responses]
+            return wire.Group(prompt=group.prompt, responses=responses)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        assert "response 0 of engine 0: its reward is inf" in await failure_of(service)
+        await service.evaluate(evaluation())
+        with pytest.raises(EvaluationFailed, match="its reward is inf"):
+            await service.evaluated(0, 10)
+
+    assert serve(check, scorer=Infinite()).groups == []
+
+
 def test_a_group_whose_making_was_cancelled_is_missed() -> None:
     class Cancelled(RewardLength):
         async def score(self, group: wire.Group) -> wire.Group:

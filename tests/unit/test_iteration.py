@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import GroupRefused
+from megatron_rl.protocol.provenance import GroupRefused, check_group, check_rewards
 from megatron_rl.protocol.slots import Claim, Division, Place, divide
 from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
 from megatron_rl.sidecar.iteration import (
@@ -386,7 +386,6 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, tokens=b"abc"), "3 bytes of tokens"),
         (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0])), "12 bytes of tokens and 4 of log-probs"),
         (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
-        (with_response(GROUP, 1, reward=float("inf")), "its reward is inf"),
         (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
@@ -405,25 +404,27 @@ def moved(index: int) -> Group:
         ),
     ],
 )
-def test_a_group_that_is_not_what_was_submitted_is_refused_by_name_and_changes_nothing(group, message) -> None:
-    recorded: list = []
-    iteration = Iteration(SUBMISSION, recorded.append)
+def test_a_group_that_is_not_what_was_submitted_is_refused_by_name(group, message) -> None:
+    check_group(SUBMISSION, GROUP)
     with pytest.raises(GroupRefused) as caught:
-        iteration.finished(group)
+        check_group(SUBMISSION, group)
     assert message in str(caught.value)
-    assert not recorded
-    assert iteration.counts()[Progress.WAITING] == 8
-    iteration.finished(GROUP)
+
+
+def test_a_reward_that_is_not_finite_is_refused_by_name() -> None:
+    check_rewards(SUBMISSION, GROUP)
+    for reward in (float("inf"), float("nan")):
+        with pytest.raises(GroupRefused, match=f"response 1 of engine engine-0: its reward is {reward}"):
+            check_rewards(SUBMISSION, with_response(GROUP, 1, reward=reward))
 
 
 def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() -> None:
     submission = make_submission(sampling=Sampling(max_tokens=2))
-    iteration = Iteration(submission)
     with pytest.raises(GroupRefused, match="it has 3 tokens, and 2 were allowed"):
-        iteration.finished(make_group(submission, 0))
+        check_group(submission, make_group(submission, 0))
     cut = make_group(submission, 0, num_tokens=2)
     empty = with_response(cut, 0, tokens=b"", log_probs=b"", spans=[])
-    iteration.finished(with_response(empty, 1, finish_reason="length"))
+    check_group(submission, with_response(empty, 1, finish_reason="length"))
 
 
 def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_iteration_has_failed() -> None:
