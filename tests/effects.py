@@ -107,7 +107,7 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
     )
     calls = MagicMock()
     with (
-        patch.object(checkpointer, "checkpoint", calls.checkpoint),
+        patch.object(checkpointer, "sharded", calls.checkpoint),
         patch.object(checkpointer, "training_state", calls.training_state),
         patch.object(checkpointer, "folders", calls.folders),
         patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
