@@ -111,17 +111,17 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
     )
     calls = MagicMock()
     with (
-        patch.object(checkpointer, "checkpoint", calls.checkpoint),
+        patch.object(checkpointer, "sharded", calls.sharded),
         patch.object(checkpointer, "training_state", calls.training_state),
         patch.object(checkpointer, "folders", calls.folders),
         patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
     ):
-        calls.checkpoint.find.return_value = (3, Path("iter_0000003"))
+        calls.sharded.find.return_value = (3, Path("iter_0000003"))
         # They are called where there are files.
-        calls.checkpoint.prepare.side_effect = lambda state, *_: state() and MagicMock()
-        calls.checkpoint.finish.side_effect = lambda session, prepared, action: action()
-        calls.checkpoint.together.side_effect = lambda session, action, explain: action()
-        calls.checkpoint.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
+        calls.sharded.prepare.side_effect = lambda state, *_: state() and MagicMock()
+        calls.sharded.finish.side_effect = lambda session, prepared, action: action()
+        calls.sharded.together.side_effect = lambda session, action, explain: action()
+        calls.sharded.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
         calls.folders.holds_checkpoint.return_value = False
         calls.training_state.has_rng_of_layout.return_value = True
         calls.folders.latest_iteration.return_value = None
