@@ -22,15 +22,15 @@ class RolloutError(MegatronRLError):
 
 
 class IterationFailed(RolloutError):
-    """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
+    """`sidecar.iteration.IterationFailed`, as it reaches a rank: all of them get the same reason."""
 
 
 class OtherWorkers(RolloutError):
-    """The engines have not as many workers as a stream was opened for."""
+    """`sidecar.supervisor.OtherWorkers`, as it reaches a rank."""
 
 
 class EvaluationFailed(RolloutError):
-    """The evaluation cannot be finished; the iteration that runs goes on."""
+    """`sidecar.evaluation.EvaluationFailed`, as it reaches a rank; the iteration that runs goes on."""
 
 
 class RolloutClient:

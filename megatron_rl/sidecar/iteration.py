@@ -56,8 +56,8 @@ class ClaimConflict(MegatronRLError):
     """A claim to be restored contradicts the groups or the claims that are there."""
 
 
-class Progress(enum.StrEnum):
-    """How far a group is."""
+class GroupState(enum.StrEnum):
+    """How far a group of an iteration is."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -97,8 +97,8 @@ class Iteration:
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
         self._wanted = iter(range(num_prompts))
-        self._progress = [Progress.WAITING] * num_prompts
-        self._counts = dict.fromkeys(Progress, 0) | {Progress.WAITING: num_prompts}
+        self._states = [GroupState.WAITING] * num_prompts
+        self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
         self._pools: defaultdict[int | Place, _Pool] = defaultdict(_Pool)
         self._answers: dict[Place, bytes] = {}
@@ -110,7 +110,7 @@ class Iteration:
     @property
     def is_claimed(self) -> bool:
         """Whether every group was claimed."""
-        return self._counts[Progress.CLAIMED] == self.submission.plan.num_prompts
+        return self._counts[GroupState.CLAIMED] == self.submission.plan.num_prompts
 
     @property
     def is_over(self) -> bool:
@@ -138,8 +138,8 @@ class Iteration:
     def next_prompt(self) -> Prompt | None:
         """The next prompt to sample, which counts as running from now on; None if all are running or finished."""
         for prompt in self._wanted:
-            if self._progress[prompt] is Progress.WAITING:
-                self._move(prompt, Progress.RUNNING)
+            if self._states[prompt] is GroupState.WAITING:
+                self._move(prompt, GroupState.RUNNING)
                 return self.submission.prompts[prompt]
         return None
 
@@ -177,11 +177,11 @@ class Iteration:
             self._serve(pool)
         return self._answers.get(place)
 
-    def prompts_in(self, progress: Progress) -> list[int]:
+    def prompts_in(self, state: GroupState) -> list[int]:
         """The prompts that are so far."""
-        return [prompt for prompt, reached in enumerate(self._progress) if reached is progress]
+        return [prompt for prompt, reached in enumerate(self._states) if reached is state]
 
-    def counts(self) -> dict[Progress, int]:
+    def counts(self) -> dict[GroupState, int]:
         """How many groups are how far."""
         return dict(self._counts)
 
@@ -191,12 +191,12 @@ class Iteration:
 
     def missing(self) -> str:
         """What keeps the iteration from its end, for people."""
-        unfinished = self.prompts_in(Progress.RUNNING) + self.prompts_in(Progress.WAITING)
+        unfinished = self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
         return (
             f"{len(unfinished)} of {self.submission.plan.num_prompts} groups are not finished{which}, "
-            f"{self._counts[Progress.FINISHED]} finished ones are not claimed"
+            f"{self._counts[GroupState.FINISHED]} finished ones are not claimed"
         )
 
     def status(self) -> dict[str, Any]:
@@ -205,8 +205,8 @@ class Iteration:
             "version": self.version,
             "failure": self.failure,
             "is_complete": self._is_complete,
-            "groups": {progress.value: count for progress, count in self._counts.items()},
-            "running": self.prompts_in(Progress.RUNNING),
+            "groups": {state.value: count for state, count in self._counts.items()},
+            "running": self.prompts_in(GroupState.RUNNING),
             "slots_waiting": [list(unit) for unit in self.asked()],
             "num_units_claimed": len(self.claims),
             "num_units": self.division.num_units,
@@ -218,7 +218,7 @@ class Iteration:
 
     def _check_finished(self, group: Group) -> None:
         prompt = group.prompt.index
-        if self._progress[prompt] in (Progress.FINISHED, Progress.CLAIMED):
+        if self._states[prompt] in (GroupState.FINISHED, GroupState.CLAIMED):
             raise GroupFinishedTwice(f"the group of prompt {prompt} of version {self.version} finished twice")
 
     def _checked_unit(self, replica: int, index: int, version: int | None) -> Place:
@@ -241,16 +241,16 @@ class Iteration:
         is_bound = self.submission.plan.order == "prompt"
         return self._pools[self.division.bound_unit(prompt) if is_bound else self.division.update_of_prompt(prompt)]
 
-    def _move(self, prompt: int, progress: Progress) -> None:
-        self._counts[self._progress[prompt]] -= 1
-        self._counts[progress] += 1
-        self._progress[prompt] = progress
+    def _move(self, prompt: int, state: GroupState) -> None:
+        self._counts[self._states[prompt]] -= 1
+        self._counts[state] += 1
+        self._states[prompt] = state
 
     def _finish(self, group: Group) -> None:
         prompt = group.prompt.index
         self._groups[prompt] = group
         self._pool_of_prompt(prompt).finished[prompt] = None
-        self._move(prompt, Progress.FINISHED)
+        self._move(prompt, GroupState.FINISHED)
 
     def _record(self, record: Callable[..., None], *what: object) -> None:
         try:
@@ -278,8 +278,8 @@ class Iteration:
             return f"slot ({claim.replica}, {claim.index}) is claimed twice"
         for prompt in claim.prompts:
             problem = f"slot ({claim.replica}, {claim.index}) takes the group of prompt {prompt}"
-            if self._progress[prompt] is not Progress.FINISHED:
-                return f"{problem}, which is {self._progress[prompt]}"
+            if self._states[prompt] is not GroupState.FINISHED:
+                return f"{problem}, which is {self._states[prompt]}"
             if claim.prompts.count(prompt) > 1:
                 return f"{problem} more than once"
         return None
@@ -302,7 +302,7 @@ class Iteration:
         pool.asked.pop(claim.place, None)
         for prompt in claim.prompts:
             del self._groups[prompt], pool.finished[prompt]
-            self._move(prompt, Progress.CLAIMED)
+            self._move(prompt, GroupState.CLAIMED)
         self.claims.append(claim)
 
     def _parts(self, groups: Sequence[Group]) -> list[list[GroupPart]]:

@@ -21,7 +21,7 @@ from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, coarsest
-from megatron_rl.sidecar.supervisor import NotProven
+from megatron_rl.sidecar.supervisor import WeightsNotProven
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class RolloutService:
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
-            except NotProven as error:
+            except WeightsNotProven as error:
                 self._recorder.not_proven(weights, error.wrong)
                 raise
             self._recorder.published(weights, published.proofs)

@@ -18,11 +18,11 @@ from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode,
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,
+    GroupState,
     Iteration,
     IterationFailed,
     NoSuchSlot,
     NotAllClaimed,
-    Progress,
     WrongVersion,
 )
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
@@ -258,7 +258,7 @@ def test_an_iteration_restored_from_what_was_recorded_answers_the_same_bytes(his
     restored.restore(list(groups), list(claims))
     assert not recorded
     assert {place: restored.claim(*place) for place in before} == before
-    assert restored.counts()[Progress.CLAIMED] == iteration.counts()[Progress.CLAIMED]
+    assert restored.counts()[GroupState.CLAIMED] == iteration.counts()[GroupState.CLAIMED]
     missing = set(range(plan.num_prompts)) - {group.prompt.index for group in groups}
     assert [restored.next_prompt().index for _ in missing] == sorted(missing)
     assert restored.next_prompt() is None
@@ -347,11 +347,11 @@ def test_prompts_are_given_to_run_once_each_in_their_order(plan, data) -> None:
         elif running:
             prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
             iteration.finished(make_group(iteration.submission, prompt))
-        assert iteration.prompts_in(Progress.WAITING) == waiting
-        assert iteration.prompts_in(Progress.RUNNING) == sorted(running)
+        assert iteration.prompts_in(GroupState.WAITING) == waiting
+        assert iteration.prompts_in(GroupState.RUNNING) == sorted(running)
         counts = iteration.counts()
         assert sum(counts.values()) == plan.num_prompts
-        assert all(count == len(iteration.prompts_in(progress)) for progress, count in counts.items())
+        assert all(count == len(iteration.prompts_in(state)) for state, count in counts.items())
 
 
 def test_a_group_that_finishes_twice_is_said_and_the_first_is_kept() -> None:
@@ -434,7 +434,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
     iteration = Iteration(make_submission(), record_group=record)
     with pytest.raises(OSError, match="no space"):
         iteration.finished(make_group(iteration.submission, 0))
-    assert iteration.counts()[Progress.FINISHED] == 0
+    assert iteration.counts()[GroupState.FINISHED] == 0
     assert iteration.failure == "the journal cannot be written: no space left on device"
 
     asked, unasked = (Iteration(make_submission(), record_claim=record) for _ in range(2))
@@ -446,7 +446,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
         unasked.claim(0, 0)
     for iteration in (asked, unasked):
         assert iteration.claims == []
-        assert iteration.counts()[Progress.FINISHED] == 1
+        assert iteration.counts()[GroupState.FINISHED] == 1
         with pytest.raises(IterationFailed, match="the journal cannot be written"):
             iteration.claim(0, 0)
 

@@ -11,7 +11,7 @@ from megatron_rl.protocol.provenance import GroupRefused, check_group
 from megatron_rl.protocol.seeds import group_seed
 from megatron_rl.protocol.wire import Group, Plan, Prompt, Sampling, Submission, log_probs_of, token_bytes, tokens_of
 from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, sampling_params
+from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, body, responses, sampling_params
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
 TAG = "3:abc"
@@ -42,7 +42,7 @@ def choice(index: int = 0, **changes) -> dict:
 
 
 def answered(*choices: dict, **changes):
-    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=Answer)
+    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=GenerateAnswer)
     return responses(answer, request(**changes), "engine-0", 3, TAG)
 
 

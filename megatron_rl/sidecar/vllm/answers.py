@@ -37,7 +37,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
-class Answer(msgspec.Struct):
+class GenerateAnswer(msgspec.Struct):
     """The body of /inference/v1/generate, as far as we read it."""
 
     choices: list[_Choice]
@@ -91,7 +91,7 @@ def sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
     }
 
 
-def responses(answer: Answer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
+def responses(answer: GenerateAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
     """The group's responses; EngineRefused when one is missing or cut off.
 
     Spans are as vLLM recorded them, those of other weights under their own tag: whoever makes the group refuses it.
