@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import triton_fused
 from megatron_rl.ops.shared_prompt.backends.backend import Attention
-from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, Kernels
+from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, KernelBlocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
@@ -38,7 +38,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 SHAPES = list(zip(itertools.cycle((RAGGED, BRANCHED)), HEADS, HEAD_DIMS))
 SHORT_SHAPES = list(zip(itertools.cycle((SHORT_RAGGED, SHORT_BRANCHED)), HEADS, HEAD_DIMS))
 # Blocks that divide a tile in several ways, and reach over each other's ends.
-SMALL = Kernels(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
+SMALL = KernelBlocks(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
 
 
 @pytest.fixture(autouse=True)
