@@ -21,7 +21,7 @@ from benchmarks import checkpoints
 from benchmarks.connection import Connection
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
-from megatron_rl.sidecar.engines.engine import GroupRequest
+from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.vllm.answers import Limits, body
 from megatron_rl.types import Architecture
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import group_seed
 from megatron_rl.protocol.wire import (
     Group,
     Plan,

@@ -21,9 +21,9 @@ from megatron_rl.protocol.wire import log_probs_of, tokens_of
 from megatron_rl.records.audit_chain import Breach, BreachName
 from megatron_rl.records.audit_samples import Kept, Sample, choose
 from megatron_rl.weights.families import read_architecture
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import digest, fingerprint
 from megatron_rl.weights.mapping import Mapping
-from megatron_rl.weights.reader import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -3,14 +3,27 @@
 Whoever makes a group checks it here; whoever trains on it checks its spans once more (`data/slots.py`).
 """
 
+import hashlib
 from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol.seeds import evaluation_seed, group_seed
 from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response, Submission, log_probs_of
+
+
+def group_seed(run: str, version: int, prompt_index: int) -> int:
+    """The seed of a group's first response; vLLM gives the i-th one seed + i, so neighbours must lie far apart."""
+    text = f"{run}\0{version}\0{prompt_index}".encode()
+    # Below 2**62, so that adding the number of a sample stays within a signed 64-bit integer.
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+def evaluation_seed(run: str, version: int, prompt_index: int) -> int:
+    """The same for prompts that are only evaluated: never the seeds of training."""
+    return group_seed(f"{run}\0evaluation", version, prompt_index)
+
 
 Asked = Submission | Evaluation
 

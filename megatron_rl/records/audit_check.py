@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import FINISH_REASONS, version_tag
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import FINISH_REASONS, group_seed, version_tag
 from megatron_rl.protocol.slots import Claim, Division, Place, divide
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName, Chain

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import group_seed
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Sampling, Submission
 from megatron_rl.records.append_file import AppendFile

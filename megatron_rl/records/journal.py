@@ -24,7 +24,7 @@ from types import TracebackType
 import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import group_seed
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.protocol.wire import WIRE_VERSION, Group, Response, Submission
 from megatron_rl.records.append_file import AppendFile, make_private_folder

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
-from megatron_rl.rewards.checks import read_source
 from megatron_rl.rewards.confinement import child_environment, confinement, python_path
-from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.process import FunctionAnswer, RewardWorker, WorkerFault
+from megatron_rl.rewards.process import FunctionAnswer, OutputLog, RewardWorker, WorkerFault
+from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)

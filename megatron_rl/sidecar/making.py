@@ -13,7 +13,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, check_rewards, first_seed
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
-from megatron_rl.sidecar.engines.engine import GroupRequest
+from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.probe import Difference
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
     EngineRefused,

@@ -11,8 +11,8 @@ from typing import Any, Literal, NoReturn
 from megatron_rl.config.flag import Flag, flags_of, nearest
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.rewards import checks as reward_checks
-from megatron_rl.sidecar.vllm import support
+from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 
@@ -168,7 +168,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     host, _, port = settings.rollout.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         yield f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
-    yield from reward_checks.problems(settings.reward)
+    yield from reward_spec.problems(settings.reward)
 
 
 def _missing(settings: SidecarSettings) -> Iterator[str]:
@@ -233,7 +233,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             "installed in, its bin/python"
         )
     if architecture is not None:
-        yield from support.problems(architecture, settings.device, rollout.tensor_parallel_size, length)
+        yield from find_vllm_problems(architecture, settings.device, rollout.tensor_parallel_size, length)
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import Engine, EngineLost, EngineState, GroupRequest
+from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.publication import (
     AwaitAnswer,

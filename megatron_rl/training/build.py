@@ -29,9 +29,9 @@ from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
+from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, given_address
 from megatron_rl.sidecar.making import tokenizer_decoder
-from megatron_rl.sidecar.vllm import sender
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
@@ -42,8 +42,8 @@ from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync, bu
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.mapping import Mapping
-from megatron_rl.weights.reader import Checkpoint
 
 
 def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch | None = None) -> int:
@@ -158,8 +158,8 @@ class Run:
                 f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
                 f"{', '.join(session.platform.weight_transports)}"
             )
-        session.run_or_raise_everywhere(lambda: sender.library(transport) if session.rank == 0 else None)
-        make = sender.open_sender
+        session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
+        make = streams.open_sender
         weights = self._policy.weights
         return StreamPublisher(weights, session, receiver, self._name, transport, make, dtype, deadline, probe)
 

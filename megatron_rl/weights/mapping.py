@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import family
-from megatron_rl.weights.families.names import Name, Split
+from megatron_rl.weights.families.family import Name, Split
 
 Shape = tuple[int, ...]
 

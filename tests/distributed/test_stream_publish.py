@@ -16,7 +16,7 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.mcore.publish.stream import StreamPublisher, WholeModel
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
 from megatron_rl.protocol.wire import EngineKind, Weights
-from megatron_rl.sidecar.vllm import sender
+from megatron_rl.sidecar.streams import find_library, open_sender
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
@@ -193,7 +193,7 @@ def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:
     torch.distributed.init_process_group("gloo")
     with start_session(CASES["TP1"]) as session:
         model = WholeModel(build(session, CASES["TP1"], folder).weights, session, None)
-        opened_sender = sender.open_sender("nccl", "127.0.0.1", 7000, 3, model)
+        opened_sender = open_sender("nccl", "127.0.0.1", 7000, 3, model)
         opened_sender.send_weights()
         opened_sender.shutdown()
     return sent, opened
@@ -209,4 +209,4 @@ def test_vllm_sends_what_it_is_given(folders):
 
 def test_without_the_library_of_the_engines_the_error_says_what_to_install():
     with pytest.raises(PlatformError, match="--rollout-transport hccl sends with vllm-ascend"):
-        sender.library("hccl")
+        find_library("hccl")

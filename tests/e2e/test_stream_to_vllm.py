@@ -23,7 +23,6 @@ from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import Steps, coarsest
-from megatron_rl.sidecar.vllm import sender
 from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.distributed.layouts import CASES, build, start_session
@@ -119,7 +118,7 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
             with start_session(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
                 probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
-                make = sender.open_sender
+                make = streams.open_sender
                 publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", make, probe=probe)
                 for attempt in range(2):
                     version = 2 * number + attempt

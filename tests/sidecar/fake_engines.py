@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,

@@ -10,9 +10,9 @@ from megatron_rl.errors import InputError
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import EvaluationFailed as ClientEvaluationFailed
 from megatron_rl.protocol.client import RolloutError
-from megatron_rl.protocol.seeds import evaluation_seed
+from megatron_rl.protocol.provenance import evaluation_seed
 from megatron_rl.records.audit_check import verify
-from megatron_rl.sidecar.engines.engine import EngineState, GroupRequest
+from megatron_rl.sidecar.engines import EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed

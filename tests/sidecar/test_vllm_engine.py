@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
+from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (

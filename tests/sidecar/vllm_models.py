@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from megatron_rl.protocol.wire import Response, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import Engine, GroupRequest
+from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _mapped, _specs
 from megatron_rl.weights.fingerprint import digest, fingerprint

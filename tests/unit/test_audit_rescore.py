@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from megatron_rl import cli
 from megatron_rl.commands.rescore import _fingerprint_of
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import group_seed
 from megatron_rl.records.audit_log import FILE_NAME
 from megatron_rl.records.audit_samples import choose, kept
-from megatron_rl.sidecar.engines.engine import WeightReport
+from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import ExitCode, PlatformError
-from megatron_rl.rewards import kernel
-from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement
+from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement, landlock_version
 from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
 from tests.reward_pools import leftovers, request, score, with_pool
@@ -324,7 +323,7 @@ ATTACKS = {
 
 def needs_landlock():
     try:
-        version = kernel.landlock_version()
+        version = landlock_version()
     except OSError as error:
         pytest.skip(str(error))
     if version < 6:
@@ -468,9 +467,9 @@ def test_what_the_kernel_cannot_confine_is_said_and_refused_where_confinement_is
 
 def test_a_kernel_without_the_calls_leaves_its_reasons():
     code = """
-from megatron_rl.rewards import confinement, kernel
+from megatron_rl.rewards import confinement
 def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
-kernel.landlock_version = kernel.forbid_unix_sockets = refuse
+confinement.landlock_version = confinement.forbid_unix_sockets = refuse
 limits = confinement.Confinement((), (), ())
 print(confinement.confine(limits))
 """

@@ -7,10 +7,9 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import GroupRefused, check_group
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import GroupRefused, check_group, group_seed
 from megatron_rl.protocol.wire import Group, Plan, Prompt, Sampling, Submission, log_probs_of, token_bytes, tokens_of
-from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
+from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, body, responses, sampling_params
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))

@@ -14,9 +14,9 @@ from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
 from megatron_rl.weights import files
 from megatron_rl.weights.families import derive_config
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import fingerprint
 from megatron_rl.weights.mapping import Mapping, TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 from megatron_rl.weights.shards import Bucket, Digests, Shard, StageRank, WeightStream, export, shards_of
 
 # Files beside the weights that engines and users need, copied as they are.

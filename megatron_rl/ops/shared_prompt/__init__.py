@@ -5,8 +5,16 @@ import dataclasses
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt.backends import flash_attention, flex, gather, merge, naive, triton_fused
-from megatron_rl.ops.shared_prompt.backends.backend import Backend, Conditions
+from megatron_rl.ops.shared_prompt.backends import (
+    Backend,
+    Conditions,
+    flash_attention,
+    flex,
+    gather,
+    merge,
+    naive,
+    triton_fused,
+)
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prompt_attention"]

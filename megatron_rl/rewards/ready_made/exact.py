@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import column, text_of
+from megatron_rl.rewards.types import column, text_of
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:

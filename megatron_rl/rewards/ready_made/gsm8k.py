@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import column, text_of
+from megatron_rl.rewards.types import column, text_of
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import text_of
+from megatron_rl.rewards.types import text_of
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:

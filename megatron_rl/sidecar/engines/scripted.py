@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, log_prob_bytes, token_bytes
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, WeightReport
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
@@ -45,7 +45,7 @@ class Script:
 
 
 class ScriptedEngine:
-    """One of them. Satisfies `megatron_rl.sidecar.engines.engine.Engine`."""
+    """One of them. Satisfies `megatron_rl.sidecar.engines.Engine`."""
 
     def __init__(self, name: str, script: Script = Script()):
         self.name = name

@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import Response, Sampling, Span, log_prob_bytes, token_bytes
-from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
+from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 
 # vLLM writes this for a log-prob that is minus infinity or not a number.
 _CLAMPED = -9999.0

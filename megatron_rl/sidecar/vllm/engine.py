@@ -17,7 +17,7 @@ from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.wire import EngineKind, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,
@@ -27,9 +27,8 @@ from megatron_rl.sidecar.engines.engine import (
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, body, responses, wrongly_shared
-from megatron_rl.sidecar.vllm.log import cause
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
-from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, spec
+from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Deadlines:
 
 
 class VllmEngine:
-    """One vLLM server, started by us (with a handle) or adopted. Satisfies `sidecar.engines.engine.Engine`."""
+    """One vLLM server, started by us (with a handle) or adopted. Satisfies `sidecar.engines.Engine`."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class VllmEngine:
         """What its log says of why it ended, and where that log is."""
         if self._handle is None:
             return "somebody else has started it: its log is there"
-        return f"{cause(self._handle.log_lines())}\nits log is {self._handle.log}"
+        return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
 
     async def _prepare(self) -> None:
         try:
@@ -397,7 +396,7 @@ class VllmFactory:
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
-        handle = self._launcher.start(spec(config, name, self._folder / name, self._logs / f"{name}.log"))
+        handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
         return VllmEngine(name, handle.address, handle, self._deadlines)
 
     def adopt(self, name: str, address: str) -> VllmEngine:

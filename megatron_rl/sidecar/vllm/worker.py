@@ -6,7 +6,7 @@ data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would onl
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
 touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
-(`vllm_held`).
+(`held.py`).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.vllm.held import NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.backends import Conditions, of_nothing
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.backends import Conditions, flash_npu, of_nothing
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences
 from megatron_rl.ops.shared_prompt.layout import Layout, strands
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends import Conditions, flash_npu, of_nothing, with_dense_rows
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout

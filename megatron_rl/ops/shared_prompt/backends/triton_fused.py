@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends import Conditions, of_nothing, with_dense_rows
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
