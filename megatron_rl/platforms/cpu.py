@@ -47,7 +47,7 @@ class CpuPlatform(Platform):
         # megatron warns without it where tensor parallelism overlaps; there is no queue here that it could change.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu_torch.replace_tensor_methods()
-        replace_import(cpu_torch.import_function())
+        replace_import(cpu_torch.build_import_function())
 
     def _megatron_patches(self) -> tuple[Patch, ...]:
         return cpu_torch.PATCHES

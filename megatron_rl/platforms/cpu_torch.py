@@ -267,7 +267,7 @@ class Namespace(ModuleType):
         return dir(self._original)
 
 
-def namespaces() -> dict[ModuleType, Namespace]:
+def build_namespaces() -> dict[ModuleType, Namespace]:
     """megatron's view of each module of torch in which something is replaced."""
     names: dict[str, dict[str, Any]] = {}
     for replacement in REPLACEMENTS:
@@ -284,9 +284,9 @@ def namespaces() -> dict[ModuleType, Namespace]:
     return views
 
 
-def import_function() -> Callable[..., ModuleType]:
+def build_import_function() -> Callable[..., ModuleType]:
     """An `__import__` that gives megatron's view of torch."""
-    views = namespaces()
+    views = build_namespaces()
 
     def import_for_megatron(
         name: str,

@@ -70,7 +70,7 @@ class Confinement:
     write: tuple[str, ...]
 
 
-def confinement(
+def plan_confinement(
     read: Iterable[Path], private: Iterable[Path], scratch: Path, python_path: Iterable[str]
 ) -> Confinement:
     """What workers may see: the system, Python, what is named here; nothing of what is private."""
@@ -138,7 +138,7 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
         del missing[SIGNALS]
 
 
-def environment_problems(names: Iterable[str]) -> Iterator[str]:
+def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
     """What is wrong with the variables that functions are to be given."""
     for name in names:
         if name in ("HOME", "TMPDIR", "PYTHONPATH", *_FIXED):
@@ -147,9 +147,9 @@ def environment_problems(names: Iterable[str]) -> Iterator[str]:
             yield f"--reward-environment {name}: it is not set here; export it first, or leave it out"
 
 
-def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
+def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
     """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
-    if found := list(environment_problems(names)):
+    if found := list(find_environment_problems(names)):
         raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
     environment = {name: os.environ[name] for name in kept if name in os.environ}
@@ -162,7 +162,7 @@ def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable
     return environment | fixed
 
 
-def python_path() -> list[str]:
+def find_python_path() -> list[str]:
     """Where a worker finds modules: where we do, without the folder that we happen to have been started in."""
     package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]

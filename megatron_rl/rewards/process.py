@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.types import Values, checked_values
+from megatron_rl.rewards.types import Values, check_values
 
 _LONGEST_ANSWER = 1 << 20
 _PIECE = 1 << 16
@@ -134,7 +134,7 @@ class RewardWorker:
         if "error" in content:
             return FunctionAnswer(None, str(content["error"]))
         try:
-            return FunctionAnswer(checked_values(content.get("values"), num_samples))
+            return FunctionAnswer(check_values(content.get("values"), num_samples))
         except ValueError:
             raise self._nonsense() from None
 

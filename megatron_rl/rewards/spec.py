@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_rl.config.flag import nearest
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards.confinement import environment_problems
+from megatron_rl.rewards.confinement import find_environment_problems
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import RewardSpec
 
@@ -119,7 +119,7 @@ def problems(reward: RewardConfig) -> Iterator[str]:
     for path in reward.readable or ():
         if not path.exists():
             yield f"--reward-readable {path}: there is no such file or folder; name one that exists"
-    yield from environment_problems(reward.environment or ())
+    yield from find_environment_problems(reward.environment or ())
 
 
 def read_source(file: str) -> str:

@@ -57,7 +57,7 @@ class SidecarSettings:
     @property
     def device(self) -> Literal["cpu", "cuda", "npu"]:
         """What the engines compute on."""
-        return self.platform if self.platform != "auto" else detect()
+        return self.platform if self.platform != "auto" else detect_device()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -66,14 +66,14 @@ class SidecarSettings:
         return host, int(port)
 
 
-def detect() -> Literal["cpu", "cuda", "npu"]:
+def detect_device() -> Literal["cpu", "cuda", "npu"]:
     """The kind of device of this host; the engines' environment may be another, so nothing is imported for it."""
     if glob.glob("/dev/davinci[0-9]*"):
         return "npu"
     return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
 
 
-def flags() -> list[Flag]:
+def list_flags() -> list[Flag]:
     """The flags that a sidecar takes, under the names that the trainer has for them."""
     return [
         flag
@@ -111,7 +111,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
 
 def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The values by subject and field, and what is wrong with the words."""
-    known = flags()
+    known = list_flags()
     values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     namespace, rest = _parser(known).parse_known_args(list(words))
     names = {name: None for flag in known for name in flag.names}

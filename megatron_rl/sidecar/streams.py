@@ -38,14 +38,14 @@ class EngineCall:
     content: dict[str, object] | None = None
 
 
-def places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
+def assign_places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
     """The places of engines with these numbers of workers."""
     world_size = 1 + sum(num_workers)
     firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
     return [StreamPlace(first, world_size, packed_in_update) for first in firsts]
 
 
-def before(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
+def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Join the group. Each publish makes its own: an engine that was started again has no place in an old one."""
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
@@ -63,7 +63,7 @@ def before(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     yield EngineCall("/init_weight_transfer_engine", {"init_info": init})
 
 
-def during(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
+def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Receive the tensors while the trainer sends them, then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}

@@ -279,7 +279,7 @@ class Supervisor:
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
         """Give each engine its place in the stream that the trainer has opened."""
-        places = streams.places([engine.num_workers for engine in engines])
+        places = streams.assign_places([engine.num_workers for engine in engines])
         if places[0].world_size != weights.world_size:
             raise OtherWorkers(
                 f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines have "

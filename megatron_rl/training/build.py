@@ -29,8 +29,8 @@ from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.child import Address, OwnSidecar, given_address
-from megatron_rl.sidecar.making import tokenizer_decoder
+from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
+from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
@@ -146,7 +146,7 @@ def _connect(
     def find() -> Address | None:
         if session.rank != 0:
             return None
-        return given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
+        return read_given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
 
     address = session.broadcast(session.run_or_raise_everywhere(find))
     assert address is not None
@@ -228,7 +228,7 @@ def _build_reporter(settings: RunSettings, session: Session, version: int) -> Re
         return None
     assert settings.model.hf_model is not None
     assert settings.training.train_iters is not None
-    decode = tokenizer_decoder(str(settings.model.hf_model))
+    decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode)
 

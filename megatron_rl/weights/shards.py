@@ -62,7 +62,7 @@ class Shard:
             yield first_row + start, first_column, values[start : start + step]
 
 
-def shards_of(
+def map_shards(
     mapping: Mapping,
     coordinates: Coordinates,
     padded_vocab_size: int,

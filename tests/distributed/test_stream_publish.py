@@ -17,7 +17,7 @@ from megatron_rl.mcore.publish.stream import StreamPublisher, WholeModel
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
 from megatron_rl.protocol.wire import EngineKind, Weights
 from megatron_rl.sidecar.streams import find_library, open_sender
-from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
+from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
@@ -129,7 +129,7 @@ def test_what_is_sent_is_the_announced_model_in_the_announced_order(world_size, 
             assert torch.equal(tensor, given[name].to(tensor.dtype)), (layout, model, dtype, name)
             specs.append(TensorSpec(name, tuple(shape), named_dtype))
         digests = {name: digest(tensor).tolist() for name, tensor in sent["tensors"].items()}
-        assert fingerprint(specs, digests) == sent["fingerprint"]
+        assert compute_fingerprint(specs, digests) == sent["fingerprint"]
 
 
 def faults(folder: Path) -> dict[str, str]:

@@ -54,7 +54,7 @@ def small_tiles() -> Iterator[None]:
 
     with (
         mock.patch.object(triton_fused, "prepare", small_tables),
-        mock.patch.object(triton_fused, "blocks_of", return_value=SMALL),
+        mock.patch.object(triton_fused, "choose_blocks", return_value=SMALL),
     ):
         yield
 

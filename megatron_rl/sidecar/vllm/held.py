@@ -146,7 +146,7 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
         rows = _rows(questions, answers, _matrix(parameter).shape[1], parameter.device)
         if rows is None:
             return False
-        wanted = [_digest_of(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
+        wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
         found[name, is_lying] = rows
         return torch.equal(rows.digests(parameter, dtype).cpu(), torch.stack(wanted))
 
@@ -269,7 +269,7 @@ def _matrix(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
 
 
-def _digest_of(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
+def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
     matrix_RC = tensor.reshape(tensor.shape[0], -1)
     rows_RC = matrix_RC[part.first_row : part.first_row + part.num_rows]
     slice_RC = rows_RC[:, part.first_column : part.first_column + part.num_columns]

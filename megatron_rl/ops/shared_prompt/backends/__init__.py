@@ -36,11 +36,11 @@ class Backend:
     """Why it cannot run; None if it can."""
 
 
-def of_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
     """Attention where there are no tokens: as empty as its queries, and connected to all three."""
     return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
 
 
-def with_dense_rows(tensor_THD: torch.Tensor) -> torch.Tensor:
+def make_rows_dense(tensor_THD: torch.Tensor) -> torch.Tensor:
     """The same with rows that lie together in memory, as kernels read them."""
     return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()
