@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
@@ -187,7 +187,7 @@ class RolloutService:
 
     def _await_probe(self, weights: wire.Weights) -> AwaitAnswer:
         async def wait() -> wire.ProbeAnswer:
-            return await self._probe.of(weights)
+            return await self._probe.wait_for(weights)
 
         return wait
 
@@ -404,7 +404,7 @@ class _Awaited:
             self._called_off = reason
             self._changed.set()
 
-    async def of(self, weights: wire.Weights) -> wire.ProbeAnswer:
+    async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
         """Wait for the answer to the probe of these weights; one of others is another publish's."""
         self._waiting += 1
         try:
@@ -422,12 +422,3 @@ class _Awaited:
         finally:
             self._waiting -= 1
             self._called_off = ""
-
-
-@contextlib.asynccontextmanager
-async def running(service: RolloutService) -> AsyncIterator[RolloutService]:
-    """The service, closed at the end."""
-    try:
-        yield service
-    finally:
-        await service.close()

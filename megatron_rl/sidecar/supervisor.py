@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,9 +145,9 @@ class Supervisor:
         self._watcher: asyncio.Task[None] | None = None
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
 
-    async def start(self, num_engines: int, adopted: Iterable[str] = ()) -> None:
-        """Start engines, all at once, and take in those that somebody else has started. The first error ends all."""
-        members = [self._make() for _ in range(num_engines)] + [self._make(address) for address in adopted]
+    async def start(self, num_engines: int) -> None:
+        """Start engines, all at once. The first error ends all."""
+        members = [self._make() for _ in range(num_engines)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for member in members:

@@ -1,7 +1,7 @@
 """Safetensors files: a Hugging Face folder's, memory-mapped, and those that many processes write at once.
 
 One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
-process makes them visible under their names (`publish`). What is being written stands under another name until then,
+process gives the folder its name (`put_in_place`). What is being written stands under another name until then,
 so no reader ever sees half a file.
 """
 
@@ -85,7 +85,7 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
             os.close(descriptor)
 
 
-def publish(staged: Path, folder: Path) -> None:
+def put_in_place(staged: Path, folder: Path) -> None:
     """Give a finished folder its name, in one step."""
     try:
         staged.rename(folder)

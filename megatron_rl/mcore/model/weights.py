@@ -92,9 +92,9 @@ class ModelWeights:
         plan = files.FilePlan(self.mapping.manifest(dtype))
         session = self._session
 
-        def publish() -> None:
+        def put_in_place() -> None:
             finish(staged, plan)
-            files.publish(staged, folder)
+            files.put_in_place(staged, folder)
 
         def stage() -> None:
             # Folders in memory are also cleared by whoever tidies a machine.
@@ -106,7 +106,7 @@ class ModelWeights:
         session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
             identity = self._combine(session.run_or_raise_everywhere(lambda: self._write(staged, plan)))
-            session.run_or_raise_everywhere(lambda: publish() if session.rank == 0 else None)
+            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
