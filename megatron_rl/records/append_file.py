@@ -30,7 +30,7 @@ class AppendFailed(MegatronRLError):
 
 
 class FileInUse(MegatronRLError):
-    """Another process, or another object of this one, writes to the file."""
+    """The file has another writer, in this process or another."""
 
 
 class AppendFile:
@@ -67,7 +67,7 @@ class AppendFile:
         self.close()
 
     def append(self, *pieces: bytes) -> None:
-        """Write the pieces as one record. AppendFailed leaves the file as it was."""
+        """Write the pieces as one record; AppendFailed leaves the file as it was."""
         if self._is_torn:
             self.cut(self.size)
         try:
@@ -79,12 +79,12 @@ class AppendFile:
             with contextlib.suppress(AppendFailed):
                 self.cut(self.size)
             raise AppendFailed(
-                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; make room there, then go on"
+                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; free space there, then resume"
             ) from None
         self.size += sum(map(len, pieces))
 
     def cut(self, size: int) -> None:
-        """Take away what lies behind the first `size` bytes."""
+        """Keep the first `size` bytes only."""
         try:
             os.ftruncate(self._descriptor, size)
             if self._sync:
@@ -109,12 +109,12 @@ class AppendFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FileInUse(
-                f"{self.path} is written by another process: end that sidecar, or give this one another folder"
+                f"{self.path} is written by another process: end that sidecar, or name another folder for this one"
             ) from None
 
 
 def make_private_folder(folder: Path) -> None:
-    """The folder, for its owner only; InputError if it is there and others can look into it."""
+    """Make a folder for its owner only; InputError if it exists and others can read it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder, folder.stat())
 
@@ -128,7 +128,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 def _write_all(descriptor: int, pieces: Sequence[bytes]) -> None:
-    # One call in all but the rarest case; a full disk or a limit shows first as a short count, then as an error.
+    # Nearly always one call; a full disk or a limit shows first as a short count, then as an error.
     written = os.writev(descriptor, pieces)
     if written < sum(map(len, pieces)):
         rest = memoryview(b"".join(pieces))[written:]
@@ -162,7 +162,7 @@ class LineFile:
             self._file = AppendFile(path)
         except FileInUse:
             raise FileInUse(
-                f"{path} is written by another process: end that run, or give this one another folder"
+                f"{path} is written by another process: end that run, or name another folder for this one"
             ) from None
         self._last_version: float = -math.inf
         try:
@@ -172,17 +172,17 @@ class LineFile:
             raise
 
     def restart(self, version: int) -> int:
-        """Drop the lines of this version and of later ones; returns how many there were."""
+        """Drop the lines of this version and later ones; returns how many."""
         return self._keep_below(version)
 
     def append(self, version: int, record: Mapping[str, Any]) -> None:
-        """Write one line; AppendFailed, where the disk is full, leaves the file as it was."""
+        """Write one line; AppendFailed, as on a full disk, leaves the file as it was."""
         if version < self._last_version:
             raise ValueError(
-                f"{self.path}: version {version} after {self._last_version}: restart({version}) comes first"
+                f"{self.path}: version {version} cannot follow {self._last_version}: call restart({version}) first"
             )
         text = json.dumps({"version": version, **record}, ensure_ascii=False, allow_nan=False)
-        # Half a surrogate pair, which neither UTF-8 nor a strict reader of JSON takes, becomes a question mark.
+        # Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark.
         self._file.append(text.encode("utf-8", "replace") + b"\n")
         self._last_version = version
 
@@ -205,7 +205,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, which may be written to meanwhile: a last line that is not whole is left out."""
+    """Read the records of a file, which may grow meanwhile: an incomplete last line is left out."""
     try:
         lines = list(_whole_lines(path))
     except OSError as error:
@@ -226,4 +226,4 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.DecodeError as error:
-        raise InputError(f"{path}, line {number}: {error}; mend the line, or move the file away") from None
+        raise InputError(f"{path}, line {number}: {error}; correct the line, or move the file away") from None

@@ -1,4 +1,4 @@
-"""Whether the lines of an audit log are those that were written: each one whole, each one there once, in order."""
+"""Checks that the lines of an audit log are those that were written: whole, once each, in order."""
 
 import dataclasses
 import enum
@@ -64,36 +64,36 @@ class Breach:
 
 
 class Chain:
-    """Takes the lines in the file's order; gives back the event of each that is there for the first time."""
+    """Takes lines in the order of the file; returns the event of each line that is new."""
 
     def __init__(self, heads: Iterable[str] = ()) -> None:
-        """`heads` are hashes that some lines must have."""
+        """Each of `heads` must be the hash of a line."""
         self.breaches: list[Breach] = []
         self.heads_found: dict[str, int] = {}
         self._heads = frozenset(heads)
         self.head = FIRST_PREV
         self._next_seq = 0
         self._decoder = msgspec.json.Decoder(AnyEvent)
-        # Ranges of numbers that were passed over, and the line that passed over them.
+        # Ranges of numbers that were skipped, and the line after each.
         self._gaps: list[tuple[range, int]] = []
-        # Lines whose own number is not known, since the last one whose is.
+        # Lines without a readable number since the last one with a number.
         self._num_unknown = 0
 
     def take(self, number: int, line: bytes) -> AnyEvent | None:
-        """The event of a line, which comes with its newline; None if there is none, or it was there before."""
+        """The event of a line, given with its newline; None if it has none, or was there before."""
         content = line.removesuffix(b"\n")
         own_hash = hash_line(content)
         links = read_links(content)
         if content == line or own_hash is None:
-            self._breach(BreachName.TRUNCATED_LINE, number, f"{len(content)} bytes, and no end")
+            self._breach(BreachName.TRUNCATED_LINE, number, f"{len(content)} bytes without an end")
             self._num_unknown += 1
             return None
         if links is None:
-            self._breach(BreachName.UNREADABLE_LINE, number, "it does not say its number")
+            self._breach(BreachName.UNREADABLE_LINE, number, "it does not name its number")
             self._num_unknown += 1
             return None
         if links.hash != own_hash:
-            self._breach(BreachName.CHANGED_CONTENT, number, f"its hash is {own_hash}, it says {links.hash}")
+            self._breach(BreachName.CHANGED_CONTENT, number, f"its hash is {own_hash}, and it says {links.hash}")
         if not self._place(number, links.seq, links.prev, links.hash):
             return None
         if own_hash in self._heads:
@@ -105,10 +105,10 @@ class Chain:
             return None
 
     def finish(self) -> None:
-        """No line follows."""
+        """Report what is missing: no line follows."""
         for gap, number in self._gaps:
             which = f"{gap.start}" if len(gap) == 1 else f"{gap.start} to {gap.stop - 1}"
-            self._breach(BreachName.MISSING_LINE, number, f"number {which} of the log is not there")
+            self._breach(BreachName.MISSING_LINE, number, f"number {which} of the log is missing")
         for head in self._heads - self.heads_found.keys():
             self._breach(BreachName.HEAD_NOT_FOUND, 0, f"no line has the hash {head}: the log was changed or cut short")
 
@@ -117,7 +117,7 @@ class Chain:
         if seq < self._next_seq:
             gap = next((gap for gap in self._gaps if seq in gap[0]), None)
             if gap is None:
-                self._breach(BreachName.DOUBLED_LINE, number, f"number {seq} of the log is there already")
+                self._breach(BreachName.DOUBLED_LINE, number, f"number {seq} of the log was there before")
                 return False
             self._breach(BreachName.REORDERED_LINE, number, f"number {seq} of the log comes after {self._next_seq - 1}")
             self._gaps.remove(gap)
@@ -128,7 +128,9 @@ class Chain:
         if skipped:
             self._gaps.append((skipped, number))
         elif not self._num_unknown and prev != self.head:
-            self._breach(BreachName.BROKEN_CHAIN, number, f"the line before has the hash {self.head}, it says {prev}")
+            self._breach(
+                BreachName.BROKEN_CHAIN, number, f"the line before has the hash {self.head}, and it says {prev}"
+            )
         self._next_seq, self.head, self._num_unknown = seq + 1, line_hash, 0
         return True
 

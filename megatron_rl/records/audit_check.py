@@ -1,4 +1,4 @@
-"""What an audit log says happened, and where its events contradict one another or what was promised."""
+"""Checks an audit log: what happened, and where events contradict each other or the promises."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _Problems = Iterator[tuple[BreachName, str]]
 
 @dataclasses.dataclass
 class IterationSummary:
-    """What the log says of an iteration, or of one attempt at it."""
+    """One attempt at an iteration, as the log has it."""
 
     version: int
     fingerprint: str
@@ -29,13 +29,13 @@ class IterationSummary:
     num_tokens: int = 0
     num_claims: int = 0
     mismatch: float | None = None
-    """The mean difference of the trainer's log-probs from those that the tokens were sampled with."""
+    """The mean difference between the trainer's log-probs and those that the tokens were sampled with."""
     engines: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class Proofs:
-    """How what engines said they held was proved, over all publishes."""
+    """How the weights that engines report were proved, over all publishes."""
 
     num_reports: int = 0
     num_whole: int = 0
@@ -55,14 +55,14 @@ class Proofs:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a log holds, and what is wrong with it."""
+    """The contents of a log, and its breaches."""
 
     run: str
     files: list[tuple[str, int]]
     """The files of the log, and the lines in each: breaches count lines over all of them."""
     head: str
     num_covered: int
-    """Lines up to the last of the heads that were given: these are proved to be as they were then."""
+    """Lines up to the last given head, which are proved to be unchanged."""
     num_starts: int
     num_recovered: int
     iterations: list[IterationSummary]
@@ -75,7 +75,7 @@ class Report:
         return sum(num_lines for _, num_lines in self.files)
 
     def place(self, line: int) -> str:
-        """Where a line is, for people; the file is said where there are several."""
+        """Where a line is, in words; names the file if there are several."""
         if len(self.files) == 1:
             return f"line {line}"
         for name, num_lines in self.files:
@@ -99,7 +99,7 @@ class _Attempt:
 
 
 class _Meaning:
-    """Takes the events in order and says what contradicts what came before."""
+    """Takes events in order and reports contradictions with earlier ones."""
 
     def __init__(self) -> None:
         self.run: str | None = None
@@ -145,7 +145,7 @@ class _Meaning:
         if self.run is None:
             self.run = event.run
         elif event.run != self.run:
-            yield BreachName.FOREIGN_RUN, f"the log is of the run {self.run!r}, this is of {event.run!r}"
+            yield BreachName.FOREIGN_RUN, f"the log is of the run {self.run!r}, and this event of {event.run!r}"
 
     def _publish(self, event: audit_log.Publish) -> _Problems:
         before = self._published
@@ -165,7 +165,7 @@ class _Meaning:
             if probe is not None and probe.bound is not None and not probe.mean <= probe.bound:
                 yield (
                     BreachName.PROBE_DIFFERS,
-                    f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on the average, beyond "
+                    f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on average, beyond "
                     f"{probe.bound:g}",
                 )
 
@@ -174,7 +174,7 @@ class _Meaning:
         self.summaries.append(attempt.summary)
         yield from self._of_the_published(event, "submitted")
         if self._highest is not None and event.version > self._highest + 1:
-            yield BreachName.SKIPPED_VERSION, f"version {event.version} follows on {self._highest}"
+            yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
         try:
             attempt.division = divide(event.plan)
@@ -190,12 +190,12 @@ class _Meaning:
 
     def _of_the_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
         if self._published is None or self._published.version != event.version:
-            yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what}, and was not published last"
+            yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what} but was not published last"
         elif self._published.fingerprint != event.fingerprint:
             published = self._published.fingerprint[:12]
             yield (
                 BreachName.FOREIGN_FINGERPRINT,
-                f"version {event.version} is {what} with {event.fingerprint[:12]}, published was {published}",
+                f"version {event.version} is {what} with {event.fingerprint[:12]} and was published with {published}",
             )
 
     def _group(self, event: audit_log.GroupFinished) -> _Problems:
@@ -251,8 +251,8 @@ class _Meaning:
             mean = "a number that is not finite" if event.mean is None else f"{event.mean:.3g}"
             yield (
                 BreachName.MISMATCH,
-                f"version {event.version}: the trainer's log-probs differ from those that were sampled with by {mean} "
-                f"on the average, beyond {event.bound:g}",
+                f"version {event.version}: the trainer's log-probs differ from the engines' by {mean} on average, "
+                f"beyond {event.bound:g}",
             )
 
     def _complete(self, event: audit_log.Complete) -> _Problems:
@@ -270,7 +270,7 @@ class _Meaning:
         if said != found:
             yield (
                 BreachName.WRONG_COUNT,
-                f"version {event.version}: the trainer says {said[0]} groups and {said[1]} responses, the log has "
+                f"version {event.version}: the trainer reports {said[0]} groups and {said[1]} responses, the log has "
                 f"{found[0]} and {found[1]}",
             )
         self._end(event.version, "complete")
@@ -286,21 +286,21 @@ class _Meaning:
 
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:
-    """Read a log from its first line to its last, through all of its files."""
+    """Read and check a log from its first line to its last, over all of its files."""
     chain, meaning, breaches = Chain(heads), _Meaning(), []
     files: list[tuple[str, int]] = []
     number, expected, first = 0, 0, find_first_file(path)
     for index, file in find_files(first).items():
         num_before, link = number, chain.head
         if index != expected:
-            detail = f"there is no {name_file(first, expected).name} before {file.name}"
+            detail = f"{name_file(first, expected).name} is missing before {file.name}"
             breaches.append(Breach(BreachName.MISSING_FILE, number + 1, detail))
         for number, line in enumerate(read_log_lines(file), start=num_before + 1):
             event = chain.take(number, line)
             if event is not None:
                 breaches += [Breach(name, number, detail) for name, detail in meaning.take(event, number)]
             if number == num_before + 1 and index == expected and not _goes_on(index, link, line, event):
-                detail = f"{file.name} does not go on where the file before it ends"
+                detail = f"{file.name} does not continue where the file before it ends"
                 breaches.append(Breach(BreachName.EXCHANGED_FILE, number, detail))
         files.append((file.name, number - num_before))
         expected = index + 1
@@ -320,7 +320,7 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
 
 
 def _goes_on(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
-    """Whether a file's first line is the one that follows on the file before it, as far as it can be read."""
+    """Whether a file's first line, if it can be read, follows the file before it."""
     links = audit_log.read_links(line.removesuffix(b"\n"))
     expected = audit_log.Continued(file=index) if index else event
     return links is None or (links.prev == link and event in (None, expected))
@@ -338,7 +338,7 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
     submit = attempt.submit
     if response.fingerprint != submit.fingerprint:
         wanted = submit.fingerprint[:12]
-        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, published was {wanted}"
+        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
     if response.engine not in attempt.engines:
         yield BreachName.UNKNOWN_ENGINE, f"is of engine {response.engine}, which did not report the version"
     versions = sorted({span.version for span in response.spans})
@@ -349,7 +349,7 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
         yield BreachName.TWO_VERSIONS, f"is of versions {' and '.join(versions)}"
     elif position != response.num_tokens or versions not in ([], [tag_version(submit.version)]):
         spans = [(span.version, span.start, span.end) for span in response.spans]
-        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens, and spans {spans}"
+        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"
     if response.finish_reason not in FINISH_REASONS:
         yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
     limit = submit.sampling.max_tokens

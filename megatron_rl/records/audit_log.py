@@ -1,8 +1,8 @@
-"""The audit log of a run: what was published, submitted, sampled, claimed and trained on, as hashes, in a chain.
+"""The audit log of a run: what was published, submitted, sampled, claimed and trained on, as a chain of hashes.
 
-One line of JSON an event: `seq` counts from 0, `prev` is the hash of the line before, and `hash` the one of this line
-without it. A file that is full is followed by another, `audit-000001.jsonl` and so on, and the chain goes on in it.
-`megatron_rl.records.audit_check` reads it again; docs/audit.md says what it proves.
+Each event is one line of JSON: `seq` counts from 0, `prev` is the hash of the line before, and `hash` that of this line
+without it. When a file is full the chain continues in the next, `audit-000001.jsonl` and so on.
+`megatron_rl.records.audit_check` checks the log; docs/audit.md says what it proves.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ MAX_BYTES = 64 << 20
 
 
 def name_file(first: Path, index: int) -> Path:
-    """The file of that number; the first one has number 0 and the log's own name."""
+    """The path of file `index`; file 0 has the log's own name."""
     return first if index == 0 else first.with_name(f"{first.stem}-{index:06d}{first.suffix}")
 
 
 def find_existing_files(first: Path) -> dict[int, Path]:
-    """Those that are there, by their numbers, in order."""
+    """The files that exist, by number, in order."""
     pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
     found = {0: first} if first.exists() else {}
     for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
@@ -43,12 +43,12 @@ def find_existing_files(first: Path) -> dict[int, Path]:
 
 
 def find_first_file(path: Path) -> Path:
-    """The first file of the log that a person has named, by itself or by its folder."""
+    """The first file of a log, which a person named by itself or by its folder."""
     return path / FILE_NAME if path.is_dir() else path
 
 
 def find_files(first: Path) -> dict[int, Path]:
-    """Those that are there; an InputError where there is none."""
+    """The files that exist; InputError if none does."""
     files = find_existing_files(first)
     if not files:
         raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
@@ -56,7 +56,7 @@ def find_files(first: Path) -> dict[int, Path]:
 
 
 def read_log_lines(path: Path) -> Iterator[bytes]:
-    """The lines, with their newlines."""
+    """Read a file's lines, with their newlines."""
     try:
         with path.open("rb") as file:
             yield from file
@@ -70,11 +70,11 @@ _READ_BYTES = 1 << 16
 
 
 class AuditBroken(MegatronRLError):
-    """The end of the log is not what was written: nothing is added to it."""
+    """The end of the log is damaged, so nothing is added to it."""
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What happened; each kind has its fields and its tag."""
+    """Something that happened; each kind has its own fields and tag."""
 
 
 class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
@@ -86,13 +86,13 @@ class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
 
 
 class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
-    """The last line had been torn by a kill; this many bytes were cut off."""
+    """A kill had torn the last line; this many bytes were cut off."""
 
     num_bytes: int
 
 
 class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
-    """The first line of every file but the first: the chain goes on here."""
+    """The first line of every file but the first: the chain continues here."""
 
     file: int
 
@@ -103,11 +103,11 @@ class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
     mean: float
     largest: float
     bound: float | None
-    """Of the mean; None, which JSON writes for infinity, where none was asked for."""
+    """Of the mean; None, which JSON writes for infinity, if there was none."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says it holds, and what was proved of it."""
+    """What an engine reports to hold, and how that was proved."""
 
     engine: str
     version: int
@@ -116,11 +116,11 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that were compared with what was received, bit for bit."""
     parameters: int = 0
     probe: ProbeRecord | None = None
-    """None where the trainer's log-probs were not there, or none are to be compared."""
+    """None if they were not compared with the trainer's."""
 
 
 class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
-    """These engines hold a version; again with the same fingerprint when one joins or comes back."""
+    """These engines hold a version; repeated, with the same fingerprint, when an engine joins or comes back."""
 
     version: int
     fingerprint: str
@@ -128,7 +128,7 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
 
 
 class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
-    """An engine was proved to hold something else than the version that it said it held; nobody sampled with it."""
+    """An engine was proved not to hold the version that it reported; nothing was sampled with it."""
 
     version: int
     fingerprint: str
@@ -137,18 +137,18 @@ class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
 
 
 class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
-    """How far the trainer's log-probs of an iteration's tokens were from those that they were sampled with."""
+    """How far the trainer's log-probs of an iteration's tokens were from the engines'."""
 
     version: int
     mean: float | None
     largest: float | None
-    """None where it is not a finite number."""
+    """None if it is not finite."""
     bound: float | None
-    """Of the mean; None where tokens were sampled by chance."""
+    """Of the mean; None where tokens were drawn at random."""
 
 
 class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
-    """An iteration begins, or begins anew after a restart: then all of its groups and claims follow once more."""
+    """An iteration begins, or begins again after a restart; then all of its groups and claims are repeated."""
 
     version: int
     fingerprint: str
@@ -191,7 +191,7 @@ class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
 
 
 class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
-    """A replica's slot holds these groups, now and for ever."""
+    """A replica's slot holds these groups from now on."""
 
     version: int
     replica: int
@@ -200,7 +200,7 @@ class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
 
 
 class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
-    """The trainer says that it has trained on so many."""
+    """The trainer reports that it has trained on so many."""
 
     version: int
     num_groups: int
@@ -215,7 +215,7 @@ class Fail(AuditEvent, frozen=True, kw_only=True, tag="fail"):
 
 
 class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
-    """Responses to prompts that are not trained on were sampled from a version, and scored."""
+    """A version was evaluated on prompts that are not trained on."""
 
     version: int
     fingerprint: str
@@ -242,7 +242,7 @@ AnyEvent = (
 
 
 class AuditLog:
-    """The log, open for appending. Raises AppendFailed when there is no room; the log is then as it was."""
+    """The log, open for appending. AppendFailed, as on a full disk, leaves it as it was."""
 
     def __init__(
         self,
@@ -253,13 +253,13 @@ class AuditLog:
         clock: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`details` of the start (versions, flags) must hold nothing secret: they are written as they are.
+        """`details` of the start (versions, flags) are written as they are and must hold no secrets.
 
-        `path` is the log's first file; a file that holds a line takes no other beyond `max_bytes`.
+        `path` is the log's first file; no file grows beyond `max_bytes`, except by its first line.
         """
         self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
         self._seq, self._head = 0, FIRST_PREV
-        # Open as long as the log is, whichever file is written to: its lock is the log's.
+        # Stays open while the log is, whichever file is written to: its lock is the log's.
         self._first = self._file = AppendFile(path, sync)
         self._index = 0
         try:
@@ -281,7 +281,7 @@ class AuditLog:
 
     @property
     def head(self) -> str:
-        """The hash of the last line: whoever keeps it elsewhere can tell later that nothing up to it was changed."""
+        """The hash of the last line: kept elsewhere, it proves later that nothing up to it was changed."""
         return self._head
 
     @property
@@ -294,7 +294,7 @@ class AuditLog:
         self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports)))
 
     def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
-        """An engine does not hold what it says."""
+        """An engine does not hold what it reports."""
         self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
 
     def mismatch(self, version: int, mismatch: Mismatch) -> None:
@@ -303,7 +303,7 @@ class AuditLog:
         self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
 
     def submit(self, submission: Submission) -> None:
-        """An iteration begins. After a restart `group` and `claim` follow for all that was restored."""
+        """An iteration begins. After a restart, call `group` and `claim` for all that was restored."""
         self._append(
             Submit(
                 version=submission.version,
@@ -348,11 +348,11 @@ class AuditLog:
         self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
 
     def complete(self, version: int, num_groups: int, num_responses: int) -> None:
-        """The trainer says that it has trained on so many."""
+        """The trainer reports that it has trained on so many."""
         self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
 
     def fail(self, version: int, reason: str) -> None:
-        """The iteration ended without an update. The reason is cut short: the log holds no texts of the data."""
+        """The iteration ended without an update. The reason is cut short, to keep texts of the data out of the log."""
         self._append(Fail(version=version, reason=reason[:200]))
 
     def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
@@ -388,16 +388,16 @@ class AuditLog:
         self._seq, self._head = self._seq + 1, line_hash
 
     def _open(self, index: int) -> None:
-        """Go on in the file of that number; the first one stays open."""
+        """Continue in file `index`; the first one stays open."""
         file = AppendFile(name_file(self._first.path, index), self._sync) if index else self._first
         if self._file is not self._first:
             self._file.close()
         self._file, self._index = file, index
 
     def _continue(self) -> int:
-        """Continue after the last whole line, in whichever file it is; how many bytes of a torn one were cut off."""
+        """Continue after the last whole line, in whichever file; returns how many bytes of a torn line were cut off."""
         num_bytes_cut = 0
-        # One that was begun, and has no line yet, is taken up when the file before it is full.
+        # A file that has no line yet is used when the one before it is full.
         for index in reversed(find_existing_files(self._first.path)):
             self._open(index)
             num_bytes_cut += self._find_end()
@@ -406,7 +406,7 @@ class AuditLog:
         return num_bytes_cut
 
     def _find_end(self) -> int:
-        """Take up the chain after the file's last whole line, if it has one; how many bytes behind it were cut off."""
+        """Continue the chain after the file's last whole line, if any; returns how many bytes after it were cut off."""
         content, start = b"", self._file.size
         # Backwards until a whole line, with the newline before it, is there.
         while start > 0 and content.count(b"\n") < 2:
@@ -420,7 +420,7 @@ class AuditLog:
             links = read_links(last)
             if links is None or links.hash != hash_line(last):
                 raise AuditBroken(
-                    f"{self._file.path}: its last line is damaged. See `megatron-rl audit {self._file.path}`, move the "
+                    f"{self._file.path}: its last line is damaged. Run `megatron-rl audit {self._file.path}`, move the "
                     "file away, and start again"
                 )
             self._seq, self._head = links.seq + 1, links.hash
@@ -438,14 +438,14 @@ class Links(msgspec.Struct, frozen=True):
 
 
 def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:
-    """A line with its newline, and its hash."""
+    """Write a line with its newline; returns it and its hash."""
     body = b'{"seq":%d,"prev":"%s","time":%.3f,%s' % (seq, prev.encode(), when, msgspec.json.encode(event)[1:])
     line_hash = hashlib.blake2b(body, digest_size=32).hexdigest()
     return b'%s,"hash":"%s"}\n' % (body[:-1], line_hash.encode()), line_hash
 
 
 def read_links(line: bytes) -> Links | None:
-    """Those of a line without its newline; None if it is not one."""
+    """Read the links of a line, given without its newline; None if it has none."""
     try:
         return msgspec.json.decode(line, type=Links)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -453,7 +453,7 @@ def read_links(line: bytes) -> Links | None:
 
 
 def hash_line(line: bytes) -> str | None:
-    """The hash that belongs to the content of a line; None if the line does not end in one."""
+    """Hash the content of a line; None if the line does not end in a hash."""
     match = _HASH_PATTERN.search(line)
     if match is None:
         return None
@@ -461,5 +461,5 @@ def hash_line(line: bytes) -> str | None:
 
 
 def hash_content(content: bytes) -> str:
-    """What stands in the log for tokens or log-probs."""
+    """Hash tokens or log-probs, as the log has them."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

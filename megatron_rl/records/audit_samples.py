@@ -1,4 +1,4 @@
-"""The responses of a run that can be computed again: those in its journals whose hashes are in its audit log."""
+"""The responses whose log-probs can be computed again: those in journals whose hashes are in the audit log."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ from megatron_rl.records.journal import JournalDamaged, find_journal, read_group
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response as the engine gave it, and the line of the log that says so."""
+    """A response as the engine gave it, and its line in the log."""
 
     version: int
     prompt: int
@@ -38,11 +38,11 @@ class Kept:
     """What can be computed again of a run."""
 
     fingerprints: dict[int, str]
-    """Of every version that was submitted: the weights that it was submitted with last."""
+    """For each submitted version, the fingerprint of its last submission."""
     samples: dict[int, list[Sample]]
-    """By version; each version has one at least."""
+    """By version, at least one each."""
     reasons: dict[int, str]
-    """Why there are none of a version."""
+    """By version, why it has none."""
     breaches: list[Breach]
 
 
@@ -75,12 +75,12 @@ def read_kept(run: Path) -> Kept:
         if samples:
             result.samples[version] = samples
         else:
-            result.reasons[version] = f"its journal {path} holds no response whose hashes are in the log"
+            result.reasons[version] = f"no response in its journal {path} has its hashes in the log"
     return result
 
 
 def choose_samples(samples: Mapping[int, list[Sample]], count: int, seed: str) -> list[Sample]:
-    """So many, or all, spread evenly over the versions; which ones follows from the seed."""
+    """Choose `count` samples, or all, spread evenly over the versions; the seed decides which."""
     queues = [
         random.Random(f"{seed} {version}").sample(of_version, min(count, len(of_version)))
         for version, of_version in sorted(samples.items())
@@ -93,7 +93,7 @@ def choose_samples(samples: Mapping[int, list[Sample]], count: int, seed: str) -
 
 
 def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
-    """Of every version; groups only of those that have a journal, since there may be many."""
+    """Read what the log says of each version; groups only if it has a journal, since there may be many."""
     logged: dict[int, _Logged] = {}
     decoder = msgspec.json.Decoder(audit_log.Submit | audit_log.GroupFinished)
     for number, line in enumerate(_lines(find_files(first).values()), start=1):
@@ -102,7 +102,7 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
         try:
             event = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            # The check of the lines has named it.
+            # `verify` has named it.
             continue
         if isinstance(event, audit_log.Submit):
             logged[event.version] = _Logged(event)
@@ -151,7 +151,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
 
 
 def _is_of_the_same_request(responses: list[Response], event: audit_log.GroupFinished) -> bool:
-    """Sampled from the same weights with the same seeds; a journal may hold what other attempts have left in it."""
+    """Sampled from the same weights with the same seeds; a journal may also hold groups of other attempts."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
 

@@ -1,13 +1,13 @@
-"""The journal: finished groups and claims, so that a sidecar or a trainer that was killed gets them back.
+"""The journal: finished groups and claims, for a sidecar or a trainer that was killed.
 
-One file an iteration, `<version>.journal`, in a folder of the run's own. Invariants:
+Each iteration has one file, `<version>.journal`, in a folder of the run. Invariants:
 
-- what an append returned from is there after a kill -9 of this process; after a loss of power only with `sync`;
-- a record that was torn by a kill is cut off at reopening, and said; any other damage is JournalDamaged;
+- what was appended survives a kill -9 of this process, and a loss of power only with `sync`;
+- a record that a kill has torn is cut off at reopening, and reported; any other damage is JournalDamaged;
 - a group comes back only for the key it was sampled and scored for: run, fingerprint, version, prompt (index, tokens,
-  columns), seed, sampling parameters, group size, and what the caller says of the rewards;
-- claims come back only for the submission and the rewards they were made for: another plan divides the same groups
-  anew, and what others scored is sampled again;
+  columns), seed, sampling parameters, group size, and the caller's description of the rewards;
+- claims come back only for their own submission and rewards: another plan divides the same groups anew, and groups
+  with other rewards are sampled again;
 - an append that fails leaves the journal as it was;
 - one process has the folder open; at most `retain` files are kept, those of the highest versions and the current one.
 """
@@ -30,17 +30,17 @@ from megatron_rl.protocol.wire import WIRE_VERSION, Group, Response, Submission
 from megatron_rl.records.append_file import AppendFile, make_private_folder
 
 _MAGIC = b"mrlj"
-# What is ahead of each payload: the magic, its length, its checksum, and the checksum of these three.
+# Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
 
 
 class JournalDamaged(MegatronRLError):
-    """A record in the journal is not what was written."""
+    """A record in the journal was changed."""
 
 
 class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """From here on the journal is that of this submission, scored by these rewards."""
+    """From here on the journal belongs to this submission and these rewards."""
 
     wire: int
     submission: bytes
@@ -64,23 +64,25 @@ _Record = _Begun | Finished | _Claimed
 
 @dataclasses.dataclass(frozen=True)
 class RecoveredJournal:
-    """What a journal gave back, in the order in which it was written."""
+    """What a journal held, in the order in which it was written."""
 
     groups: list[Group]
     claims: list[Claim]
     num_bytes_cut: int
     """Of a record that a kill had torn."""
     num_stale: int
-    """Groups that were sampled for something else than this submission."""
+    """Groups that were sampled for another submission."""
 
 
 class JournalFolder:
     """The journals of a run."""
 
     def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
-        """`scoring` is all that decides a reward: groups that were scored otherwise do not come back."""
+        """`scoring` describes the rewards: groups that were scored otherwise do not come back."""
         if retain < 1:
-            raise InputError(f"{retain} journals are to be kept: it must be at least 1, that of the current iteration")
+            raise InputError(
+                f"the number of journals to keep must be at least 1, for the current iteration, not {retain}"
+            )
         self._folder = folder
         self._retain = retain
         self._sync = sync
@@ -97,7 +99,7 @@ class JournalFolder:
         self.close()
 
     def open(self, submission: Submission) -> "Journal":
-        """The journal of an iteration, with what an earlier process left in it; too old ones are deleted."""
+        """Open the journal of an iteration, with what an earlier process left in it; delete those that are too old."""
         path = find_journal(self._folder, submission.version)
         journal = Journal(path, submission, self._sync, self._scoring)
         others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
@@ -106,12 +108,12 @@ class JournalFolder:
         return journal
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder for another process."""
         self._lock.close()
 
 
 class Journal:
-    """The journal of one iteration, open for appending; `recovered` is what was in it."""
+    """The journal of one iteration, open for appending; `recovered` is what it held before."""
 
     def __init__(self, path: Path, submission: Submission, sync: bool = False, scoring: str = "") -> None:
         self.path = path
@@ -133,7 +135,7 @@ class Journal:
         self.close()
 
     def append_group(self, group: Group) -> None:
-        """Keep a finished group. AppendFailed leaves the journal as it was; so it does below."""
+        """Keep a finished group. AppendFailed leaves the journal as it was, here and below."""
         prompt = group.prompt
         key = make_group_key(self._submission, prompt.index, self._scoring)
         self._append(
@@ -145,7 +147,7 @@ class Journal:
         self._append(_Claimed(claim=claim))
 
     def forget_recovered(self) -> None:
-        """Give back the memory: whoever wants what was recovered has taken it."""
+        """Free the memory of what was recovered, once the caller has taken it over."""
         self.recovered = RecoveredJournal([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
 
     def close(self) -> None:
@@ -189,7 +191,7 @@ def find_journal(folder: Path, version: int) -> Path:
 
 
 def read_groups(path: Path) -> Iterator[Finished]:
-    """Every group in a journal, whatever it was sampled for; reads only, so a sidecar may have it open."""
+    """Read every group in a journal, whatever it was sampled for; a sidecar may have the journal open."""
     with path.open("rb") as file:
         stored = _Stored(path, os.fstat(file.fileno()).st_size, file.fileno())
         for offset, payload in _payloads(stored):
@@ -211,7 +213,7 @@ class _Stored:
 
 
 def make_group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
-    """What a group was sampled and scored for; the seed is that of its first response."""
+    """Make the key of a group from all that it was sampled and scored for."""
     what = (
         submission.run,
         submission.fingerprint,
@@ -226,7 +228,7 @@ def make_group_key(submission: Submission, prompt_index: int, scoring: str = "")
 
 
 def _claims_key(submission: Submission, scoring: str) -> bytes:
-    """All that decides which claims fit: the deadline does not."""
+    """Make the key of claims from all that decides whether they fit, which the deadline does not."""
     return _hash((msgspec.structs.replace(submission, deadline_seconds=1.0), scoring))
 
 
@@ -242,8 +244,8 @@ def _head(payload: bytes) -> bytes:
 def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
     """Each whole record's offset and payload. Ends before a torn one.
 
-    A kill tears by cutting short, so a head or a payload that is as long as it should be and has another checksum is
-    damage. The head has a checksum of its own: else a changed length would make all that follows look torn.
+    A kill cuts a record short, so a head or a payload of full length with a wrong checksum is damage. The head has a
+    checksum of its own, without which a changed length would make all that follows look torn.
     """
     offset, buffer, start = 0, b"", 0
 
@@ -257,16 +259,16 @@ def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
         head = take(offset, _HEAD.size)
         if len(head) < _HEAD.size:
             if not (head.startswith(_MAGIC) or _MAGIC.startswith(head)):
-                raise _damaged(file.path, offset, "its head is not one")
+                raise _damaged(file.path, offset, "its head is wrong")
             return
         magic, length, checksum, head_checksum = _HEAD.unpack(head)
         if magic != _MAGIC or head_checksum != zlib.crc32(head[:-4]):
-            raise _damaged(file.path, offset, "its head is not one")
+            raise _damaged(file.path, offset, "its head is wrong")
         payload = take(offset + _HEAD.size, length)
         if len(payload) < length:
             return
         if zlib.crc32(payload) != checksum:
-            raise _damaged(file.path, offset, "its checksum is another")
+            raise _damaged(file.path, offset, "its checksum is wrong")
         yield offset, payload
         offset += _HEAD.size + length
 
@@ -277,12 +279,12 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
     if isinstance(record, _Begun) and record.wire != WIRE_VERSION:
-        raise _damaged(path, offset, f"it is of wire version {record.wire}, this is {WIRE_VERSION}")
+        raise _damaged(path, offset, f"it has wire version {record.wire}, and this is {WIRE_VERSION}")
     return record
 
 
 def _damaged(path: Path, offset: int, what: str) -> JournalDamaged:
     return JournalDamaged(
-        f"{path}: the record at byte {offset} is damaged ({what}). Move the file away and continue from the "
+        f"{path}: the record at byte {offset} is damaged ({what}). Move the file away and resume from the "
         "checkpoint: its groups are then sampled again"
     )

@@ -177,7 +177,7 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
 
     @app.post("/v1/engines")
     async def add_engines(count: int = 1, adopt: str | None = None) -> dict[str, list[str]]:
-        """Start more engines, or use one that runs on this host, by its socket; each joins with the version."""
+        """Start more engines, or use one of this host, by its socket; they join once they hold the version."""
         if adopt is not None:
             return {"engines": [await service.engines.adopt(adopt)]}
         if not 1 <= count <= MAX_NEW_ENGINES:

@@ -300,7 +300,7 @@ def test_an_evaluation_is_in_the_audit_log_and_of_the_version_that_was_published
         assert (recorded.version, recorded.num_prompts, recorded.num_responses) == (0, 6, 6)
         assert recorded.mean_reward == sum(rewards) / 6
         assert [str(breach.name) for breach in report.breaches] == ["version not published"]
-        assert "version 1 is evaluated, and was not published last" in report.breaches[0].detail
+        assert "version 1 is evaluated but was not published last" in report.breaches[0].detail
 
     asyncio.run(run())
     assert not list((tmp_path / "journal").glob("*.journal"))

@@ -89,7 +89,7 @@ def test_a_changed_byte_anywhere_is_named_with_its_record_and_a_remedy(tmp_path_
     content[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     record = max([size for size in [0, *sizes] if size <= place])
-    with pytest.raises(JournalDamaged, match=f"the record at byte {record} is damaged .* continue from the checkpoint"):
+    with pytest.raises(JournalDamaged, match=f"the record at byte {record} is damaged .* resume from the checkpoint"):
         Journal(path, SUBMISSION)
     assert path.read_bytes() == content
 
@@ -98,7 +98,7 @@ def test_what_is_not_a_journal_is_not_taken_for_a_torn_one(path: Path) -> None:
     write(path, [4])
     with path.open("ab") as file:
         file.write(b"\0\0\0")
-    with pytest.raises(JournalDamaged, match="its head is not one"):
+    with pytest.raises(JournalDamaged, match="its head is wrong"):
         Journal(path, SUBMISSION)
 
 

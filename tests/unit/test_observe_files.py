@@ -59,7 +59,7 @@ def test_a_file_has_one_writer_and_its_versions_never_decrease(tmp_path):
     with pytest.raises(FileInUse, match="end that run"):
         MetricsFile(tmp_path / "metrics.jsonl")
     file.write(metrics_record(3))
-    with pytest.raises(ValueError, match=r"version 2 after 3: restart\(2\) comes first"):
+    with pytest.raises(ValueError, match=r"version 2 cannot follow 3: call restart\(2\) first"):
         file.write(metrics_record(2))
     file.restart(2)
     file.write(metrics_record(2))
@@ -72,7 +72,7 @@ def test_a_damaged_line_is_named_and_nothing_is_dropped(tmp_path):
     path.chmod(0o600)
     before = path.read_bytes()
     for _ in range(2):
-        with pytest.raises(InputError, match="metrics.jsonl, line 2: .*mend the line"):
+        with pytest.raises(InputError, match="metrics.jsonl, line 2: .*correct the line"):
             MetricsFile(path)
     with pytest.raises(InputError, match="line 2"):
         metrics.read(path)
