@@ -79,7 +79,7 @@ class AppendFile:
             with contextlib.suppress(AppendFailed):
                 self.cut(self.size)
             raise AppendFailed(
-                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; free space there, then resume"
+                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; make room there, then resume"
             ) from None
         self.size += sum(map(len, pieces))
 

@@ -116,7 +116,7 @@ class GroupMaker:
         try:
             finished(group)
         except OSError as error:
-            raise MegatronRLError(f"the journal cannot be written: {error}; free space there") from None
+            raise MegatronRLError(f"the journal cannot be written: {error}; make room for it") from None
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 

@@ -55,8 +55,16 @@ def exchange(one: Path, other: Path) -> None:
 
 
 FILE_TAMPERINGS: dict[str, tuple[Callable[[list[Path]], object], BreachName, str]] = {
-    "missing": (lambda files: files[1].unlink(), BreachName.MISSING_FILE, "no audit-000001.jsonl before audit-000002"),
-    "first missing": (lambda files: files[0].unlink(), BreachName.MISSING_FILE, "no audit.jsonl before audit-000001"),
+    "missing": (
+        lambda files: files[1].unlink(),
+        BreachName.MISSING_FILE,
+        "audit-000001.jsonl is missing before audit-000002",
+    ),
+    "first missing": (
+        lambda files: files[0].unlink(),
+        BreachName.MISSING_FILE,
+        "audit.jsonl is missing before audit-000001",
+    ),
     "exchanged": (lambda files: exchange(files[1], files[2]), BreachName.EXCHANGED_FILE, "audit-000001.jsonl does"),
     "first exchanged": (lambda files: exchange(*files[:2]), BreachName.EXCHANGED_FILE, "audit.jsonl does not"),
     "copied": (
