@@ -1,4 +1,4 @@
-"""`megatron-rl audit RUN`: check the audit log of a run, and name every breach.
+"""`megatron-rl audit RUN`: check the audit log of a run and list every breach.
 
     megatron-rl audit RUN                 RUN is the log, or the folder that holds audit.jsonl
     megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
@@ -6,7 +6,7 @@
                                           also: the log-probs of N responses are those of the weights in
                                           FOLDER/iter_0000012 and so on, the checkpoints of their versions
 
-It ends with 0 if nothing is wrong, with 5 otherwise.
+The exit code is 0 if nothing is wrong, else 5.
 """
 
 import argparse
@@ -29,14 +29,16 @@ def main(argv: list[str]) -> int:
         prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="the log, or the folder that holds it")
-    parser.add_argument("--head", action="append", default=[], help="a hash of a line; may be given several times")
-    parser.add_argument("--rescore", type=int, metavar="N", help="responses whose log-probs are computed again")
+    parser.add_argument(
+        "--head", action="append", default=[], help="the hash of a line that must be there; may be given several times"
+    )
+    parser.add_argument("--rescore", type=int, metavar="N", help="compute the log-probs of N responses again")
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="what --save-hf wrote, by iteration")
     parser.add_argument(
         "--rescore-bound",
         type=float,
         metavar="X",
-        help="how far a log-prob may be off; 1e-3 for float32 weights, 5e-2 for bfloat16 and float16, if not given",
+        help="how far a log-prob may be off; by default 1e-3 for float32 weights, 5e-2 for bfloat16 and float16",
     )
     arguments = parser.parse_args(argv)
     _check(arguments)
@@ -52,23 +54,23 @@ def _check(arguments: argparse.Namespace) -> None:
     number, folder, bound = arguments.rescore, arguments.checkpoints, arguments.rescore_bound
     if number is None:
         if folder is not None or bound is not None:
-            raise UsageError("--checkpoints and --rescore-bound are for --rescore N: write it too, or drop them")
+            raise UsageError("--checkpoints and --rescore-bound need --rescore N: write it, or drop them")
         return
     if number < 1:
-        raise UsageError(f"--rescore {number}: it must be at least 1")
+        raise UsageError(f"--rescore {number} must be at least 1")
     if folder is None:
         raise UsageError("--checkpoints is missing: name the folder that --save-hf wrote checkpoints into")
     if not folder.is_dir():
-        raise InputError(f"--checkpoints {folder} is no folder: name the one that --save-hf wrote checkpoints into")
+        raise InputError(f"--checkpoints {folder} must be a folder: name the one that --save-hf wrote checkpoints into")
     if bound is not None and not 0 < bound < math.inf:
-        raise UsageError(f"--rescore-bound {bound:g}: it must be above 0, and finite")
+        raise UsageError(f"--rescore-bound {bound:g} must be finite and above 0")
 
 
 def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
     # Imported here: torch and transformers take seconds, and the check of the log does without them.
     from megatron_rl.commands.rescore import rescore
 
-    # Who samples does not know the head of a log that is not finished, and so not which responses will be chosen.
+    # The head of a finished log is unknown while responses are sampled, and so is which will be chosen.
     outcome = rescore(
         read_kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
     )
@@ -98,18 +100,18 @@ def _print(report: Report) -> None:
     proofs = report.proofs
     print(
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
-        f"{proofs.num_probed} with the trainer's log-probs (furthest {proofs.furthest:.3g} on the average)"
+        f"{proofs.num_probed} with the trainer's log-probs (at most {proofs.furthest:.3g} apart on average)"
     )
     _print_breaches(report, report.breaches)
     num_complete = sum(item.outcome == "complete" for item in report.iterations)
     print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
     print(f"head {report.head}")
     if report.num_covered:
-        print(f"lines 1 to {report.num_covered} are those that the head was kept of")
+        print(f"lines 1 to {report.num_covered} are unchanged since the head was kept")
 
 
 def _print_outcome(report: Report, outcome: "Outcome") -> None:
-    print("log-probs computed again, and how far they are from those that engines reported:")
+    print("log-probs computed again, and their distance from those that engines reported:")
     print(f"{'version':>8} {'responses':>9} {'tokens':>10} {'worst':>10} {'mean':>10} {'bound':>10}")
     for item in outcome.versions:
         print(

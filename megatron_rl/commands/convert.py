@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("nothing to read: name a folder with --hf-model or --load")
     # Said before hours of reading, and before --save has been written.
     if checkpoint.save_hf is not None and checkpoint.save_hf.exists():
-        raise InputError(f"--save-hf {checkpoint.save_hf} exists already: choose another folder, or remove it")
+        raise InputError(f"--save-hf {checkpoint.save_hf} exists already: name another folder, or remove it")
     fingerprint = _convert(settings)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"fingerprint {fingerprint}", file=sys.stdout)

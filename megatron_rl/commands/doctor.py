@@ -14,7 +14,7 @@ from megatron_rl.errors import ExitCode, PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """A package that this one can do without: under which names it is published and imported, and what it is for."""
+    """An optional package: its names as published and as imported, and its purpose."""
 
     packages: tuple[str, ...]
     module: str
@@ -22,7 +22,7 @@ class Optional:
     remedy: str
 
 
-# A package, its import name, and what to do without it.
+# A package, its import name, and what to do if it is missing.
 _NEEDED = (
     ("psutil", "psutil", "distributed checkpoints hang without it: pip install psutil"),
     ("safetensors", "safetensors", "weights are read and written with it: pip install safetensors"),
@@ -63,14 +63,14 @@ _OPTIONAL = (
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="megatron-rl doctor", description=__doc__)
     parser.add_argument("--platform", default="auto", help="auto (the default), cpu, cuda or npu")
-    parser.add_argument("--patches", action="store_true", help="also print what is changed in megatron, and why")
+    parser.add_argument("--patches", action="store_true", help="also print each change to megatron, and why")
     arguments = parser.parse_args(argv)
     print(f"megatron_rl {megatron_rl.__version__} on {host.platform()}")
     problems = [*_print_needed(), *_print_platform(arguments.platform, arguments.patches)]
     _print_optional()
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)
-    print("not usable as it is" if problems else "usable")
+    print("not usable" if problems else "usable")
     return ExitCode.ENVIRONMENT if problems else ExitCode.OK
 
 

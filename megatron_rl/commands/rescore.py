@@ -1,10 +1,10 @@
-"""Whether engines sampled with the weights that they claimed: log-probs of responses, computed again.
+"""Checks, by computing log-probs of responses again, that engines sampled with the weights that they reported.
 
-A version's weights are the checkpoint of its iteration, in Hugging Face's format, and must have the fingerprint that
-the log says was published. transformers computes in float32 what the engine reported, at the sampling temperature.
+A version's weights are the checkpoint of its iteration, in Hugging Face's format, with the fingerprint that the log
+says was published. transformers computes in float32 what the engine reported, at the sampling temperature.
 
 A step of training may change log-probs by less than an engine's rounding. So an engine's responses are also compared,
-all together, with what the version before would have given: rounding does not draw them toward it, old weights do.
+all together, with the version before: old weights draw them toward it, rounding does not.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 # Engines and transformers round differently, by the precision that engines compute in.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
-# When an engine's responses count as nearer to the version before: so many, and so many standard errors beyond chance.
+# An engine's responses count as nearer to the version before from so many on, so many standard errors beyond chance.
 _LEAST_RESPONSES = 8
 _STANDARD_ERRORS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """What was computed again of a version."""
+    """What was computed again for a version."""
 
     version: int
     num_responses: int
@@ -49,7 +49,7 @@ class Rescored:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was computed again of a run, why the rest was not, and what is wrong."""
+    """What was computed again for a run, why the rest was not, and the breaches."""
 
     versions: list[Rescored]
     reasons: dict[int, str]
@@ -65,7 +65,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
         try:
             held = _read_fingerprint(folder)
         except InputError as error:
-            reasons[version] = str(error) if folder.exists() else f"there is no checkpoint {folder}"
+            reasons[version] = str(error) if folder.exists() else f"the checkpoint {folder} does not exist"
             continue
         if held == kept.fingerprints[version]:
             folders[version] = folder
@@ -82,7 +82,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
             results.append(result)
             breaches += found
         else:
-            reasons[version] = f"{count} responses are fewer than there are versions; ask for more"
+            reasons[version] = f"{count} responses are fewer than the versions; ask for more"
     return Outcome(results, dict(sorted(reasons.items())), breaches)
 
 
@@ -110,7 +110,7 @@ def _find_folder(checkpoints: Path, version: int) -> Path:
 
 
 def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
-    """The checkpoint of the version before, where there is one and it is another policy."""
+    """The checkpoint of the version before, if it exists and is another policy."""
     folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
         held = _read_fingerprint(folder)
@@ -156,7 +156,7 @@ def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray
 
 
 def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
-    """Of each token; infinite where what the engine reported cannot be of this model at all."""
+    """Of each token; infinite if the engine's report cannot be of this model."""
     prompt, response = decode_tokens(sample.prompt_tokens), decode_tokens(sample.response.tokens)
     reported = decode_log_probs(sample.response.log_probs)
     everything = np.concatenate([prompt, response])
@@ -167,7 +167,7 @@ def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
 
 def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], bound: float) -> Iterator[Breach]:
     for sample, difference in zip(samples, differences, strict=True):
-        # Written so that what is not a number is within no bound.
+        # Written so that NaN is never within the bound.
         if not difference.max() <= bound:
             worst = int(difference.argmax())
             yield Breach(

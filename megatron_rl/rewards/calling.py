@@ -20,11 +20,11 @@ _LONGEST_MESSAGE = 2000
 
 
 class CannotLoad(Exception):
-    """A file does not import, or does not have the function; the text says where."""
+    """A file does not import or lacks the function; the message says where."""
 
 
 class Functions:
-    """The functions of a run, loaded once and called for one group after the other."""
+    """The functions of a run, loaded once and called for each group in turn."""
 
     def __init__(self, specs: list[RewardSpec], sources: dict[str, str]) -> None:
         self._specs = specs
@@ -46,7 +46,7 @@ class Functions:
         raise CannotLoad(f"{spec.source} has no function {spec.function}{hint}")
 
     def call(self, index: int, prompt_index: int, line: bytes) -> Values:
-        """What a function gives the group in the line. Each call parses it anew: nobody sees another's changes."""
+        """Call a function with the group in the line, parsed anew so that no function sees another's changes."""
         spec, function, request = self._specs[index], self._functions[index], json.loads(line)
         num_samples = len(request["completions"])
         random.seed(f"{spec.name}\0{prompt_index}")
@@ -56,7 +56,7 @@ class Functions:
         return check_values(result, num_samples)
 
     def describe(self, index: int, error: BaseException) -> str:
-        """The last line of an error's traceback, and the line of the function's own file that it came through."""
+        """The last line of an error's traceback, and the line of the function's own file where it happened."""
         message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
         return message + _place(error, self._specs[index].source)
 
@@ -71,7 +71,7 @@ def _place(error: BaseException, path: str) -> str:
 
 
 def _load(path: str, source: str) -> types.ModuleType:
-    """The module of a file, from the text that was read when the run began: what is edited later changes nothing."""
+    """Load a file's module from the text that was read when the run began: later edits change nothing."""
     name = f"megatron_rl_reward_{Path(path).stem}"
     # A file's neighbours import as they do for a script.
     folder = str(Path(path).parent)
@@ -92,7 +92,7 @@ def _load(path: str, source: str) -> types.ModuleType:
 
 
 def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of TRL's signature; a function without **kwargs is given those that it names."""
+    """The keyword arguments of TRL's signature; a function without **kwargs gets those that it names."""
     count = len(request["completions"])
     prompt, completions = request["prompt"], request["completions"]
     if not isinstance(prompt, str):

@@ -1,6 +1,6 @@
-"""What a worker may see, and the steps that see to it, with the calls of the Linux kernel that they take.
+"""What a worker may see, how it is confined to that, and the calls of the Linux kernel for it.
 
-The parent works out the paths (`Confinement`); the worker applies them to itself before it imports anything of anyone's
+The parent works out the paths (`Confinement`); the worker applies them to itself before it imports any function
 (`confine`). Landlock only knows what is allowed: a private folder inside an allowed one is kept out by allowing that
 one's other entries, each for itself. No call needs root; each raises OSError where the kernel, or the container around
 us, does not have it.
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from megatron_rl.errors import UsageError
 
-# Of the environment of every worker, beside its folders.
+# In the environment of every worker, besides its folders.
 _FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-# What programs read to run at all: libraries, certificates, names of hosts and users; nothing that holds a secret.
+# What programs need to run at all: libraries, certificates, names of hosts and users; no secrets.
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -73,11 +73,11 @@ class Confinement:
 def plan_confinement(
     read: Iterable[Path], private: Iterable[Path], scratch: Path, python_path: Iterable[str]
 ) -> Confinement:
-    """What workers may see: the system, Python, what is named here; nothing of what is private."""
+    """Work out what workers may see: the system, Python and `read`, without what is private."""
     hidden = [path.resolve() for path in private]
     package = Path(__file__).resolve().parents[1]
     roots = [*map(Path, _SYSTEM), Path(sys.prefix), Path(sys.base_prefix), *map(Path, python_path), package, *read]
-    # A name that means another folder in every process: not to be resolved in this one.
+    # Means another folder in every process, so it must not be resolved here.
     allowed: list[Path] = [Path("/proc/self")]
     listed: list[Path] = []
     for root in roots:
@@ -106,7 +106,7 @@ def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[
 
 
 def confine(limits: Confinement) -> dict[str, str]:
-    """Confine the calling process for good; for each thing that could not be done, why."""
+    """Confine the calling process for good; returns what could not be done, and why."""
     no_new_privileges()
     missing: dict[str, str] = {}
 
@@ -148,7 +148,7 @@ def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
 
 
 def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
-    """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
+    """The whole environment of a worker: what programs need, and what --reward-environment names."""
     if found := list(find_environment_problems(names)):
         raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
@@ -163,7 +163,7 @@ def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable
 
 
 def find_python_path() -> list[str]:
-    """Where a worker finds modules: where we do, without the folder that we happen to have been started in."""
+    """Where a worker finds modules: as we do, except for the current folder."""
     package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
     standard = (sys.base_prefix, sys.prefix)
@@ -242,12 +242,12 @@ def new_process_namespace() -> None:
 
 
 def no_new_privileges() -> None:
-    """Nothing that this process starts can gain privileges that it has not."""
+    """Keep this process, and all that it starts, from gaining privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
 
 
 def drop_capabilities() -> None:
-    """Give up root's powers, except to read files whatever their mode, which root may own none of."""
+    """Give up root's powers, except for reading files of any mode, since root may not own them."""
     keep = 1 << _CAP_DAC_OVERRIDE if os.geteuid() == 0 else 0
     header = struct.pack("=Ii", 0x20080522, 0)
     data = struct.pack("=IIIIII", keep, keep, 0, 0, 0, 0)
@@ -255,7 +255,7 @@ def drop_capabilities() -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface; OSError says why there is none."""
+    """The version of Landlock's interface; OSError says why it is missing."""
     return _check(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
 
 
@@ -283,7 +283,7 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
     try:
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        # What is not there needs no permission.
+        # A path that does not exist needs no rule.
         return
     try:
         access = access if os.path.isdir(path) else access & Access.OF_FILES

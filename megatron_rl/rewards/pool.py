@@ -1,8 +1,11 @@
 """The pool of workers that scores groups while others are still being generated.
 
-What it holds: every group is scored by each function exactly once on a worker that nothing has failed on, or fails
-with a RewardError that names function and prompt; a worker in which something failed is never used again; a group's
-failure reaches no other group; nothing that a function started outlives `close`.
+Invariants:
+
+- each function scores every group exactly once, on a worker on which nothing has failed, or the group fails with a
+  RewardError that names function and prompt;
+- a worker on which something failed is never used again, and a group's failure reaches no other group;
+- nothing that a function started outlives `close`.
 """
 
 import asyncio
@@ -30,16 +33,16 @@ _LOGGER = logging.getLogger(__name__)
 class RewardPool:
     """Runs reward functions in worker processes. Belongs to the event loop that it is started in.
 
-    Groups wait for a worker in the order in which they came, and are written out only once they have one.
+    Groups wait for a worker in order, and are written out only once they have one.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], settings: PoolSettings | None = None) -> None:
         if not specs:
-            raise UsageError("no reward: write --reward FILE.py:FUNCTION or --reward NAME")
+            raise UsageError("--reward is missing: write --reward FILE.py:FUNCTION or --reward NAME")
         self._specs = tuple(_with_full_path(spec) for spec in specs)
         self._settings = settings or PoolSettings()
         if self._settings.num_workers < 1:
-            raise UsageError(f"--reward-workers {self._settings.num_workers}: at least 1 is needed")
+            raise UsageError(f"--reward-workers {self._settings.num_workers} must be at least 1")
         self._free: asyncio.Queue[RewardWorker | None] = asyncio.Queue()
         self._alive: set[RewardWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -47,12 +50,12 @@ class RewardPool:
         self._started = self._closed = False
         self._sources: dict[str, str] = {}
         self.errors: collections.Counter[str] = collections.Counter()
-        """How many groups each function failed for, those included whose value `on_error` replaced."""
+        """For how many groups each function failed, including those for which `on_error` gave the value."""
         self.missing: dict[str, str] = {}
-        """What workers are not confined in, and why."""
+        """What workers are not confined in, and why not."""
 
     async def start(self) -> None:
-        """Load every function in every worker; UsageError names the file and the line that does not import."""
+        """Load every function in every worker; a UsageError names the file and line that does not import."""
         assert not self._started, "a pool is started once"
         self._started = True
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-rewards-"))
@@ -88,7 +91,7 @@ class RewardPool:
 
     @property
     def identity(self) -> str:
-        """All that decides a reward and that a pool can see: what functions import, read or ask is not in it."""
+        """All that decides a reward, as far as a pool can see: not what functions import, read or ask."""
         assert self._started, "sources are read by start"
         digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
         specs = [dataclasses.asdict(spec) for spec in self._specs]
@@ -122,7 +125,7 @@ class RewardPool:
     def _check_confinement(self, missing: dict[str, str]) -> None:
         self.missing = missing
         if self._settings.confine == "off":
-            self.missing = {"everything": "it is switched off"} | missing
+            self.missing = {"everything": "--reward-confine is off"} | missing
         elif self._settings.confine == "require" and missing:
             what = "; ".join(f"{name} ({why})" for name, why in missing.items())
             raise PlatformError(f"--reward-confine require: reward functions cannot be confined in {what}; write auto")
@@ -131,7 +134,7 @@ class RewardPool:
         return ", ".join(spec.name for spec in self._specs)
 
     async def score(self, request: RewardRequest) -> RewardResult:
-        """Score a group: RewardError where a function fails for it and `on_error` gives it no value."""
+        """Score a group; RewardError if a function fails for it and `on_error` gives no value."""
         assert self._started, "score comes after start"
         begin = time.monotonic()
         line = request.encode()
@@ -169,7 +172,7 @@ class RewardPool:
         return RewardResult([float(reward or 0.0) for reward in rewards], components, time.monotonic() - begin, errors)
 
     def _failed(self, function: str, request: RewardRequest, reason: str) -> float:
-        """The value that stands for a failure, which is counted."""
+        """Count a failure; returns the reward that takes its place, or raises."""
         self.errors[function] += 1
         if self._settings.on_error is None:
             raise RewardError(function, request.index, reason)
@@ -197,7 +200,7 @@ class RewardPool:
 
 
 class _Scoring:
-    """One group's way through the functions: on one worker, and on fresh ones after failures."""
+    """Scores one group with all functions: on one worker, and on fresh ones after failures."""
 
     def __init__(self, pool: RewardPool, request: RewardRequest, line: bytes, worker: RewardWorker | None) -> None:
         self.worker = worker
@@ -208,7 +211,7 @@ class _Scoring:
         self._answers: list[FunctionAnswer] = []
 
     async def run(self) -> list[FunctionAnswer]:
-        """An answer of each function; those up to the first failure where a failure fails the group."""
+        """Answers of all functions, or up to the first failure if that fails the group."""
         while len(self._answers) < len(self._pool._specs):
             try:
                 self._check_open()
@@ -262,7 +265,7 @@ class _Scoring:
             raise RewardError(self._current.name, self._request.index, str(error), is_at_fault=False) from None
 
     def discard(self) -> None:
-        """The worker is in a state that nobody knows."""
+        """End the worker: its state is unknown."""
         if self.worker is not None:
             self._pool._end(self.worker)
             self.worker = None

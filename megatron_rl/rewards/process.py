@@ -22,7 +22,7 @@ _MOST_BYTES = 16 << 20
 
 
 class OutputLog:
-    """Appends to a file until it has taken 16 MiB or has no room, says so, drops the rest; drops all without one."""
+    """Appends to a file up to 16 MiB, or until the disk is full, says so, and drops the rest; without a file, all."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("ab", buffering=0)
@@ -37,10 +37,10 @@ class OutputLog:
             if self._left <= 0:
                 self._file.write(b"\n[16 MiB were printed; what follows is dropped]\n")
         except OSError as error:
-            # Rewards go on without it: whoever prints must be read, or waits for ever.
+            # Rewards go on without it: a function whose output is not read would wait for ever.
             self._left = 0
             _LOGGER.warning(
-                "%s cannot be written: %s; what reward functions print is dropped", self._file.name, error.strerror
+                "%s cannot be written: %s; the output of reward functions is dropped", self._file.name, error.strerror
             )
 
     def close(self) -> None:
@@ -50,24 +50,24 @@ class OutputLog:
 
 
 class WorkerFault(Exception):
-    """A worker that cannot be used any further: it died, is silent, or talks nonsense."""
+    """A worker that can no longer be used: it died, is silent, or sent nonsense."""
 
     def __init__(self, reason: str, whose_is_unclear: bool) -> None:
         super().__init__(reason)
         self.whose_is_unclear = whose_is_unclear
-        """Whether what an earlier group left behind in the worker may be the cause."""
+        """Whether the cause may be what an earlier group left behind in the worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionAnswer:
-    """What one function said of a group: the values, or the reason why there are none."""
+    """One function's values for a group, or why there are none."""
 
     values: Values | None
     error: str = ""
 
 
 class RewardWorker:
-    """One worker. Whoever gets a WorkerFault from it, or is cancelled while it works, must end it."""
+    """One worker. After a WorkerFault, or when cancelled while it works, the caller must end it."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: OutputLog) -> None:
         self._process = process
@@ -106,7 +106,7 @@ class RewardWorker:
             raise
 
     async def set_up(self, setup: bytes, timeout: float) -> dict[str, Any]:
-        """Hand over the functions and wait until they are loaded."""
+        """Send the functions and wait until they are loaded."""
         try:
             async with asyncio.timeout(timeout):
                 await self._send(setup)
@@ -115,7 +115,7 @@ class RewardWorker:
             raise WorkerFault(f"did not finish importing within {timeout:g} seconds", False) from None
 
     async def send(self, job: Mapping[str, Any], group: bytes, timeout: float) -> None:
-        """Hand over a group."""
+        """Send a group."""
         try:
             async with asyncio.timeout(timeout):
                 await self._send(json.dumps(job).encode() + b"\n" + group)
@@ -123,7 +123,7 @@ class RewardWorker:
             raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
 
     async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
-        """What the next function says."""
+        """Receive the next function's answer."""
         try:
             async with asyncio.timeout(timeout):
                 content = await self._receive()
@@ -140,7 +140,7 @@ class RewardWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; one that ended between two groups is no function's fault."""
+        """Whether the process still runs; a function is not blamed for an end between two groups."""
         return self._process.returncode is None
 
     def served(self) -> None:
@@ -187,14 +187,14 @@ class RewardWorker:
         return f"its process {how}" + (f"; its last line: {last[-1][:500]}" if last else "")
 
     async def _follow_output(self) -> None:
-        """Take what functions print, all of it, so that printing never blocks them."""
+        """Read all that functions print, so that printing never blocks them."""
         assert self._process.stderr is not None
         while piece := await self._process.stderr.read(_PIECE):
             self._last_output = (self._last_output + piece)[-_PIECE:]
             self._log.write(piece)
 
     def kill(self) -> None:
-        """Tell the keeper to end the worker and all that it started."""
+        """Tell the keeper to end the worker and everything that it started."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 

@@ -1,7 +1,7 @@
-"""What stands after --reward, SOURCE[=WEIGHT][@SECONDS], and what is wrong with the flags of rewards.
+"""Parses --reward SOURCE[=WEIGHT][@SECONDS], and checks the flags of rewards.
 
-The files that they name are read, and nothing of them is run. What only running a file shows, a worker says when the
-sidecar starts: that it does not import, that a function which it makes in passing is not there.
+The files that they name are read and not run. What only running a file shows, such as a missing import, a worker
+reports when the sidecar starts.
 """
 
 import ast
@@ -36,9 +36,11 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     source, weight = match["source"], float(match["weight"] or 1.0)
     seconds = float(match["timeout"]) if match["timeout"] else timeout
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"--reward {text}: the limit of {seconds:g} seconds is not positive; write @SECONDS after it")
+        raise UsageError(
+            f"--reward {text}: the limit of {seconds:g} seconds must be finite and above 0; write @SECONDS"
+        )
     if abs(weight) == float("inf"):
-        raise UsageError(f"--reward {text}: the weight is not finite")
+        raise UsageError(f"--reward {text}: the weight must be finite")
     if source.startswith(("http://", "https://")):
         return RewardSpec("http", "http", argument=source, weight=weight, timeout=seconds)
     head, colon, tail = source.partition(":")
@@ -48,17 +50,17 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     path, colon, function = source.rpartition(":")
     if path.endswith(".py"):
         if not function.isidentifier():
-            raise UsageError(f"--reward {text}: {function!r} names no function; write {path}:FUNCTION=WEIGHT")
+            raise UsageError(
+                f"--reward {text}: {function!r} must be the name of a function; write {path}:FUNCTION=WEIGHT"
+            )
         return RewardSpec(function, path, function, weight=weight, timeout=seconds)
     if source.endswith(".py"):
-        raise UsageError(f"--reward {text}: which function of the file? Write {source}:FUNCTION")
-    raise UsageError(
-        f"--reward {text}: neither FILE.py:FUNCTION nor one of {', '.join(REWARDS)}{nearest(head, REWARDS)}"
-    )
+        raise UsageError(f"--reward {text}: the function is missing; write {source}:FUNCTION")
+    raise UsageError(f"--reward {text} must be FILE.py:FUNCTION or one of {', '.join(REWARDS)}{nearest(head, REWARDS)}")
 
 
 def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tuple[RewardSpec, ...]:
-    """All functions of a run, under different names: where two have one name, their sources tell them apart."""
+    """All functions of a run, under different names: equal ones get their source as a prefix."""
     specs = [parse_spec(text, timeout) for text in texts]
     counts = Counter(spec.name for spec in specs)
     named = [spec if counts[spec.name] == 1 else _with_long_name(spec) for spec in specs]
@@ -69,16 +71,16 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
 
 
 def parse_on_error(text: str) -> float | None:
-    """What stands after --reward-on-error: None for "stop", else the value that stands for a failure."""
+    """Parse --reward-on-error: None for "stop", else the reward to substitute for a failure."""
     if text == "stop":
         return None
     if not re.fullmatch(_NUMBER, text) or abs(float(text)) == float("inf"):
-        raise UsageError(f"--reward-on-error {text}: neither stop nor a finite number")
+        raise UsageError(f"--reward-on-error {text} must be stop or a finite number")
     return float(text)
 
 
 def _check_argument(text: str, name: str, argument: str | None) -> None:
-    """Make the reward once and forget it: a bad argument shows here and not in a worker."""
+    """Make the reward once, so that a bad argument shows here and not in a worker."""
     try:
         REWARDS[name](argument, _DEFAULT_TIMEOUT)
     except ValueError as error:
@@ -92,14 +94,14 @@ def _with_long_name(spec: RewardSpec) -> RewardSpec:
     return RewardSpec(name, spec.source, spec.function, spec.argument, spec.weight, spec.timeout)
 
 
-# Python alone; functions need what they need.
+# What Python alone needs.
 _LEAST_MEMORY_GIB = 0.125
-# What binds names that reading does not find.
+# Ways to bind names that reading does not find.
 _DYNAMIC = {"exec", "globals", "locals", "setattr", "vars", "modules", "__getattr__"}
 
 
 def problems(reward: RewardConfig) -> Iterator[str]:
-    """Each thing that the workers of rewards would end for."""
+    """Each mistake for which workers would end."""
     if not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
@@ -108,26 +110,26 @@ def problems(reward: RewardConfig) -> Iterator[str]:
     except UsageError as error:
         yield from error.problems
     if reward.workers < 1:
-        yield f"--reward-workers {reward.workers} must be at least 1: write 1 or more"
+        yield f"--reward-workers {reward.workers} must be at least 1"
     if not 0 < reward.timeout < math.inf:
-        yield f"--reward-timeout {reward.timeout:g}: write seconds above 0"
+        yield f"--reward-timeout {reward.timeout:g} must be a finite number of seconds above 0"
     if reward.memory_gib is not None and not _LEAST_MEMORY_GIB <= reward.memory_gib < math.inf:
         yield (
-            f"--reward-memory-gib {reward.memory_gib:g}: a process that functions run in needs {_LEAST_MEMORY_GIB:g} "
-            f"at least; write more, or leave it out"
+            f"--reward-memory-gib {reward.memory_gib:g} must be at least {_LEAST_MEMORY_GIB:g}, which Python needs: "
+            f"raise it, or leave it out"
         )
     for path in reward.readable or ():
         if not path.exists():
-            yield f"--reward-readable {path}: there is no such file or folder; name one that exists"
+            yield f"--reward-readable {path} does not exist: name a file or folder that does"
     yield from find_environment_problems(reward.environment or ())
 
 
 def read_source(file: str) -> str:
-    """The text of a file of rewards."""
+    """Read a file of rewards."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--reward {file} cannot be read: {error}; name a file that can") from None
+        raise UsageError(f"--reward {file} cannot be read: {error}; name a readable file") from None
 
 
 def _problems_of_functions(texts: list[str]) -> Iterator[str]:
@@ -148,16 +150,16 @@ def _problems_of_functions(texts: list[str]) -> Iterator[str]:
 
 
 def _check_file(text: str, spec: RewardSpec) -> None:
-    """A UsageError unless the file is Python and may have the function."""
+    """Raise a UsageError unless the file is Python and may have the function."""
     source = read_source(spec.source)
     try:
         tree = ast.parse(source, spec.source)
     except SyntaxError as error:
         raise UsageError(
-            f"--reward {text}: {spec.source}:{error.lineno} does not import: SyntaxError: {error.msg}; mend the file"
+            f"--reward {text}: {spec.source}:{error.lineno} does not import: SyntaxError: {error.msg}; correct the file"
         ) from None
     except ValueError as error:
-        raise UsageError(f"--reward {text}: {spec.source} does not import: {error}; mend the file") from None
+        raise UsageError(f"--reward {text}: {spec.source} does not import: {error}; correct the file") from None
     names = _names(tree)
     if names is None or spec.function in names:
         return
@@ -167,7 +169,7 @@ def _check_file(text: str, spec: RewardSpec) -> None:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """The names that a module binds; None where reading does not tell."""
+    """The names that a module binds; None if reading cannot tell."""
     for node in ast.walk(tree):
         is_star = isinstance(node, ast.alias) and node.name == "*"
         if is_star or {getattr(node, field, None) for field in ("id", "attr", "name")} & _DYNAMIC:
@@ -177,7 +179,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def _bound(parent: ast.AST) -> Iterator[str]:
-    """The names that are bound below a node and not in a scope of their own."""
+    """The names bound below a node, except in inner scopes."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -1,4 +1,4 @@
-"""What is asked of rewards, what comes back, and how a reward fails. Nothing here starts anything."""
+"""Requests to reward functions, their results, and how they fail."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_rl.errors import InputError, MegatronRLError
 
-# What a function is given beside the columns of the data.
+# What a function is given besides the columns of the data.
 GIVEN = ("prompts", "completions", "completion_ids")
 
 Values = list[float | None]
@@ -19,8 +19,10 @@ class RewardError(MegatronRLError):
     """A reward function failed for one group: which function, which prompt, why."""
 
     def __init__(self, function: str, prompt_index: int, reason: str, *, is_at_fault: bool = True) -> None:
-        """Without `is_at_fault` the reason is none that the function, or a value for its failures, could mend."""
-        remedy = "; mend the function, or give failures a value with --reward-on-error" if is_at_fault else ""
+        """Without `is_at_fault`, neither the function nor a value for its failures could help."""
+        remedy = (
+            "; correct the function, or substitute a reward for failures with --reward-on-error" if is_at_fault else ""
+        )
         super().__init__(f"reward {function} failed for prompt {prompt_index}: {reason}{remedy}")
         self.function = function
         self.prompt_index = prompt_index
@@ -29,7 +31,7 @@ class RewardError(MegatronRLError):
 
 @dataclasses.dataclass(frozen=True)
 class RewardSpec:
-    """One function: where it comes from, and how much it counts."""
+    """One function: its source and its weight."""
 
     name: str
     source: str
@@ -37,7 +39,7 @@ class RewardSpec:
     function: str | None = None
     """The function in the file; None for a ready-made one."""
     argument: str | None = None
-    """What a ready-made one is made with."""
+    """The argument of a ready-made one."""
     weight: float = 1.0
     timeout: float = 30.0
 
@@ -60,7 +62,9 @@ class RewardRequest:
         """The request as one line."""
         clashing = sorted(set(GIVEN) & set(self.columns))
         if clashing:
-            raise InputError(f"prompt {self.index}: rewards get {', '.join(clashing)} themselves; rename these columns")
+            raise InputError(
+                f"prompt {self.index}: rename the columns {', '.join(clashing)}: rewards get arguments of these names"
+            )
         if len(self.completion_ids) != len(self.completions):
             raise InputError(
                 f"prompt {self.index}: {len(self.completions)} completions with {len(self.completion_ids)} lists of ids"
@@ -79,13 +83,13 @@ class RewardRequest:
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """A scored group. A component holds what a function gave each sample, unweighted; None is "does not apply"."""
+    """A scored group. A component holds a function's unweighted values; None means that it does not apply."""
 
     rewards: list[float]
     components: dict[str, Values]
     seconds: float
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Functions whose failure was replaced by a value, and why they failed."""
+    """The functions that failed and whose value was substituted, with the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,29 +98,29 @@ class PoolSettings:
 
     num_workers: int = 2
     on_error: float | None = None
-    """What a function that fails is taken to have given each sample of the group; None fails the group."""
+    """The reward to substitute when a function fails; None fails the group."""
     start_timeout: float = 120.0
     memory_bytes: int | None = None
-    """The most address space of a worker."""
+    """The largest address space of a worker."""
     confine: Literal["auto", "require", "off"] = "auto"
-    """auto confines as far as the kernel can and says what it cannot; require refuses to start then."""
+    """auto confines as far as the kernel can, and logs the rest; require refuses to start unless it can."""
     private: tuple[Path, ...] = ()
-    """Folders that functions must not see, wherever they lie: the run's, which holds the token."""
+    """Folders that functions must not see, such as the run's, which holds the token."""
     readable: tuple[Path, ...] = ()
-    """Files and folders that functions read, beside Python's, the system's and the folders of their own files."""
+    """Files and folders that functions may read, besides Python's, the system's and their own."""
     environment: tuple[str, ...] = ()
-    """Environment variables that functions are given, beside those that programs need to run at all."""
+    """Environment variables for functions, besides those that every program needs."""
     log: Path | None = None
-    """Where what functions print goes; without it only the last line is kept, for the error."""
+    """The file for what functions print; without it only the last line is kept, for errors."""
     namespace: bool = True
-    """Give each worker its own process namespace, where the system lets us."""
+    """Give each worker its own process namespace, if the system allows it."""
 
 
 def check_values(values: object, num_samples: int) -> Values:
-    """The values that a function returned; ValueError says what is wrong with them.
+    """Check the values that a function returned; a ValueError says what is wrong.
 
-    Runs in the worker, so that a function's mistake is described where its result still is, and once more on the other
-    side of the pipe, because what a worker sends is its word only.
+    Runs in the worker, which still has the function's result, and again on the other side of the pipe, because a worker
+    cannot be trusted.
     """
     to_list = getattr(values, "tolist", None)
     values = to_list() if callable(to_list) else values
@@ -144,12 +148,12 @@ def _checked_value(index: int, value: object) -> float | None:
 
 
 def get_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """A completion as text, also where it is a list of chat messages."""
+    """A completion as text, also if it is a list of chat messages."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def get_column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> Sequence[Any]:
-    """A column of the data; the error says which there are."""
+    """Get a column of the data; the error lists the columns."""
     if name not in columns:
         there = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
         raise ValueError(f"the data has no column {name} (it has {there}); write --reward {reward}:COLUMN")

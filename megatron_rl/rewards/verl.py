@@ -1,4 +1,4 @@
-"""Lets functions written for verl run here: `reward = from_verl(compute_score)` is all that a file needs."""
+"""Runs reward functions written for verl: a file needs only `reward = from_verl(compute_score)`."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -40,4 +40,4 @@ def _ground_truth(columns: dict[str, Any], index: int) -> Any:
         return columns["ground_truth"][index]
     if "reward_model" in columns:
         return columns["reward_model"][index]["ground_truth"]
-    raise ValueError("the data has neither a column ground_truth nor verl's reward_model")
+    raise ValueError("the data must have a column ground_truth, or verl's reward_model")

@@ -1,8 +1,8 @@
 """A worker: `python -m megatron_rl.rewards.worker PARENT NAMESPACE`, spoken to over its standard streams.
 
-It is two processes. The keeper runs nothing of anyone's: it starts the other, adopts whatever that one leaves behind,
-and ends all of it when the other ends, when it is told to (SIGTERM) or when its own parent dies. The other confines
-itself, loads the functions and answers.
+It is two processes. The keeper runs no reward function: it starts the other, adopts what the other leaves behind, and
+ends all of it when the other ends, on SIGTERM, or when its own parent dies. The other confines itself, loads the
+functions and answers.
 
 The first line it reads is the set-up, and is answered with {"ready"} or {"cannot_load"}. Then each job is two lines,
 what to do and the group, and is answered with one line a function: {"job", "function", "values" or "error"}.
@@ -27,7 +27,7 @@ from megatron_rl.rewards.confinement import (
 )
 from megatron_rl.rewards.types import RewardSpec
 
-# What the keeper waits for; blocked, so that none is lost or comes in the middle of something.
+# The signals that the keeper waits for; blocked, so that none is lost or interrupts it.
 _EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 
 
@@ -71,14 +71,14 @@ def _become_keeper(namespace: bool) -> dict[str, str]:
 
 
 def _close_streams() -> None:
-    """The keeper holds no end of the pipes: they break when the worker ends."""
+    """Close the keeper's ends of the pipes, so that they break when the worker ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)
 
 
 def _wait_for(child: int) -> int:
-    """The status the child ended with; 0 where we are told to end before it does."""
+    """Wait for the child; returns its status, or 0 if the keeper is told to end first."""
     while signal.sigwait(_EVENTS) == signal.SIGCHLD:
         while (ended := _reap()) is not None:
             if ended[0] == child:
@@ -93,7 +93,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _end_all() -> None:
-    """End every descendant: those that are left behind by one that ends become our children, until there are none."""
+    """End every descendant: the children of one that ends become ours, until none is left."""
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)
@@ -119,7 +119,7 @@ def _children() -> Iterator[int]:
 
 
 def _work(missing: dict[str, str]) -> NoReturn:
-    """What the second process does; it never returns into the keeper's code."""
+    """Run the second process; never returns into the keeper's code."""
     code = 1
     try:
         if sys.platform == "linux":
@@ -136,7 +136,7 @@ def _work(missing: dict[str, str]) -> NoReturn:
 
 
 def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Move the channel out of the way of what functions print, which goes to standard error."""
+    """Keep the channel apart from what functions print, which goes to standard error."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -249,7 +249,7 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
         f"--reward {tmp_path}/none.py cannot be read",
         "--rollout-script none.json cannot be read",
         "--rollout-num-threads 0 must be at least 1",
-        "--reward-on-error perhaps: neither stop nor a finite number",
+        "--reward-on-error perhaps must be stop or a finite number",
     ):
         assert f"pretrain_grpo.py: {message}" in said
     assert "Traceback" not in ranks.text()

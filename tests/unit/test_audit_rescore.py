@@ -217,7 +217,7 @@ def test_versions_that_cannot_be_computed_again_are_named_with_the_reason(tmp_pa
     assert audit(run, folder) == 0
     output = capsys.readouterr().out
     assert re.search(r"^ +3 not computed again: its journal .*00000003.journal is no longer kept", output, re.M)
-    assert re.search(r"^ +4 not computed again: there is no checkpoint .*iter_0000004$", output, re.M)
+    assert re.search(r"^ +4 not computed again: the checkpoint .*iter_0000004 does not exist$", output, re.M)
     assert "8 responses of 1 versions computed again" in output
 
 
@@ -247,10 +247,10 @@ def test_a_journal_that_a_sidecar_writes_to_can_be_read(tmp_path, checkpoints) -
     ("words", "code", "message"),
     [
         (("--rescore", "4"), 2, "--checkpoints is missing"),
-        (("--rescore", "0", "--checkpoints", "."), 2, "--rescore 0: it must be at least 1"),
-        (("--rescore", "4", "--checkpoints", "nowhere"), 4, "--checkpoints nowhere is no folder"),
+        (("--rescore", "0", "--checkpoints", "."), 2, "--rescore 0 must be at least 1"),
+        (("--rescore", "4", "--checkpoints", "nowhere"), 4, "--checkpoints nowhere must be a folder"),
         (("--rescore", "4", "--checkpoints", ".", "--rescore-bound", "nan"), 2, "--rescore-bound nan"),
-        (("--checkpoints", "."), 2, "are for --rescore N"),
+        (("--checkpoints", "."), 2, "need --rescore N"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_before_the_log_is_read(words, code, message, capsys) -> None:

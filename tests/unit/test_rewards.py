@@ -37,11 +37,11 @@ def test_a_reward_is_written_as_source_weight_and_limit(text, spec):
     [
         ("", "is empty"),
         ("gsm9k", "the nearest is gsm8k"),
-        ("gsm8k=nan", "neither FILE.py:FUNCTION nor"),
-        ("my.py", "Write my.py:FUNCTION"),
-        ("my.py:fn=heavy", "'fn=heavy' names no function"),
-        ("my.py:fn=1e999", "weight is not finite"),
-        ("my.py:fn@0", "not positive"),
+        ("gsm8k=nan", "must be FILE.py:FUNCTION or"),
+        ("my.py", "write my.py:FUNCTION"),
+        ("my.py:fn=heavy", "'fn=heavy' must be the name of a function"),
+        ("my.py:fn=1e999", "weight must be finite"),
+        ("my.py:fn@0", "must be finite and above 0"),
         ("regex:(", "not a regular expression"),
         ("length", "write length:LIMIT"),
         ("length:0", "write length:LIMIT"),
@@ -58,7 +58,7 @@ def test_a_failure_stops_the_run_or_counts_as_a_finite_number():
     assert parse_on_error("stop") is None
     assert parse_on_error("-1") == -1.0
     for text in ("nan", "1e999", "go on"):
-        with pytest.raises(UsageError, match="neither stop nor a finite number"):
+        with pytest.raises(UsageError, match="must be stop or a finite number"):
             parse_on_error(text)
 
 
@@ -164,7 +164,7 @@ def test_numbers_of_any_kind_are_taken_and_none_stays():
 
 
 def test_a_request_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(InputError, match="prompt 7: rewards get prompts themselves"):
+    with pytest.raises(InputError, match="prompt 7: rename the columns prompts"):
         RewardRequest(7, "p", ["a"], [[1]], {"prompts": 1}).encode()
     with pytest.raises(InputError, match="1 completions with 2 lists of ids"):
         RewardRequest(7, "p", ["a"], [[1], [2]]).encode()

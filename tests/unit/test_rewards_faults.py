@@ -238,7 +238,7 @@ def test_a_worker_that_cannot_be_started_is_named_and_the_next_group_tries_again
     text, rewards = with_pool([f"{file}:fn"], use, num_workers=1)
     reason = "a process for reward functions cannot be started: Too many open files; make room for it"
     assert text.startswith(f"reward fn failed for prompt 5: {reason}")
-    assert "mend the function" not in text
+    assert "correct the function" not in text
     assert rewards == [1.0, 2.0]
 
     async def refuse(*arguments, **keywords):

@@ -259,7 +259,7 @@ def test_groups_that_wait_when_the_pool_closes_fail_and_so_does_a_cancelled_one_
 
 
 def test_no_function_and_no_worker_are_refused():
-    with pytest.raises(UsageError, match="no reward"):
+    with pytest.raises(UsageError, match="--reward is missing"):
         RewardPool([])
     with pytest.raises(UsageError, match="--reward-workers 0"):
         RewardPool(parse_specs(["exact"]), PoolSettings(num_workers=0))
