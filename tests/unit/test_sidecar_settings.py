@@ -60,7 +60,7 @@ def test_flags_become_settings_and_lists_join(tmp_path: Path) -> None:
         ("--reward-environment NO_SUCH", "--reward-environment NO_SUCH: it is not set here"),
         ("--reward-environment HOME", "--reward-environment HOME: functions have a value of their own"),
         ("--rollout-script /no/script.json", "--rollout-script /no/script.json cannot be read"),
-        ("--reward gsm9k", "--reward gsm9k: neither FILE.py:FUNCTION nor one of"),
+        ("--reward gsm9k", "--reward gsm9k must be FILE.py:FUNCTION or one of"),
         ("--reward exact=1 exact=2", "--reward exact is given 3 times"),
         ("--num-layers 4", "unknown flag --num-layers"),
     ],
