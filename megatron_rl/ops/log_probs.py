@@ -55,7 +55,7 @@ def output_log_probs(
     by rounding.
     """
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: it must be above 0")
+        raise ValueError(f"temperature {temperature} must be above 0")
     if block_columns is None:
         # Whole multiples of 128 suit matrix units.
         block_columns = max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, len(hidden_NE)) // 128 * 128)
@@ -91,7 +91,7 @@ class _Columns:
 
 
 class _Statistics:
-    """What the columns that were added so far amount to, a number a row."""
+    """Statistics of the columns added so far, one number a row."""
 
     def __init__(self, like_NE: torch.Tensor) -> None:
         dtype = _statistics_dtype(like_NE)

@@ -22,8 +22,8 @@ from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
 # The platform that this process is set up for; a process can be set up for one only.
 _installed: "Platform | None" = None
 
-# What megatron says at every import where an optional package is missing (`megatron-rl doctor` says it once), of
-# defaults of its own, and of modules and functions of its own and of torch that it still uses. Beginnings of messages.
+# Beginnings of messages with which megatron warns at every import: of missing optional packages, which `megatron-rl
+# doctor` reports once, of its own defaults, and of deprecated functions that it still uses.
 KNOWN_WARNINGS = (
     ".*(Apex|Transformer Engine).*not installed.*",
     "full scope is deprecated.*",
@@ -58,7 +58,7 @@ class Platform(abc.ABC):
     weight_transports: ClassVar[tuple[str, ...]]
 
     def install(self) -> None:
-        """Make megatron usable here. Call it before the first import of megatron; a second call does nothing."""
+        """Make megatron usable here, before its first import; a second call does nothing."""
         global _installed
         if _installed is self:
             return
@@ -81,22 +81,22 @@ class Platform(abc.ABC):
         _installed = self
 
     def patches(self) -> list[tuple[str, str]]:
-        """What `install` changes, each with its reason, for people to read."""
+        """What `install` changes, and why."""
         return [(patch.name, patch.reason) for patch in (*FIXES, *self._megatron_patches())]
 
     def _prepare(self) -> None:
-        """What must happen before any hook into megatron's import stands."""
+        """Runs before megatron's import is hooked."""
 
     def _megatron_patches(self) -> tuple[Patch, ...]:
         return ()
 
     def _after_install(self) -> None:
-        """What must happen once the hooks stand."""
+        """Runs after megatron's import is hooked."""
 
     @property
     @abc.abstractmethod
     def unsupported_fusions(self) -> Mapping[str, bool]:
-        """Fields of megatron's TransformerConfig that ask for a kernel which is not here, with the value to give."""
+        """Fields of megatron's TransformerConfig that need a kernel which is missing here, and the values to set."""
 
     @abc.abstractmethod
     def set_device(self, local_rank: int) -> None:
@@ -124,7 +124,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        """The same in the host's memory, from where the device copies it while it computes."""
+        """A copy in the host's memory, from which the device copies while it computes."""
 
     @abc.abstractmethod
     def event(self) -> Any:
@@ -144,7 +144,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
-        """How much memory this process uses now, has used at most since `reset_peak_memory`, and could use."""
+        """The memory that this process uses now, its peak since `reset_peak_memory`, and the total."""
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
@@ -159,13 +159,13 @@ def select(name: str | None = None) -> Platform:
     if name is None or name == "auto":
         name = _detect()
     if name not in NAMES:
-        raise UsageError(f"unknown platform {name!r}; write one of auto, {', '.join(NAMES)}")
+        raise UsageError(f"unknown platform {name!r}: write one of auto, {', '.join(NAMES)}")
     return _platform(name)
 
 
 @functools.cache
 def _platform(name: str) -> Platform:
-    # Imported here, because each of them needs packages that the others do not.
+    # Imported here: each needs packages that the others do not.
     if name == "npu":
         from megatron_rl.platforms.npu import NpuPlatform
 

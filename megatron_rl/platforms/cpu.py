@@ -44,7 +44,7 @@ class CpuPlatform(Platform):
         return [*replacements, *cpu_torch.tensor_method_reasons(), *super().patches()]
 
     def _prepare(self) -> None:
-        # megatron warns without it where tensor parallelism overlaps; there is no queue here that it could change.
+        # Without it megatron warns where tensor parallelism overlaps; it has no effect here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())

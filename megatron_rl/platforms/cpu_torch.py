@@ -26,7 +26,7 @@ DEVICE = torch.device("cpu")
 
 
 class Event:
-    """A marker in the only queue there is; whoever asks finds it passed."""
+    """A marker in the only queue, which is always passed."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """Takes what torch.cuda.Event takes."""
@@ -49,7 +49,7 @@ class Event:
 
 
 class Stream:
-    """The only queue there is."""
+    """The only queue."""
 
     device = DEVICE
     cuda_stream = 0

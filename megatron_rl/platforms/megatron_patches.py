@@ -44,7 +44,7 @@ def install_patches(patches: Iterable[Patch]) -> None:
 
 
 def replace_import(function: Callable[..., ModuleType]) -> None:
-    """Let `function` stand for `__import__` in megatron's modules, and nowhere else."""
+    """Replace `__import__` in megatron's modules, and nowhere else."""
     _hook().import_function = function
 
 
@@ -59,16 +59,16 @@ def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., An
 
 
 def unknown_megatron(what: str) -> PlatformError:
-    """The error for a megatron-core whose code is not what a patch was written for."""
+    """The error for a megatron-core that a patch was not written for."""
     found = versions.installed("megatron-core") or "unknown"
     return PlatformError(
-        f"megatron-core {found}: {what}; a patch of megatron_rl does not know this version: install megatron-core "
+        f"megatron-core {found}: {what}; a patch of megatron_rl was written for another version: install megatron-core "
         f"{versions.MEGATRON_CORE.wanted}"
     )
 
 
 class _Finder:
-    """Finds what the other finders find, and gives megatron's source modules a loader of ours."""
+    """Gives megatron's source modules our loader; other finders find them."""
 
     def __init__(self) -> None:
         self.patches: dict[str, list[Patch]] = {}
@@ -249,17 +249,17 @@ def _as_in_buffers(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any
 
 
 class SharedResults:
-    """What a fork tells the process that it came from: memory that both see, and that ends with them."""
+    """Results that a fork hands to its parent, in memory that both share and that ends with them."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b", buffering=0)
 
     def put(self, results: Any) -> None:
-        """Leave something to be taken, once."""
+        """Store the results, once."""
         self._file.write(pickle.dumps(results))
 
     def get_nowait(self) -> Any:
-        """Take it. What a fork that was killed left half is nothing."""
+        """Take the results; those of a fork that was killed halfway do not count."""
         data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         try:
             return pickle.loads(data)

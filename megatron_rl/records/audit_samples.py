@@ -75,7 +75,7 @@ def read_kept(run: Path) -> Kept:
         if samples:
             result.samples[version] = samples
         else:
-            result.reasons[version] = f"no response in its journal {path} has its hashes in the log"
+            result.reasons[version] = f"its journal {path} holds no response whose hashes are in the log"
     return result
 
 

@@ -30,7 +30,7 @@ _WRITE_BYTES = 1 << 24
 
 
 class FilePlan:
-    """Which tensor goes into which file, at which byte. The same on every process that computes it."""
+    """Which tensor goes into which file, at which byte; equal on every process."""
 
     def __init__(self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None):
         self.specs = {spec.name: spec for spec in specs}
@@ -61,7 +61,7 @@ class FilePlan:
 
 
 def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
-    """Lay the plan's files out in a new folder: their full size, and their headers. Private: for this user only."""
+    """Make the plan's files in a new folder, with full size and headers; `private` ones are for this user only."""
     folder.mkdir(parents=True, mode=0o700 if private else 0o777)
     try:
         _lay_out(folder, plan, private)
@@ -86,13 +86,11 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
 
 
 def put_in_place(staged: Path, folder: Path) -> None:
-    """Give a finished folder its name, in one step."""
+    """Rename a finished folder, in one step."""
     try:
         staged.rename(folder)
     except OSError as error:
-        raise InputError(
-            f"{folder} cannot be created ({error.strerror}): choose a folder that does not exist"
-        ) from None
+        raise InputError(f"{folder} cannot be created ({error.strerror}): name a folder that does not exist") from None
 
 
 class Writer:
@@ -115,7 +113,7 @@ class Writer:
             os.close(descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Write a block of a tensor from (first_row, first_column) on; it has the tensor's dtype, on the CPU."""
+        """Write a block of a tensor at (first_row, first_column); it is on the CPU and has the tensor's dtype."""
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
@@ -176,7 +174,7 @@ _NAMED_IN_A_MESSAGE = 3
 
 
 class Checkpoint:
-    """The safetensors files of a folder. Reading a tensor reads nothing: its pages come as they are used."""
+    """The safetensors files of a folder. A tensor's pages are read when they are used."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -187,7 +185,7 @@ class Checkpoint:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise InputError(
-                    f"{path} cannot be read ({error}): it is truncated or no safetensors file, copy it again"
+                    f"{path} cannot be read ({error}): it may be truncated or in another format; copy it again"
                 ) from None
             names = handle.keys()
             if twice := sorted(self._file_of.keys() & names):
@@ -204,7 +202,7 @@ class Checkpoint:
         self._files.close()
 
     def names(self) -> list[str]:
-        """Of the tensors that models read."""
+        """The names of the tensors that models read."""
         return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -212,7 +210,7 @@ class Checkpoint:
         return self._file_of[name].get_tensor(name)
 
     def spec(self, name: str) -> TensorSpec:
-        """What the file says of a tensor."""
+        """Shape and dtype of a tensor, from the file's header."""
         piece = self._file_of[name].get_slice(name)
         dtype = _DTYPES.get(piece.get_dtype())
         if dtype is None:
@@ -223,7 +221,7 @@ class Checkpoint:
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 
     def check(self, mapping: Mapping) -> None:
-        """Raise unless the folder holds exactly the architecture's tensors, in their shapes."""
+        """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""
         wanted = {spec.name: spec.shape for spec in mapping.manifest()}
         found = set(self.names())
         has_head = mapping.architecture.tied_embeddings and _HEAD in found
@@ -241,18 +239,18 @@ class Checkpoint:
             spec = self.spec(name)
             if spec.dtype != mapping.architecture.dtype:
                 raise InputError(
-                    f"{where}: {name} is stored as {spec.dtype} and config.json says {mapping.architecture.dtype}; "
+                    f"{where}: {name} is stored as {spec.dtype}, and config.json says {mapping.architecture.dtype}; "
                     f"write the dtype of the weights into config.json, or weights of that dtype into the folder"
                 )
             if (actual := spec.shape) != shape:
                 raise InputError(
-                    f"{where}: {name} has shape {list(actual)} and should have {list(shape)}; "
+                    f"{where}: {name} has shape {list(actual)}, and must have {list(shape)}; "
                     f"use the config.json that belongs to these weights"
                 )
-        # A copy of the embedding is harmless; anything else is a head of its own, which tying would drop.
+        # A copy of the embedding is harmless; tying would drop any other head.
         if has_head and not self._are_equal(_HEAD, _EMBEDDING):
             raise InputError(
-                f"{where}: tie_word_embeddings is true and {_HEAD} is another tensor than {_EMBEDDING}; "
+                f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
                 f"set it to false, or remove the tensor"
             )
 
@@ -264,17 +262,17 @@ class Checkpoint:
     def _paths(self) -> list[Path]:
         whole, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
         if not index.exists():
-            # Beside the weights there may be others: adapters, or another release's format.
+            # A folder may also hold other weights: adapters, or another release's format.
             paths = [whole] if whole.exists() else sorted(self.folder.glob("*.safetensors"))
             if not paths:
-                raise InputError(f"{self.folder} holds no *.safetensors: convert the weights to that format first")
+                raise InputError(f"{self.folder} must hold *.safetensors: convert the weights to that format first")
             return paths
         try:
             files = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index} is not an index of safetensors files: {error!r}") from None
+            raise InputError(f"{index} must be an index of safetensors files: {error!r}") from None
         if whole.exists() and whole.name not in files:
-            raise InputError(f"{self.folder} holds {whole.name} and an index of other files: remove one of the two")
+            raise InputError(f"{self.folder} holds {whole.name} and an index of other files: remove one")
         if missing := [name for name in files if not (self.folder / name).exists()]:
             raise InputError(f"{self.folder} lacks files that its index names: {_some(missing)} missing; copy it again")
         return [self.folder / name for name in files]

@@ -12,7 +12,7 @@ its word: x shifted left by s bits, so it counts c[word] * 2**s * x on its own, 
   bucket, order or device;
 - changing any one word changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
 
-It guards against faults, not against an adversary: whoever can choose weights can choose a collision. The columns of a
+It guards against faults and not against an adversary, who could choose weights that collide. The columns of a
 tensor are all its dimensions but the first, so a row is contiguous and either dimension can be sliced.
 """
 
@@ -62,7 +62,7 @@ def digests_by_row(
 
 
 def _row_sums(slice_RC: torch.Tensor, first_column: int) -> torch.Tensor:
-    """Of each row of a matrix, the sum of its words, each times the factor of its column."""
+    """Sum the words of each row of a matrix, each times the factor of its column."""
     bits_RC, factors_C = _words(slice_RC, first_column) or _elements(slice_RC, first_column)
     if bits_RC.dtype == torch.int64 and bits_RC.device.type == "cpu":
         # In one pass; only a CPU multiplies a matrix of integers.
@@ -105,7 +105,7 @@ def _unsigned(bits_RC: torch.Tensor) -> torch.Tensor:
 
 
 def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:
-    """The fingerprint of a whole model, from the digest of each of its tensors."""
+    """Compute the fingerprint of a model from the digests of its tensors."""
     whole = hashlib.sha256()
     for spec in sorted(specs, key=lambda spec: spec.name):
         lanes = ",".join(f"{lane & (2**64 - 1):016x}" for lane in digests[spec.name])
@@ -114,7 +114,7 @@ def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Itera
 
 
 def _chunk_elements(device: torch.device) -> int:
-    """As many as keep the temporaries in cache on a CPU, and the device busy elsewhere."""
+    """Enough to keep temporaries in cache on a CPU, and other devices busy."""
     return 1 << 17 if device.type == "cpu" else 1 << 26
 
 
@@ -125,7 +125,7 @@ def _factors(axis: int, count: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _factor_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """The first outputs of the SplitMix64 generator of that axis, made odd; int64 arithmetic wraps as it should."""
+    """The first outputs of the axis' SplitMix64 generator, made odd; int64 arithmetic wraps modulo 2**64."""
     z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + _signed((axis + 1) << 32)
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)

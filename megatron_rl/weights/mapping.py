@@ -1,7 +1,7 @@
 """Which slice of which Hugging Face tensor lies where in a rank's shard of a Megatron parameter.
 
-Everything is a pure function of the architecture and a rank's coordinates, so each rank can tell what every other one
-holds without asking. Invariants, over all ranks that own something:
+Everything is a pure function of the architecture and a rank's coordinates, so each rank knows what the others hold.
+Invariants, over all ranks that own something:
 
 - the pieces of a parameter cover it once, but for the rows that pad the vocabulary;
 - the owned pieces of a tensor cover it once.
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands: what it holds follows from this alone."""
+    """A rank's place, which alone decides what it holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -56,7 +56,7 @@ class ShardMap:
     shape: Shape
     pieces: tuple[Piece, ...]
     owned: bool
-    """Whether this rank is the one that exports these pieces."""
+    """Whether this rank exports these pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Mapping:
         elif total % size:
             raise InputError(
                 f"{parameter} has {total} {'columns' if dim else 'rows'}, which do not divide over {size} "
-                f"tensor-parallel ranks: choose another --tensor-model-parallel-size"
+                f"tensor-parallel ranks: write another --tensor-model-parallel-size"
             )
         length = total // size
         shape = tuple(length if i == dim else n for i, n in enumerate(shapes[0]))
@@ -134,7 +134,7 @@ class Mapping:
         if pattern not in self._by_parameter:
             raise InputError(
                 f"the {self.architecture.family} family does not name the parameter {parameter}: "
-                f"add it to the family's names, or switch off the setting that creates it"
+                f"add it to the family's names, or drop the flag that creates it"
             )
         return self._by_parameter[pattern], layer, expert
 
@@ -177,7 +177,7 @@ class Mapping:
             if rows % size:
                 raise InputError(
                     f"{sources[0]} has {rows} rows, which do not divide over {size} tensor-parallel ranks: "
-                    f"choose another --tensor-model-parallel-size"
+                    f"write another --tensor-model-parallel-size"
                 )
             part = rows // size
             return [(source, rank * part, part) for rank in range(size) for source in sources]

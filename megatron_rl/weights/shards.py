@@ -1,4 +1,4 @@
-"""One rank's parameters and what they mean in the checkpoint: filled from it, written to it, digested.
+"""One rank's parameters as parts of a checkpoint: filled from it, written to it, digested.
 
 Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the first are its columns).
 """
@@ -14,7 +14,7 @@ from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest
 from megatron_rl.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
-# Blocks this large amortize a call's cost and, on a CPU, are still in cache when they are digested.
+# Large enough to amortize a call, and on a CPU small enough to be in cache when they are digested.
 _BLOCK_ELEMENTS_CPU = 1 << 20
 _BLOCK_ELEMENTS_DEVICE = 1 << 26
 
@@ -42,7 +42,7 @@ class Shard:
             broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
             raise InputError(
                 f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in {target.dtype}: "
-                f"use a checkpoint without them, or train in the dtype that it is stored in"
+                f"use another checkpoint, or train in the dtype that it is stored in"
             )
 
     def zero_padding(self) -> None:
@@ -68,14 +68,14 @@ def map_shards(
     padded_vocab_size: int,
     parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> list[Shard]:
-    """A rank's parameters, given under their global names, with their meaning; their shapes are checked."""
+    """Map a rank's parameters, given under their global names, to their parts of the checkpoint; check their shapes."""
     shards = []
     for name, parameter in parameters:
         shard_map = mapping.shard(name, coordinates, padded_vocab_size)
         if tuple(parameter.shape) != shard_map.shape:
             raise InputError(
-                f"the parameter {name} has shape {list(parameter.shape)}, its tensors give {list(shard_map.shape)}: "
-                f"the model was built for another architecture or another tensor-parallel size"
+                f"the parameter {name} has shape {list(parameter.shape)}, and its tensors give "
+                f"{list(shard_map.shape)}: the model was built for another architecture or another tensor-parallel size"
             )
         shards.append(Shard(name, parameter, shard_map))
     return shards
@@ -86,7 +86,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 class Digests:
-    """The sums over this rank's slices, by tensor; `combine` makes them the tensors' own."""
+    """The sums over this rank's slices, by tensor; `combine` adds those of all ranks."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = list(specs)
@@ -95,20 +95,20 @@ class Digests:
         self._sums = torch.zeros(len(self.specs), NUM_LANES + 1, dtype=torch.int64)
 
     def add(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Count a block of a tensor in, in the dtype that the tensor is exported in."""
+        """Add a block of a tensor, in the dtype in which the tensor is exported."""
         sums = self._sums[self._index[name]]
         sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
         sums[NUM_LANES] += block.numel()
 
     def combine(self, group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
-        """Every tensor's digest, over all ranks; raises when a slice was left out or counted twice."""
+        """Every tensor's digest over all ranks; raises if a slice is missing or was counted twice."""
         if group is not None:
             dist.all_reduce(self._sums, group=group)
         for spec, sums in zip(self.specs, self._sums.tolist(), strict=True):
             if sums[NUM_LANES] != spec.num_elements:
                 raise InputError(
                     f"{spec.name} has {spec.num_elements} elements and {sums[NUM_LANES]} were exported: "
-                    f"the ranks do not hold the model between them"
+                    f"the ranks together do not hold the model once"
                 )
         return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
 
@@ -135,7 +135,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class StageRank:
-    """A rank of the stage, and what it holds: known without asking, but for the names of its parameters."""
+    """A rank of the stage, and the names of its parameters; the rest follows from its coordinates."""
 
     rank: int
     coordinates: Coordinates
@@ -143,7 +143,7 @@ class StageRank:
 
 
 class WeightStream:
-    """The buckets of one stage, laid out once and walked through at every export."""
+    """The buckets of one stage, laid out once and gathered at every export."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class WeightStream:
         return self._buckets
 
     def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
-        """Each bucket in turn; with `digests`, what this rank owns is counted in on the way."""
+        """Gather each bucket in turn; with `digests`, digest what this rank owns on the way."""
         parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}
         me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
         for index, specs in enumerate(self._buckets):

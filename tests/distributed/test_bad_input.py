@@ -83,13 +83,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
     "half a config": (lambda folder: os.truncate(folder / "config.json", 40), "cannot be read as JSON"),
     "an unknown architecture": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
-    "no number of layers": (config(num_hidden_layers=None), "config.json has no num_hidden_layers"),
+    "no number of layers": (config(num_hidden_layers=None), "config.json must have num_hidden_layers"),
     "quantization": (config(quantization_config={"quant_method": "fp8"}), "quantized checkpoints cannot be trained"),
     "query groups that do not divide": (config(num_key_value_heads=3), "--num-query-groups 3 does not divide"),
-    "no weights": (emptied, "holds no *.safetensors"),
-    "half a header": (truncated(100), "it is truncated or no safetensors file, copy it again"),
-    "half of the data": (truncated(-1000), "it is truncated or no safetensors file, copy it again"),
-    "a file of nothing": (truncated(0), "it is truncated or no safetensors file, copy it again"),
+    "no weights": (emptied, "must hold *.safetensors"),
+    "half a header": (truncated(100), "it may be truncated or in another format; copy it again"),
+    "half of the data": (truncated(-1000), "it may be truncated or in another format; copy it again"),
+    "a file of nothing": (truncated(0), "it may be truncated or in another format; copy it again"),
     "no final norm": (tensors(lambda values: values.pop(_NORM)), "model.norm.weight is missing"),
     "a tensor of another model": (
         tensors(lambda values: values.update({"model.layers.0.self_attn.sinks": torch.zeros(8)})),
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "a transposed tensor": (
         tensors(lambda values: values.update({_DOWN: values[_DOWN].T.contiguous()})),
-        "model.layers.3.mlp.down_proj.weight has shape [96, 64] and should have [64, 96]",
+        "model.layers.3.mlp.down_proj.weight has shape [96, 64], and must have [64, 96]",
     ),
     "integers": (
         tensors(lambda values: values.update({_DOWN: values[_DOWN].to(torch.int8)})),
@@ -111,12 +111,12 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "an infinite number": (with_a_number(float("-inf")), "holds numbers that are not finite in torch.float32"),
     "an index of absent files": (indexed(_MAP, "a.safetensors"), "absent.safetensors is missing; copy it again"),
     "an index beside the whole": (indexed(_MAP), "holds model.safetensors and an index of other files"),
-    "half an index": (indexed("{", "a.safetensors"), "is not an index of safetensors files"),
-    "an index that is a list": (indexed("[]", "a.safetensors"), "is not an index of safetensors files"),
+    "half an index": (indexed("{", "a.safetensors"), "must be an index of safetensors files"),
+    "an index that is a list": (indexed("[]", "a.safetensors"), "must be an index of safetensors files"),
     "weights twice": (in_two_files, "in more than one file"),
     "another head than the tied one": (
         lambda folder: (config(tie_word_embeddings=True)(folder), tensors(other_head)(folder)),
-        "tie_word_embeddings is true and lm_head.weight is another tensor",
+        "tie_word_embeddings is true, but lm_head.weight differs",
     ),
 }
 
@@ -278,5 +278,5 @@ def test_ranks_of_torchrun_end_by_themselves_with_the_error(model: Path, tmp_pat
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert result.returncode != 0
-    assert result.stderr.count("it is truncated or no safetensors file, copy it again") == 2
+    assert result.stderr.count("it may be truncated or in another format; copy it again") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -53,7 +53,7 @@ def test_ranks_say_once_what_all_of_them_find(folder: Path) -> None:
 
 @pytest.mark.each_change
 def test_what_only_another_rank_finds_is_said_with_its_number(folder: Path) -> None:
-    absent = f"{folder}/absent/config.json does not exist: --hf-model wants a folder with config.json and weights"
+    absent = f"{folder}/absent/config.json does not exist: --hf-model must be a folder with config.json and weights"
     assert said(folder, folder / "script.py") == [f"pretrain_grpo.py: on rank 1: {absent}"]
     assert said(folder, folder / "script.py", "--no-such-flag") == [
         "pretrain_grpo.py: unknown flag --no-such-flag",

@@ -284,7 +284,7 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
     with loop.running(folder, 1, words) as ranks:
         assert ranks.wait() == [4]
-    assert f"{tmp_path} holds no *.safetensors" in ranks.text()
+    assert f"{tmp_path} must hold *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
 
 

@@ -93,7 +93,7 @@ def test_a_token_sees_its_path_up_to_itself_and_nothing_else(layout: Layout) -> 
 
 
 def test_a_layout_whose_parents_do_not_come_first_is_refused() -> None:
-    with pytest.raises(ValueError, match="segment 0 has parent 1"):
+    with pytest.raises(ValueError, match="the parent of segment 0 must be -1 or an earlier segment, not 1"):
         Layout((1, 1), (1, ROOT))
-    with pytest.raises(ValueError, match="length -1"):
+    with pytest.raises(ValueError, match="the length of segment 0 must be at least 0, not -1"):
         Layout((-1,), (ROOT,))

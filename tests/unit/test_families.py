@@ -111,8 +111,8 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         # What transformers computes and this package does not.
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' in config.json is not supported for llama"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2"),
-        ("llama", {"attention_bias": True}, "all of these biases, or none"),
-        ("llama", {"mlp_bias": True}, "all of these biases, or none"),
+        ("llama", {"attention_bias": True}, "all of these biases or none"),
+        ("llama", {"mlp_bias": True}, "all of these biases or none"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
@@ -124,7 +124,7 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints cannot be trained"),
         ("qwen2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}, "layer_types in config.json"),
-        ("mistral", {"layer_types": ["full_attention"] * 4}, "does not say 'sliding_attention' of every layer"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "must be 'sliding_attention' for every layer"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
@@ -137,23 +137,23 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
             "say different things",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "no factor, which linear needs"),
-        ("llama", {"rope_parameters": {**_LLAMA3, "low_freq_factor": None}}, "no low_freq_factor, which llama3 needs"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "must have factor, which linear needs"),
+        ("llama", {"rope_parameters": {**_LLAMA3, "low_freq_factor": None}}, "must have low_freq_factor, which llama3"),
         # What is no number, or none that can be meant.
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 in config.json is not a whole number"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 in config.json must be a whole number"),
         ("llama", {"num_hidden_layers": "4"}, "num_hidden_layers = '4'"),
         ("llama", {"hidden_size": 64.0}, "hidden_size = 64.0"),
-        ("llama", {"vocab_size": None}, "config.json has no vocab_size"),
-        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' in config.json is not a number above 0"),
+        ("llama", {"vocab_size": None}, "config.json must have vocab_size"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' in config.json must be a finite number above 0"),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
         ("mixtral", {"num_experts_per_tok": True}, "num_experts_per_tok = True"),
-        ("qwen3_moe", {"num_experts": None}, "config.json has no num_experts"),
+        ("qwen3_moe", {"num_experts": None}, "config.json must have num_experts"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1"),
         ("llama", {"dtype": "float64"}, "dtype = 'float64' in config.json is not supported"),
         ("llama", {"torch_dtype": "fp8"}, "dtype = 'fp8'"),
         ("llama", {"rope_theta": 0}, "rope_theta = 0"),
-        ("llama", {"rope_scaling": "yarn"}, "rope_scaling = 'yarn' in config.json is no dictionary"),
+        ("llama", {"rope_scaling": "yarn"}, "rope_scaling = 'yarn' in config.json must be a dictionary"),
         ("llama", {"rope_parameters": {**_YARN, "beta_fast": 0}}, "beta_fast = 0"),
         ("llama", {"rope_parameters": {**_YARN, "factor": "4"}}, "factor = '4'"),
         ("llama", {"rope_parameters": {**_YARN, "original_max_position_embeddings": 1.5}}, "= 1.5"),
@@ -170,7 +170,7 @@ def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> No
     for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         config = config_of(name)
         del config[key]
-        with pytest.raises(InputError, match=f"config.json has no {key}"):
+        with pytest.raises(InputError, match=f"config.json must have {key}"):
             FAMILIES[name].read(config)
 
 
@@ -196,9 +196,9 @@ def test_a_derived_config_reads_as_the_architecture_that_it_was_derived_from(nam
         (None, "does not exist"),
         ("{", "cannot be read as JSON"),
         ("\xff", "cannot be read as JSON"),
-        ("[1]", "names no model_type"),
-        ("{}", "names no model_type"),
-        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported: the supported ones are llama, "),
+        ("[1]", "must have a model_type"),
+        ("{}", "must have a model_type"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported: it must be one of llama, "),
         ('{"model_type": ["llama"]}', "model_type ['llama'] is not supported"),
     ],
 )

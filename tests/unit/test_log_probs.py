@@ -197,7 +197,7 @@ def test_a_target_outside_the_vocabulary_has_no_log_prob() -> None:
 
 def test_a_temperature_must_be_above_0() -> None:
     hidden_TE, weight_VE = inputs(torch.float32)
-    with pytest.raises(ValueError, match="temperature 0: it must be above 0"):
+    with pytest.raises(ValueError, match="temperature 0 must be above 0"):
         output_log_probs(hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, VocabularyShard(0, REAL), 0)
 
 

@@ -19,7 +19,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prompt_attention"]
 
-# `auto` takes the first that can run: the fastest first, as far as docs/attention.md has times.
+# `auto` takes the first that can run; they are ordered by the times in docs/attention.md.
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
@@ -32,7 +32,7 @@ BACKENDS: dict[str, Backend] = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The name of a backend that can run, and where `auto` chose it, what is to be said of that."""
+    """The name of a backend that can run, and notes on how `auto` chose it."""
 
     name: str
     notes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Choice:
 def find_backend(name: str) -> Backend:
     """The implementation of that name."""
     if name not in BACKENDS:
-        raise UsageError(f"--shared-prompt-backend {name} does not exist: choose one of auto, {', '.join(BACKENDS)}")
+        raise UsageError(f"--shared-prompt-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
@@ -67,7 +67,7 @@ def shared_prompt_attention(
 ) -> torch.Tensor:
     """Attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
     if q_THD.shape[0] != layout.num_tokens:
-        raise ValueError(f"{q_THD.shape[0]} rows in a layout of {layout.num_tokens} tokens: they must be as many")
+        raise ValueError(f"{q_THD.shape[0]} rows must be as many as the layout's {layout.num_tokens} tokens")
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
 
 

@@ -29,12 +29,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.parents):
-            raise ValueError(f"{len(self.lengths)} lengths and {len(self.parents)} parents: there must be as many")
+            raise ValueError(f"{len(self.lengths)} lengths must be as many as the {len(self.parents)} parents")
         for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
             if length < 0:
-                raise ValueError(f"segment {segment} has length {length}: it must be at least 0")
+                raise ValueError(f"the length of segment {segment} must be at least 0, not {length}")
             if not ROOT <= parent < segment:
-                raise ValueError(f"segment {segment} has parent {parent}: it must be {ROOT} or an earlier segment")
+                raise ValueError(f"the parent of segment {segment} must be {ROOT} or an earlier segment, not {parent}")
 
     @classmethod
     def of_groups(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> "Layout":

@@ -14,14 +14,14 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral)
 }
 
-# The order in which a family is sought for an architecture that has no config.json: the first that can express it.
+# For an architecture without a config.json, the first of these families that can express it is taken.
 _PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 def find_family(name: str) -> Family:
     """The family of that name."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(f"model_type {name!r} is not supported: the supported ones are {', '.join(FAMILIES)}")
+        raise InputError(f"model_type {name!r} is not supported: it must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -31,11 +31,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: --hf-model wants a folder with config.json and weights") from None
+        raise InputError(f"{path} does not exist: --hf-model must be a folder with config.json and weights") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise InputError(f"{path} names no model_type, so the model's family is not known")
+        raise InputError(f"{path} must have a model_type, which names the model's family")
     return config
 
 

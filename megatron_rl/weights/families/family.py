@@ -1,4 +1,8 @@
-"""What a model family is: how its config.json reads, what it can express, and how its tensors are named."""
+"""What a model family is: how its config.json reads, what it can express, how its tensors are named and split.
+
+A family's table of names is a tuple of `Name`s; most families choose from the blocks below. `{layer}` and `{expert}`
+stand for global numbers, counted from zero.
+"""
 
 import dataclasses
 import enum
@@ -148,11 +152,11 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Architecture fields that are the same in every model of the family."""
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Architecture fields that are on when each of these boolean keys is on; all of them, or none."""
+    """Architecture fields that are on when all of these boolean keys are on; the keys must agree."""
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Keys that must hold one of these values, the first being the default."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What a key means when config.json leaves it out, where that differs from COMMON_DEFAULTS."""
+    """The values of missing keys, where they differ from COMMON_DEFAULTS."""
     experts: ExpertKeys | None = None
     window_key: str | None = None
     """The boolean key that switches the sliding window on; None where the window's size alone does."""
@@ -207,7 +211,7 @@ class Family:
         return config
 
     def objection(self, architecture: Architecture) -> str | None:
-        """What of this architecture the family cannot express; None when it can express all of it."""
+        """What the family cannot express of this architecture; None if nothing."""
         for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
             value = getattr(architecture, field)
             if field not in self.switches and value != self.constants.get(field, False):
@@ -239,7 +243,7 @@ class Family:
         values = {key: _boolean(config, key) for key in keys}
         if len(set(values.values())) > 1:
             stated = ", ".join(f"{key} = {value}" for key, value in values.items())
-            raise InputError(f"{stated} in config.json: Megatron can only have all of these biases, or none of them")
+            raise InputError(f"{stated} in config.json must agree: Megatron has all of these biases or none")
         return all(values.values())
 
     def _read_experts(self, config: Mapping[str, Any]) -> Experts | None:
@@ -248,7 +252,7 @@ class Family:
         keys = self.experts
         num_experts = next((config[key] for key in keys.num_experts if key in config), None)
         if num_experts is None:
-            raise InputError(f"config.json has no {keys.num_experts[0]}: it is needed to build the model")
+            raise InputError(f"config.json must have {keys.num_experts[0]}, which the model is built with")
         normalize = _boolean(config, keys.normalize_weights) if keys.normalize_weights else True
         return Experts(
             _count(config, keys.num_experts[0], num_experts),
@@ -269,7 +273,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-# What transformers or vLLM would compute otherwise for any family, with the value that changes nothing.
+# Keys by which transformers or vLLM would compute otherwise, in any family, with the neutral value.
 COMMON_REQUIRES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
@@ -283,7 +287,7 @@ _TYPES = {field.name: field.type for field in dataclasses.fields(Architecture)}
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
     if key not in config:
-        raise InputError(f"config.json has no {key}: it is needed to build the model")
+        raise InputError(f"config.json must have {key}, which the model is built with")
     return config[key]
 
 
@@ -303,32 +307,32 @@ def _field(config: Mapping[str, Any], field: str, key: str) -> Any:
 def _count(config: Mapping[str, Any], key: str, value: Any = None) -> int:
     value = _required(config, key) if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{key} = {value!r} in config.json is not a whole number of at least 1")
+        raise InputError(f"{key} = {value!r} in config.json must be a whole number of at least 1")
     return value
 
 
 def _positive(config: Mapping[str, Any], key: str) -> float:
     value = _required(config, key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise InputError(f"{key} = {value!r} in config.json is not a number above 0")
+        raise InputError(f"{key} = {value!r} in config.json must be a finite number above 0")
     return float(value)
 
 
 def _boolean(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise InputError(f"{key} = {value!r} in config.json is neither true nor false")
+        raise InputError(f"{key} = {value!r} in config.json must be true or false")
     return value
 
 
 def _check_layers(config: Mapping[str, Any], window: int | None) -> None:
-    """All layers attend alike here, so a list that says what each does must say the same of all."""
+    """All layers attend alike here, so layer_types must say the same of all."""
     wanted = "full_attention" if window is None else "sliding_attention"
     types = config.get("layer_types", [])
     if not isinstance(types, list) or any(kind != wanted for kind in types):
         raise InputError(
-            f"layer_types in config.json does not say {wanted!r} of every layer, which is what the window of attention "
-            f"in it comes to: layers that differ from each other are not supported"
+            f"layer_types in config.json must be {wanted!r} for every layer, as its window of attention says: "
+            f"layers that differ from each other are not supported"
         )
 
 
@@ -352,7 +356,7 @@ _ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Both ways of writing it: rope_theta with rope_scaling, and the rope_parameters of transformers 5."""
+    """Read either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5."""
     parameters = _rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in list(RopeKind):
@@ -367,9 +371,9 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     if kind == RopeKind.DEFAULT:
         return Rope(base=base)
     if missing := [key for key in _ROPE_NEEDS[RopeKind(kind)] if key not in parameters]:
-        raise InputError(f"config.json's rope parameters have no {missing[0]}, which {kind} needs")
+        raise InputError(f"config.json's rope parameters must have {missing[0]}, which {kind} needs")
     if kind in (RopeKind.LLAMA3, RopeKind.YARN):
-        # Where the length of pretraining stands beside the rope parameters, transformers lets it win over theirs.
+        # transformers prefers a length of pretraining beside the rope parameters to theirs.
         beside = config.get("original_max_position_embeddings")
         length = beside or parameters.get("original_max_position_embeddings", config.get("max_position_embeddings"))
         parameters["original_max_position_embeddings"] = _count(config, "original_max_position_embeddings", length)
@@ -382,7 +386,7 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, parameters in found.items():
         if not isinstance(parameters, dict):
-            raise InputError(f"{key} = {parameters!r} in config.json is no dictionary")
+            raise InputError(f"{key} = {parameters!r} in config.json must be a dictionary")
         if unknown := sorted(parameters.keys() - _ROPE_KEYS.keys() - set(_OTHER_ROPE_KEYS)):
             raise InputError(f"{unknown[0]!r} in config.json's {key} is not supported: drop it if it has no effect")
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
@@ -391,7 +395,7 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             "rope_parameters, rope_theta too, and drop rope_scaling"
         )
     parameters = next(iter(found.values()), {})
-    # A null that is false to transformers, not its default, is left to be refused.
+    # truncate: null is kept, to be refused: transformers takes it for false and not for the default.
     return {key: value for key, value in parameters.items() if value is not None or key == "truncate"}
 
 
@@ -402,7 +406,7 @@ def _rope_value(parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """The older way of writing it, which every reader still understands."""
+    """Write the older form, which every reader understands."""
     if rope.kind == RopeKind.DEFAULT:
         return {"rope_theta": rope.base}
     used = {

@@ -1,4 +1,4 @@
-"""What a backend of shared-prompt attention is, and what it depends on whether one can run; one a module beside it."""
+"""What a backend of shared-prompt attention is, and when it can run. Each backend is a module beside this one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, i
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What a backend would have to run under."""
+    """The conditions that a backend must run under."""
 
     device: str
     """The type of a torch.device."""
@@ -31,7 +31,7 @@ class Backend:
 
     attention: Attention
     prepare: Callable[[Layout, torch.device], object]
-    """Makes what `attention` looks up of a layout; it is kept with the layout, so whoever calls this first pays."""
+    """Makes what `attention` looks up of a layout; it is kept with the layout, so only the first call costs time."""
     refusal: Callable[[Conditions], str | None]
     """Why it cannot run; None if it can."""
 
