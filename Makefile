@@ -65,7 +65,7 @@ flags: env ## write docs/flags.md anew from the installed megatron-core
 
 docs: ## build the site of the documents into build/site; a broken link fails it
 	@tools/make_environment $(DOCS_VENV) requirements/docs.lock 3.11 $(PYTHON)
-	$(DOCS_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
 
 english: env ## what is hard to read in the documents, errors and helps; a report, not a gate
 	$(VENV)/bin/python -m tools.check_english

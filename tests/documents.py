@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import functools
 import re
-import shlex
 from collections.abc import Iterator
 
 from tests.processes import ROOT
@@ -17,8 +16,11 @@ _PATH = re.compile(r"^[\w.-]+(/[\w.-]+)+/?$|^test_\w+\.py$")
 _DOTTED = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 # Paths in a run's folder or in a model's, and other people's files.
 _ELSEWHERE = re.compile(
-    r"^(logs|journal|SAVE|RUN|FOLDER|OUT|MODEL|sidecar\.log|group|model|run|build|reward|time|mismatch)/"
+    r"^(logs|journal|SAVE|RUN|FOLDER|OUT|MODEL|sidecar\.log|group|model|run|build|reward|time|mismatch|tokens)/"
 )
+
+# What looks like a module and is a file.
+_SUFFIXES = ("jsonl", "json", "log", "py", "md", "sh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """What a shell makes of it: a line each, continued lines joined, without comments."""
+        """A line each, continued lines joined, without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        split = (shlex.split(line, comments=True) for line in lines)
-        return [shlex.join(words) for words in split if words]
+        stripped = (" ".join(re.sub(r"(^|\s)#.*", "", line).split()) for line in lines)
+        return [line for line in stripped if line]
 
 
 def pages() -> list[str]:
@@ -61,6 +63,11 @@ def blocks(page: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         found.append(Block(page, line, language, title[1] if title else None, match[2]))
     return found
+
+
+def commands_of(page: str) -> list[str]:
+    """The commands of a page, in order."""
+    return [command for block in blocks(page) if block.language == "bash" for command in block.commands]
 
 
 def prose(page: str) -> str:
@@ -90,11 +97,13 @@ def anchors(text: str) -> set[str]:
 def unknown_names(page: str) -> list[str]:
     """The modules, files and functions of this repository that a page names and that are not there."""
     spans = re.findall(r"`([^`\n]+)`", prose(page))
-    texts = [block.text for block in blocks(page) if block.language in ("text", "python")]
     unknown = [span for span in spans if _PATH.match(span) and not _exists(span)]
-    for text in (*spans, *texts):
-        unknown += [name for name in _DOTTED.findall(text) if not _is_defined(name)]
-    return unknown
+    names = [name for span in spans for name in _DOTTED.findall(span)]
+    for block in blocks(page):
+        # In other languages what stands before a dot may be anybody's variable.
+        found = _DOTTED.findall(block.text)
+        names += [name for name in found if block.language == "text" or name.startswith("megatron_rl.")]
+    return unknown + [name for name in names if not _is_defined(name)]
 
 
 def _exists(path: str) -> bool:
@@ -110,7 +119,7 @@ def _is_defined(name: str) -> bool:
     words = name.removeprefix("megatron_rl.").split(".")
     if words[0] in _classes():
         return len(words) == 2 and any(words[1] in members for members in _classes()[words[0]])
-    if not ((PACKAGE / words[0]).is_dir() or (PACKAGE / f"{words[0]}.py").exists()) or words[-1] in ("jsonl", "log"):
+    if not ((PACKAGE / words[0]).is_dir() or (PACKAGE / f"{words[0]}.py").exists()) or words[-1] in _SUFFIXES:
         return not name.startswith("megatron_rl.")
     for count in range(len(words), 0, -1):
         path = PACKAGE.joinpath(*words[:count])
