@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.weights import families
 from tests import documents
@@ -122,6 +124,40 @@ def test_what_a_page_names_of_this_repository_is_there(page):
 @pytest.mark.parametrize("page", pages())
 def test_a_block_of_code_says_its_language(page):
     assert [block for block in blocks(page) if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_blocks_of_data_and_python_are_well_formed(page):
+    for block in blocks(page):
+        if block.language == "json":
+            assert all(json.loads(line) for line in block.text.splitlines())
+        elif block.language == "python":
+            ast.parse(block.text)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "docs/flags.md"])
+def test_a_command_in_a_sentence_names_what_is_there(page):
+    makefile = (ROOT / "Makefile").read_text()
+    for span in re.findall(r"`((?:make|megatron-rl|python3? -m) [^`]+)`", documents.prose(page)):
+        first, *words = span.split()
+        if first == "make":
+            targets = [word for word in words if re.fullmatch(r"[a-z-]+", word)]
+            assert targets, span
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), span
+            names = [word.removeprefix("NAME=") for word in words if word.startswith("NAME=")]
+            assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in names), span
+        elif first == "megatron-rl":
+            assert words[0] in cli._COMMANDS, span
+        else:
+            module = ROOT.joinpath(*words[1].split("."))
+            assert (module / "__main__.py").exists() or module.with_suffix(".py").exists(), span
+
+
+def test_the_reward_flags_of_the_rewards_page_are_understood():
+    (words,) = [block.text.split() for block in blocks("docs/rewards.md") if block.text.startswith("--reward ")]
+    assert [(one.name, one.weight, one.timeout) for one in parse_specs(words[1:])] == [
+        ("gsm8k", 1.0, 30.0), ("brevity", 0.1, 30.0), ("http", 0.5, 60.0),
+    ]  # fmt: skip
 
 
 def test_planted_faults_in_a_page_are_found(tmp_path, monkeypatch):
