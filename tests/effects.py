@@ -21,7 +21,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.mcore import session
 from megatron_rl.mcore.checkpoint import checkpointer
 from megatron_rl.mcore.model import gpt, rope
-from megatron_rl.mcore.step import optimizer, tri_model
+from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
 from megatron_rl.sidecar.child import words_of
 from megatron_rl.training.evaluator import Evaluator
@@ -96,8 +96,8 @@ def _schedule(settings: Settings) -> dict[str, object]:
 
 
 def _roles(settings: Settings) -> dict[str, object]:
-    roles = tri_model.build_roles(settings, MagicMock(), MagicMock(), None, 1)
-    return {"temperature": roles._temperature, "kind": type(roles).__name__}
+    made = roles.build_roles(settings, MagicMock(), MagicMock(), None, 1)
+    return {"temperature": made.temperature, "kind": type(made).__name__}
 
 
 def _checkpoints(settings: Settings) -> dict[str, object]:

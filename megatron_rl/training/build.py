@@ -20,7 +20,7 @@ from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPubli
 from megatron_rl.mcore.publish.stream import StreamPublisher
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
-from megatron_rl.mcore.step.tri_model import build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
