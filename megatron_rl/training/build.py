@@ -31,13 +31,13 @@ from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import Address, OwnSidecar, given_address
 from megatron_rl.sidecar.making import tokenizer_decoder
 from megatron_rl.sidecar.vllm import sender
-from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
+from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
@@ -98,8 +98,8 @@ def build(
     assert num_iterations is not None
     policy = build_policy(settings, session, num_iterations * sizes.plan.num_updates)
     reference = _build_reference(settings, session)
-    checkpoints = Checkpoints(settings, session, policy, _name(settings), prompts, reference)
-    version = checkpoints.load(functools.partial(_say, session))
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference)
+    version = saver.load(functools.partial(_say, session))
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
@@ -116,7 +116,7 @@ def build(
         publisher=publisher,
         rollouts=_build_rollouts(settings, session, client, prompts, schedule, lambda: timeline.span("wait")),
         learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update")),
-        checkpoints=checkpoints,
+        saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
         timeline=timeline,
@@ -266,8 +266,8 @@ def _report(settings: RunSettings, trainer: Trainer) -> None:
         return
     trainer.reporter.close()
     places = Places(
-        checkpoint=trainer.checkpoints.last_saved,
-        hf_weights=trainer.checkpoints.last_hf,
+        checkpoint=trainer.saver.last_saved,
+        hf_weights=trainer.saver.last_hf,
         metrics=settings.folder / metrics.FILE_NAME,
         samples=settings.folder / samples.FILE_NAME,
         audit_log=settings.folder / AUDIT_FILE,

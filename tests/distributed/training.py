@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.checkpoint.state_dict import TrainState
 from megatron_rl.mcore.model.gpt import build_model, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session, start_session
