@@ -26,28 +26,22 @@ class PromptSource(Protocol):
     def take(self, count: int) -> list[Prompt]: ...
 
 
-class Schedule(Protocol):
-    """When training may begin with the slots of an iteration."""
-
-    def wait(self, slots: IterationSlots) -> None: ...
+Schedule = Callable[[IterationSlots, Session], None]
+"""Waits until training may start with the slots of an iteration."""
 
 
-class Periodic:
-    """At once: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
-
-    def wait(self, slots: IterationSlots) -> None:
-        return
+def start_at_once(slots: IterationSlots, session: Session) -> None:
+    """Do not wait: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
 
 
-class Sync:
-    """When all groups are there: what is not overlapped, to be compared with."""
+def wait_for_all(slots: IterationSlots, session: Session) -> None:
+    """Wait until all groups are there: nothing is overlapped, to be compared with."""
+    slots.wait_for_all()
+    session.barrier()
 
-    def __init__(self, session: Session):
-        self._session = session
 
-    def wait(self, slots: IterationSlots) -> None:
-        slots.wait_for_all()
-        self._session.barrier()
+SCHEDULES: dict[str, Schedule] = {"periodic": start_at_once, "sync": wait_for_all}
+"""By the names of --schedule."""
 
 
 class Rollouts:
@@ -95,7 +89,7 @@ class Rollouts:
             self._waiting,
         )
         try:
-            self._schedule.wait(slots)
+            self._schedule(slots, self._session)
             yield slots
         except MismatchBeyond as error:
             refused = error.mismatch

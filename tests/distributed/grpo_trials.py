@@ -17,9 +17,9 @@ from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.forward_step import is_reporter
 from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
-from megatron_rl.mcore.step.roles import is_reporter
-from megatron_rl.mcore.step.tri_model import build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import version_tag
 from megatron_rl.protocol.slots import Division
@@ -249,7 +249,7 @@ def _without_other_denominators(parts: Parts) -> None:
 
 
 def _without_temperature(parts: Parts) -> None:
-    parts.roles._temperature = 1.0
+    parts.roles.temperature = 1.0
 
 
 def _without_correction(parts: Parts) -> None:

@@ -34,7 +34,7 @@ AT = {
         name = "update"
     """,
     "save": """
-        from megatron_rl.mcore.checkpoint import sharded as Owner
+        from megatron_rl.mcore.checkpoint import serialization as Owner
         name = "_plan"
     """,
     "latest": """
