@@ -29,7 +29,7 @@ from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.child import Address, OwnSidecar
+from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
