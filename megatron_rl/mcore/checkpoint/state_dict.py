@@ -19,7 +19,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap
 from megatron_rl.mcore.step.optimizer import force_param_sync
 from megatron_rl.platforms import Platform
-from megatron_rl.platforms.megatron_fixes import allocate_adam_state
+from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
 RNG = "rng_state"
 _REFERENCE = "reference."
