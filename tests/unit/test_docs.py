@@ -17,6 +17,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.weights import families
@@ -192,6 +193,11 @@ def test_the_support_matrix_has_every_version_backend_and_family():
     assert set(BACKENDS) <= set(re.findall(r"`(\w+)`", matrix))
     models = matrix.lower().replace("-", "_")
     assert all(name in models for name in families.FAMILIES)
+
+
+def test_the_audit_page_has_every_breach_by_its_name():
+    page = read("docs/audit.md").lower()
+    assert [name.value for name in BreachName if name.value not in page] == []
 
 
 def test_every_page_of_the_documents_is_in_the_site():
