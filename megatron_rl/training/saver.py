@@ -32,7 +32,7 @@ class Saver:
         self._run = run
         self._prompts = prompts
         self._start = None if reference is None else reference.start
-        self._checkpointer = Checkpointer(settings, session, policy.state, reference)
+        self._checkpointer = Checkpointer(settings, session, policy, reference)
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
