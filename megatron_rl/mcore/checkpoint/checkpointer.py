@@ -52,20 +52,6 @@ class Checkpointer:
         # The iteration of the folder that is saved to which this run went on from.
         self._loaded: int | None = None
 
-    def is_due(self, version: int, is_last: bool = False) -> bool:
-        """Whether a checkpoint is written after so many iterations."""
-        interval = self._config.save_interval
-        if self._config.save is None or version == 0:
-            return False
-        return is_last or (interval is not None and version % interval == 0)
-
-    def save_if_due(self, version: int, extra: Mapping[str, Any], is_last: bool = False) -> bool:
-        """Save if it is time to, and say whether."""
-        is_due = self.is_due(version, is_last)
-        if is_due:
-            self.save(version, extra)
-        return is_due
-
     def save(self, version: int, extra: Mapping[str, Any]) -> None:
         """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
 
