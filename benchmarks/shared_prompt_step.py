@@ -66,8 +66,8 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
     draw = np.random.default_rng(0)
     responses = [
         wire.Response(
-            tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
-            log_probs=wire.log_prob_bytes(np.full(response, -9.0)),
+            tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
+            log_probs=wire.encode_log_probs(np.full(response, -9.0)),
             finish_reason="stop",
             seed=number,
             engine="0",
@@ -79,7 +79,7 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
     ]
     part = wire.GroupPart(
         prompt_index=0, row="row", first_response=0, responses=responses,
-        prompt_tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
+        prompt_tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
         rewards=[one.reward for one in responses],
     )  # fmt: skip
     return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
@@ -165,8 +165,8 @@ class Sequences:
     @classmethod
     def of(cls, slot: wire.Slot) -> "Sequences":
         (part,) = slot.parts
-        prompt = wire.tokens_of(part.prompt_tokens)
-        rows = [np.concatenate([prompt, wire.tokens_of(response.tokens)]) for response in part.responses]
+        prompt = wire.decode_tokens(part.prompt_tokens)
+        rows = [np.concatenate([prompt, wire.decode_tokens(response.tokens)]) for response in part.responses]
         tokens_BS = torch.from_numpy(np.stack(rows).astype(np.int64))
         length = tokens_BS.shape[1]
         advantages_B1 = torch.tensor(part.rewards)[:, None] - float(np.mean(part.rewards))

@@ -23,7 +23,7 @@ from megatron_rl.mcore.checkpoint import checkpointer
 from megatron_rl.mcore.model import gpt, rope
 from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
-from megatron_rl.sidecar.child import words_of
+from megatron_rl.sidecar.child import write_words
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.saver import Saver
 
@@ -173,7 +173,7 @@ def _evaluations(settings: Settings) -> dict[str, object]:
 def _iteration(settings: Settings) -> dict[str, object]:
     assert isinstance(settings, RunSettings)
     assert settings.sidecar is not None
-    return {"sizes": settings.sizes, "sidecar": words_of(settings.sidecar)}
+    return {"sizes": settings.sizes, "sidecar": write_words(settings.sidecar)}
 
 
 _PARTS: dict[str, Callable[[Settings], dict[str, object]]] = {

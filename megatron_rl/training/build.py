@@ -28,9 +28,9 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
-from megatron_rl.sidecar.child import Address, OwnSidecar, given_address
-from megatron_rl.sidecar.making import tokenizer_decoder
-from megatron_rl.sidecar.vllm import sender
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
+from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
@@ -41,8 +41,8 @@ from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.mapping import Mapping
-from megatron_rl.weights.reader import Checkpoint
 
 
 def train(settings: RunSettings, watch: Watch | None = None, schedule: Schedule | None = None) -> int:
@@ -146,7 +146,7 @@ def _connect(
     def find() -> Address | None:
         if session.rank != 0:
             return None
-        return given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
+        return read_given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
 
     address = session.broadcast(session.run_or_raise_everywhere(find))
     assert address is not None
@@ -171,8 +171,8 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
             f"{', '.join(session.platform.weight_transports)}"
         )
-    session.run_or_raise_everywhere(lambda: sender.library(transport) if session.rank == 0 else None)
-    make = sender.open_sender
+    session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
+    make = streams.open_sender
     return StreamPublisher(policy.weights, session, receiver, run, transport, make, dtype, deadline, probe)
 
 
@@ -228,7 +228,7 @@ def _build_reporter(settings: RunSettings, session: Session, version: int) -> Re
         return None
     assert settings.model.hf_model is not None
     assert settings.training.train_iters is not None
-    decode = tokenizer_decoder(str(settings.model.hf_model))
+    decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode)
 

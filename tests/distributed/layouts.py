@@ -23,7 +23,7 @@ from megatron_rl.mcore.step import auxiliary
 from megatron_rl.mcore.step.forward_step import ForwardStep, Report, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
-from megatron_rl.weights.shards import shards_of
+from megatron_rl.weights.shards import map_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Model:
     def whole(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What every rank has for its parameters, likewise."""
         session, mapping = self.session, self.weights.mapping
-        shards = shards_of(mapping, session.coordinates, self.chunks[0].vocab_size, named.items())
+        shards = map_shards(mapping, session.coordinates, self.chunks[0].vocab_size, named.items())
         pieces = [
             (piece, shard.parameter.narrow(piece.dim, piece.target, piece.length).clone())
             for shard in shards

@@ -105,7 +105,7 @@ def prepare(
     request = _in_one_process(request)
     request.add_finalize_fn(
         lambda: session.run_or_raise_everywhere(
-            lambda: folders.publish(staged, folder, iteration, loaded) if session.rank == 0 else None
+            lambda: folders.put_in_place(staged, folder, iteration, loaded) if session.rank == 0 else None
         )
     )
     return Prepared(request, staged)

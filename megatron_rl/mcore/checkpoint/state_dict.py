@@ -16,7 +16,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.platforms import Platform
-from megatron_rl.platforms.megatron_fixes import allocate_adam_state
+from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
 RNG = "rng_state"
 _REFERENCE = "reference."
