@@ -88,14 +88,14 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """As a run makes it."""
     from megatron_rl.algorithm.objective import Objective
-    from megatron_rl.arguments.plan import sizes_of
+    from megatron_rl.arguments.run import compute_sizes
     from megatron_rl.data.slots import Identity, IterationSlots
     from megatron_rl.mcore.step.policy import policy_of
     from megatron_rl.mcore.step.tri_model import roles_of
     from megatron_rl.training.learner import Learner
     from megatron_rl.training.rollouts import batcher_of
 
-    sizes = sizes_of(settings, 1)
+    sizes = compute_sizes(settings, 1)
     policy = policy_of(settings, session, settings.training.train_iters)
     roles = roles_of(settings, session, policy, None, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)

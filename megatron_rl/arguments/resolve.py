@@ -9,9 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.arguments import generated
-from megatron_rl.arguments.fields import OWN_DEFAULTS
-from megatron_rl.arguments.table import Given
+from megatron_rl.arguments.flags import Given, find_megatron_version, import_configs
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.types import Architecture
 
@@ -37,7 +35,7 @@ class HasFusions(Protocol):
 def transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
     """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
     settled = {field: value for field, (value, _) in settled_fields(asked, platform).items()}
-    return generated.configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
+    return import_configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
 
 
 def settled_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
@@ -118,7 +116,7 @@ def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
         modules = asked.get("recompute_modules")
         if modules is not None:
             limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
-    known = {field.name for field in dataclasses.fields(generated.configs()["transformer"])}
+    known = {field.name for field in dataclasses.fields(import_configs()["transformer"])}
     return {field: reason for field, reason in limits.items() if field in known}
 
 
@@ -185,7 +183,7 @@ def build(fields: Fields) -> Built:
     """The configurations themselves."""
     built: dict[str, Any] = {}
     refusals = []
-    for subject, config in generated.configs().items():
+    for subject, config in import_configs().items():
         values = getattr(fields, subject)
         if subject == "transformer" and not fields.has_model:
             built[subject] = SimpleNamespace(**(_defaults(config) | values))
@@ -196,7 +194,7 @@ def build(fields: Fields) -> Built:
             built[subject] = SimpleNamespace(**(_defaults(config) | values))
             reason = str(error) or "an assertion without a text"
             name = {"ddp": "data-parallel"}.get(subject, subject)
-            refusals.append(f"megatron-core {generated.installed_version()} refuses the {name} configuration: {reason}")
+            refusals.append(f"megatron-core {find_megatron_version()} refuses the {name} configuration: {reason}")
     return Built(**built, refusals=tuple(refusals))
 
 
@@ -211,15 +209,15 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     """What flags say, and what Megatron's scripts take without the flag where that is not the field's default."""
     defaults = {
         f"{subject}.{field.name}": field.default
-        for subject, config in generated.configs().items()
+        for subject, config in import_configs().items()
         for field in dataclasses.fields(config)
     }
     fields = Fields()
     for flag in flags:
         for target in flag.targets:
             if flag.kind is Kind.USED and target in defaults and flag.default not in (None, defaults[target]):
-                ours = target.partition(".")[2] in OWN_DEFAULTS
-                source = "default of this package" if ours else "default of Megatron's scripts"
+                origin = "this package" if flag.is_own_default else "Megatron's scripts"
+                source = f"default of {origin}"
                 fields.derive(target, flag.default, source)
     for target, item in given.items():
         if target.partition(".")[0] in SUBJECTS:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import nearest
+from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import RewardSpec
@@ -44,7 +44,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     if source.endswith(".py"):
         raise UsageError(f"--reward {text}: which function of the file? Write {source}:FUNCTION")
     raise UsageError(
-        f"--reward {text}: neither FILE.py:FUNCTION nor one of {', '.join(REWARDS)}{nearest(head, REWARDS)}"
+        f"--reward {text}: neither FILE.py:FUNCTION nor one of {', '.join(REWARDS)}{suggest_nearest(head, REWARDS)}"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, session_of
 from megatron_rl.mcore.step.policy import policy_of, reference_of
@@ -68,7 +68,7 @@ def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
 
 
 def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
         policy = policy_of(settings, session, sizes.plan.num_updates)
