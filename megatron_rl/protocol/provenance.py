@@ -1,4 +1,7 @@
-"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration."""
+"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration.
+
+Whoever makes a group checks it here; whoever trains on it checks its spans once more (`data/slots.py`).
+"""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -31,12 +34,29 @@ def first_seed(asked: Asked, prompt_index: int) -> int:
 
 def check_group(asked: Asked, group: Group) -> None:
     """GroupRefused, with what is wrong, unless every response is one that was asked for."""
-    problem = next(_problems(asked, group), None)
+    _refuse(asked, group, _find_problems(asked, group))
+
+
+def check_rewards(asked: Asked, group: Group) -> None:
+    """GroupRefused unless every reward of a scored group is finite."""
+    _refuse(
+        asked,
+        group,
+        (
+            f"response {number} of engine {response.engine}: its reward is {response.reward}"
+            for number, response in enumerate(group.responses)
+            if not np.isfinite(response.reward)
+        ),
+    )
+
+
+def _refuse(asked: Asked, group: Group, problems: Iterator[str]) -> None:
+    problem = next(problems, None)
     if problem is not None:
         raise GroupRefused(f"group of prompt {group.prompt.index} of version {asked.version}: {problem}")
 
 
-def _problems(asked: Asked, group: Group) -> Iterator[str]:
+def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
     index = group.prompt.index
     if not 0 <= index < len(asked.prompts):
         yield f"there are {len(asked.prompts)} prompts only"
@@ -47,13 +67,13 @@ def _problems(asked: Asked, group: Group) -> Iterator[str]:
         yield f"it has {len(group.responses)} responses, wanted {asked.group_size}"
     seed = first_seed(asked, index)
     for number, response in enumerate(group.responses):
-        for problem in _response_problems(asked, response):
+        for problem in _find_response_problems(asked, response):
             yield f"response {number} of engine {response.engine}: {problem}"
         if response.seed != seed + number:
             yield f"response {number} has seed {response.seed}, wanted {seed + number}"
 
 
-def _response_problems(asked: Asked, response: Response) -> Iterator[str]:
+def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
     num_tokens, remainder = divmod(len(response.tokens), 4)
     if remainder or len(response.log_probs) != len(response.tokens):
         yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs, 4 each are wanted"
@@ -77,5 +97,3 @@ def _response_problems(asked: Asked, response: Response) -> Iterator[str]:
         yield f"it has {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
     if not np.isfinite(log_probs_of(response.log_probs)).all():
         yield "a log-prob is not finite"
-    if not np.isfinite(response.reward):
-        yield f"its reward is {response.reward}"

@@ -237,14 +237,6 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mismatch: Mismatch
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why an iteration cannot be finished."""
-
-    wire: int = WIRE_VERSION
-    version: int
-    reason: str
-
-
 def encode(message: msgspec.Struct) -> bytes:
     """The bytes of a message."""
     return msgspec.msgpack.encode(message)

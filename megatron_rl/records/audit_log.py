@@ -73,11 +73,11 @@ class AuditBroken(MegatronRLError):
     """The end of the log is not what was written: nothing is added to it."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What happened; each kind has its fields and its tag."""
 
 
-class Start(Event, frozen=True, kw_only=True, tag="start"):
+class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
     """A sidecar opened the log."""
 
     run: str
@@ -85,13 +85,13 @@ class Start(Event, frozen=True, kw_only=True, tag="start"):
     details: dict[str, Any] = {}
 
 
-class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
     """The last line had been torn by a kill; this many bytes were cut off."""
 
     num_bytes: int
 
 
-class Continued(Event, frozen=True, kw_only=True, tag="continued"):
+class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
     """The first line of every file but the first: the chain goes on here."""
 
     file: int
@@ -119,7 +119,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """None where the trainer's log-probs were not there, or none are to be compared."""
 
 
-class Publish(Event, frozen=True, kw_only=True, tag="publish"):
+class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     """These engines hold a version; again with the same fingerprint when one joins or comes back."""
 
     version: int
@@ -127,7 +127,7 @@ class Publish(Event, frozen=True, kw_only=True, tag="publish"):
     engines: list[EngineReport]
 
 
-class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
+class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
     """An engine was proved to hold something else than the version that it said it held; nobody sampled with it."""
 
     version: int
@@ -136,7 +136,7 @@ class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
     reason: str
 
 
-class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
+class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
     """How far the trainer's log-probs of an iteration's tokens were from those that they were sampled with."""
 
     version: int
@@ -147,7 +147,7 @@ class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
     """Of the mean; None where tokens were sampled by chance."""
 
 
-class Submit(Event, frozen=True, kw_only=True, tag="submit"):
+class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
     """An iteration begins, or begins anew after a restart: then all of its groups and claims follow once more."""
 
     version: int
@@ -180,7 +180,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
+class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
     """A group was taken into the iteration."""
 
     version: int
@@ -190,7 +190,7 @@ class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
     responses: list[ResponseRecord]
 
 
-class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
+class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
     """A replica's slot holds these groups, now and for ever."""
 
     version: int
@@ -199,7 +199,7 @@ class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
     prompts: list[int]
 
 
-class Complete(Event, frozen=True, kw_only=True, tag="complete"):
+class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
     """The trainer says that it has trained on so many."""
 
     version: int
@@ -207,14 +207,14 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
     num_responses: int
 
 
-class Fail(Event, frozen=True, kw_only=True, tag="fail"):
+class Fail(AuditEvent, frozen=True, kw_only=True, tag="fail"):
     """The iteration ended without an update."""
 
     version: int
     reason: str
 
 
-class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
+class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
     """Responses to prompts that are not trained on were sampled from a version, and scored."""
 
     version: int

@@ -63,7 +63,7 @@ _Record = _Begun | Finished | _Claimed
 
 
 @dataclasses.dataclass(frozen=True)
-class Recovered:
+class RecoveredJournal:
     """What a journal gave back, in the order in which it was written."""
 
     groups: list[Group]
@@ -146,7 +146,7 @@ class Journal:
 
     def forget_recovered(self) -> None:
         """Give back the memory: whoever wants what was recovered has taken it."""
-        self.recovered = Recovered([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
+        self.recovered = RecoveredJournal([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -156,7 +156,7 @@ class Journal:
         payload = msgspec.msgpack.encode(record)
         self._file.append(_head(payload), payload)
 
-    def _recover(self) -> Recovered:
+    def _recover(self) -> RecoveredJournal:
         mine = _claims_key(self._submission, self._scoring)
         prompts = self._submission.prompts
         keys = {group_key(self._submission, prompt.index, self._scoring): prompt for prompt in prompts}
@@ -180,7 +180,7 @@ class Journal:
             self._file.cut(end)
         if not is_mine:
             self._append(_Begun(wire=WIRE_VERSION, submission=mine))
-        return Recovered(list(groups.values()), claims, num_bytes_cut, num_stale)
+        return RecoveredJournal(list(groups.values()), claims, num_bytes_cut, num_stale)
 
 
 def journal_of(folder: Path, version: int) -> Path:

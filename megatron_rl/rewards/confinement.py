@@ -72,7 +72,7 @@ def confinement(
 ) -> Confinement:
     """What workers may see: the system, Python, what is named here; nothing of what is private."""
     hidden = [path.resolve() for path in private]
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     roots = [*map(Path, _SYSTEM), Path(sys.prefix), Path(sys.base_prefix), *map(Path, python_path), package, *read]
     # A name that means another folder in every process: not to be resolved in this one.
     allowed: list[Path] = [Path("/proc/self")]
@@ -161,7 +161,7 @@ def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable
 
 def python_path() -> list[str]:
     """Where a worker finds modules: where we do, without the folder that we happen to have been started in."""
-    package_parent = str(Path(__file__).resolve().parents[3])
+    package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
     standard = (sys.base_prefix, sys.prefix)
     extra = [entry for entry in found if not entry.startswith(standard)]

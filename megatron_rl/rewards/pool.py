@@ -22,7 +22,7 @@ from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
 from megatron_rl.rewards.checks import read_source
 from megatron_rl.rewards.confinement import child_environment, confinement, python_path
 from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.process import Answer, RewardWorker, WorkerFault
+from megatron_rl.rewards.process import FunctionAnswer, RewardWorker, WorkerFault
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class RewardPool:
             self._free.put_nowait(scoring.worker)
         return self._result(request, answers, begin)
 
-    def _result(self, request: RewardRequest, answers: list[Answer], begin: float) -> RewardResult:
+    def _result(self, request: RewardRequest, answers: list[FunctionAnswer], begin: float) -> RewardResult:
         components, errors = {}, {}
         rewards: list[float | None] = [None] * len(request.completions)
         for spec, answer in zip(self._specs, answers, strict=True):
@@ -206,9 +206,9 @@ class _Scoring:
         self._request = request
         self._line = line
         self._retried = False
-        self._answers: list[Answer] = []
+        self._answers: list[FunctionAnswer] = []
 
-    async def run(self) -> list[Answer]:
+    async def run(self) -> list[FunctionAnswer]:
         """An answer of each function; those up to the first failure where a failure fails the group."""
         while len(self._answers) < len(self._pool._specs):
             try:
@@ -220,7 +220,7 @@ class _Scoring:
                 if fault.whose_is_unclear and not self._retried:
                     self._retried = True
                 else:
-                    self._answers.append(Answer(None, str(fault)))
+                    self._answers.append(FunctionAnswer(None, str(fault)))
             if self._answers and self._answers[-1].values is None and self._stops:
                 spec = self._pool._specs[len(self._answers) - 1]
                 self._pool._failed(spec.name, self._request, self._answers[-1].error)

@@ -28,7 +28,7 @@ class WorkerFault(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class FunctionAnswer:
     """What one function said of a group: the values, or the reason why there are none."""
 
     values: Values | None
@@ -91,7 +91,7 @@ class RewardWorker:
         except TimeoutError:
             raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
 
-    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> Answer:
+    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
         """What the next function says."""
         try:
             async with asyncio.timeout(timeout):
@@ -101,9 +101,9 @@ class RewardWorker:
         if content.get("job") != job or content.get("function") != function:
             raise self._nonsense()
         if "error" in content:
-            return Answer(None, str(content["error"]))
+            return FunctionAnswer(None, str(content["error"]))
         try:
-            return Answer(checked_values(content.get("values"), num_samples))
+            return FunctionAnswer(checked_values(content.get("values"), num_samples))
         except ValueError:
             raise self._nonsense() from None
 

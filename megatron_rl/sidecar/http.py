@@ -128,15 +128,6 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         data = await service.slot(place["version"], place["replica"], place["index"], patience)
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
-    @app.get("/v1/iterations/{version}/failure")
-    async def failure(request: Request, version: int, patience: float = 30.0) -> Response:
-        """A Failure as soon as the iteration fails; 204 when it has not within `patience` seconds."""
-        service.renew_lease(_lease_of(request))
-        reason = await service.failure(version, _bounded(patience))
-        if reason is None:
-            return Response(status_code=204)
-        return Response(wire.encode(wire.Failure(version=version, reason=reason)), media_type=wire.MEDIA_TYPE)
-
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
         """The trainer has trained on every slot. Body: Trained, or nothing. Answers with hash and number of the audit
@@ -153,13 +144,6 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         service.renew_lease(_lease_of(request))
         trained = await _body(request, wire.Trained)
         await service.refuse(version, trained.mismatch)
-        return {"version": version}
-
-    @app.post("/v1/iterations/{version}/abort")
-    async def abort(request: Request, version: int, reason: str = "the trainer aborted it") -> dict[str, int]:
-        """End the iteration; every wait for it ends with the reason."""
-        service.renew_lease(_lease_of(request))
-        await service.abort(version, reason)
         return {"version": version}
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, first_seed
+from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, check_rewards, first_seed
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.sidecar.engines.engine import GroupRequest
@@ -112,6 +112,7 @@ class GroupMaker:
             # Scoring overlaps with the next group's sampling.
             in_flight.release()
         group = await self._scorer.score(group)
+        check_rewards(asked, group)
         try:
             finished(group)
         except OSError as error:

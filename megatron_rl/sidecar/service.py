@@ -21,7 +21,7 @@ from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, coarsest
-from megatron_rl.sidecar.supervisor import NotProven
+from megatron_rl.sidecar.supervisor import WeightsNotProven
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class RolloutService:
         self._probe = _Awaited()
         # One future for all ranks of a replica that wait for the same slot.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
-        self._failed = asyncio.Event()
+        self._has_failed = False
         self._next = asyncio.Event()
         """Set, and replaced, when the next iteration is submitted."""
 
@@ -170,7 +170,7 @@ class RolloutService:
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
-            except NotProven as error:
+            except WeightsNotProven as error:
                 self._recorder.not_proven(weights, error.wrong)
                 raise
             self._recorder.published(weights, published.proofs)
@@ -207,7 +207,7 @@ class RolloutService:
         self._recorder.restored()
         self.counters.reused += len(groups)
         self.iteration = iteration
-        self._failed.clear()
+        self._has_failed = False
         self._next, reached = asyncio.Event(), self._next
         reached.set()
         self._task = asyncio.create_task(self._run(iteration))
@@ -254,16 +254,6 @@ class RolloutService:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
-    async def failure(self, version: int, patience: float) -> str | None:
-        """Why the iteration failed, as soon as it does; None when it has not within `patience` seconds."""
-        deadline = time.monotonic() + patience
-        iteration = await self._submitted(version, patience)
-        if iteration is None:
-            return None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._failed.wait(), max(0.0, deadline - time.monotonic()))
-        return iteration.failure
-
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
         """The trainer says that it has trained on all of it, and what it measured. Hash and number of the audit log's
         last line come back: kept by the trainer, the hash proves later that nothing up to that line was changed."""
@@ -283,13 +273,6 @@ class RolloutService:
         if not iteration.is_over:
             self._recorder.judged(version, mismatch)
             self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on the average, beyond {mismatch.bound}")
-        await self._stop()
-
-    async def abort(self, version: int, reason: str) -> None:
-        """End an iteration that is not wanted any more."""
-        iteration = self._iteration_of(version)
-        if not iteration.is_over:
-            self._fail(iteration, reason)
         await self._stop()
 
     async def close(self) -> None:
@@ -328,7 +311,7 @@ class RolloutService:
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:
-            raise Conflict(f"iteration {self.iteration.version} is running: complete or abort it before {before}")
+            raise Conflict(f"iteration {self.iteration.version} is running: complete or refuse it before {before}")
 
     def _must_not_evaluate(self, before: str) -> None:
         if self.evaluation is not None and not self.evaluation.is_over:
@@ -385,12 +368,12 @@ class RolloutService:
             future.set_result(None)
 
     def _fail(self, iteration: Iteration, reason: str) -> None:
-        if not self._failed.is_set():
+        if not self._has_failed:
+            self._has_failed = True
             iteration.failed(reason)
             # The log may be what failed; the reason reaches the trainer all the same.
             with contextlib.suppress(OSError, MegatronRLError):
                 self._recorder.failed(iteration.version, iteration.failure or reason)
-        self._failed.set()
         for place in list(self._waiting):
             self._answer(place)
 

@@ -12,7 +12,7 @@ from megatron_rl.protocol.wire import Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """Where an engine's workers stand in the group."""
 
     first_rank: int
@@ -23,21 +23,21 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One POST to an engine."""
 
     route: str
     content: dict[str, object] | None = None
 
 
-def places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[Place]:
+def places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
     """The places of engines with these numbers of workers."""
     world_size = 1 + sum(num_workers)
     firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
-    return [Place(first, world_size, packed_in_update) for first in firsts]
+    return [StreamPlace(first, world_size, packed_in_update) for first in firsts]
 
 
-def before(weights: Weights, place: Place) -> Iterator[Call]:
+def before(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Join the group. Each publish makes its own: an engine that was started again has no place in an old one."""
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
@@ -52,16 +52,16 @@ def before(weights: Weights, place: Place) -> Iterator[Call]:
     }
     if not place.packed_in_update:
         init["packed"] = True
-    yield Call("/init_weight_transfer_engine", {"init_info": init})
+    yield EngineCall("/init_weight_transfer_engine", {"init_info": init})
 
 
-def during(weights: Weights, place: Place) -> Iterator[Call]:
+def during(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Receive the tensors while the trainer sends them, then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
     if place.packed_in_update:
         update["packed"] = True
-    yield Call("/start_weight_update")
-    yield Call("/update_weights", {"update_info": update})
-    yield Call("/finish_weight_update")
-    yield Call("/shutdown_weight_transfer_engine")
+    yield EngineCall("/start_weight_update")
+    yield EngineCall("/update_weights", {"update_info": update})
+    yield EngineCall("/finish_weight_update")
+    yield EngineCall("/shutdown_weight_transfer_engine")

@@ -46,7 +46,7 @@ class PublishFailed(MegatronRLError):
     """A version could not be brought to the engines; none of them samples."""
 
 
-class NotProven(PublishFailed):
+class WeightsNotProven(PublishFailed):
     """Engines were proved to hold something else than the version that they say they hold."""
 
     def __init__(self, text: str, weights: Weights, wrong: dict[str, str]) -> None:
@@ -62,7 +62,7 @@ class OtherWorkers(PublishFailed):
 class SupervisedEngine(Engine, Protocol):
     """An engine that can be started and ended."""
 
-    stream_place: streams.Place | None
+    stream_place: streams.StreamPlace | None
 
     @property
     def num_workers(self) -> int: ...
@@ -266,7 +266,7 @@ class Supervisor:
                 self._withdraw()
                 if failure.wrong:
                     text = f"version {weights.version} was not published: {failure}"
-                    raise NotProven(text, weights, failure.wrong) from None
+                    raise WeightsNotProven(text, weights, failure.wrong) from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
                     # A stream is sent again by the trainer, or by nobody.

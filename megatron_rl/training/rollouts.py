@@ -26,28 +26,22 @@ class PromptSource(Protocol):
     def take(self, count: int) -> list[Prompt]: ...
 
 
-class Schedule(Protocol):
-    """When training may begin with the slots of an iteration."""
-
-    def wait(self, slots: IterationSlots) -> None: ...
+Schedule = Callable[[IterationSlots, Session], None]
+"""Waits until training may start with the slots of an iteration."""
 
 
-class Periodic:
-    """At once: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
-
-    def wait(self, slots: IterationSlots) -> None:
-        return
+def start_at_once(slots: IterationSlots, session: Session) -> None:
+    """Do not wait: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
 
 
-class Sync:
-    """When all groups are there: what is not overlapped, to be compared with."""
+def wait_for_all(slots: IterationSlots, session: Session) -> None:
+    """Wait until all groups are there: nothing is overlapped, to be compared with."""
+    slots.wait_for_all()
+    session.barrier()
 
-    def __init__(self, session: Session):
-        self._session = session
 
-    def wait(self, slots: IterationSlots) -> None:
-        slots.wait_for_all()
-        self._session.barrier()
+SCHEDULES: dict[str, Schedule] = {"periodic": start_at_once, "sync": wait_for_all}
+"""By the names of --schedule."""
 
 
 class Rollouts:
@@ -85,7 +79,7 @@ class Rollouts:
         """The slots of this rank's replica: an iteration is over when it is complete."""
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure; and none asks for a slot, which has a deadline, while rank 0 still evaluates.
-        self._session.agree(lambda: self._submit(identity))
+        self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = IterationSlots(
             lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
             self._batcher,
@@ -95,12 +89,14 @@ class Rollouts:
             self._waiting,
         )
         try:
-            self._schedule.wait(slots)
+            self._schedule(slots, self._session)
             yield slots
         except MismatchBeyond as error:
             refused = error.mismatch
             # Every rank found it, and the first that ends ends all: not before it is written down.
-            self._session.agree(lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None)
+            self._session.run_or_raise_everywhere(
+                lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None
+            )
             raise
         finally:
             slots.close()
@@ -127,7 +123,7 @@ class Rollouts:
         )
 
 
-def batcher_of(settings: Settings, device: torch.device) -> Batcher:
+def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """What the settings say of packs."""
     attention = backend(settings.attention.backend)
     return Batcher(

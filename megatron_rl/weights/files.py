@@ -27,7 +27,7 @@ _MIN_WRITE_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 24
 
 
-class Plan:
+class FilePlan:
     """Which tensor goes into which file, at which byte. The same on every process that computes it."""
 
     def __init__(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None):
@@ -58,7 +58,7 @@ class Plan:
         return {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
 
 
-def create(folder: Path, plan: Plan, private: bool = False) -> None:
+def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
     """Lay the plan's files out in a new folder: their full size, and their headers. Private: for this user only."""
     folder.mkdir(parents=True, mode=0o700 if private else 0o777)
     try:
@@ -68,7 +68,7 @@ def create(folder: Path, plan: Plan, private: bool = False) -> None:
         raise
 
 
-def _lay_out(folder: Path, plan: Plan, private: bool) -> None:
+def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
     free = shutil.disk_usage(folder).free
     if free < plan.num_bytes:
         raise InputError(
@@ -96,7 +96,7 @@ def publish(staged: Path, folder: Path) -> None:
 class Writer:
     """One process's access to the files that `create` laid out."""
 
-    def __init__(self, folder: Path, plan: Plan):
+    def __init__(self, folder: Path, plan: FilePlan):
         self._plan = plan
         self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
         self._mapped = {

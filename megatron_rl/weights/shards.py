@@ -134,7 +134,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class StageRank:
     """A rank of the stage, and what it holds: known without asking, but for the names of its parameters."""
 
     rank: int
@@ -142,13 +142,13 @@ class Peer:
     parameter_names: tuple[str, ...]
 
 
-class Stream:
+class WeightStream:
     """The buckets of one stage, laid out once and walked through at every export."""
 
     def __init__(
         self,
         mapping: Mapping,
-        peers: Sequence[Peer],
+        peers: Sequence[StageRank],
         padded_vocab_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -211,7 +211,7 @@ class Stream:
         return buckets
 
 
-def _owned_pieces(mapping: Mapping, peer: Peer, padded_vocab_size: int) -> list[tuple[str, Piece]]:
+def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
     maps: list[tuple[str, ShardMap]] = [
         (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
     ]

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from megatron_rl.ops.shared_prompt.backends import triton_fused, triton_kernels
 from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks
-from megatron_rl.ops.shared_prompt.backends.triton_plan import TILE
+from megatron_rl.ops.shared_prompt.backends.triton_tables import TILE
 
 CAPABILITY = 90
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

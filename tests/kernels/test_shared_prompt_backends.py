@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend
 from megatron_rl.ops.shared_prompt.backends import flash_cpu, merge
-from megatron_rl.ops.shared_prompt.backends.flash_cpu import Call, CpuFlash, Sequences
+from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash, FlashCall, RowRanges
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout, strands
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
@@ -91,7 +91,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     true_gradients = flash_cpu._gradients
 
     def of_its_own_results(
-        call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+        call: FlashCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
         grad_out_THD, *merged = outputs
         own = [tensor.clone() for tensor in merged]
@@ -126,9 +126,9 @@ def test_tiles_of_any_size_add_up(layout: Layout, tile: int) -> None:
 @given(length=st.integers(1, 900), count=st.integers(1, 2))
 def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
     rows = torch.arange(count * length)
-    sequences = Sequences(0, length, count, length)
+    sequences = RowRanges(0, length, count, length)
     seen = torch.zeros(count * length, count * length, dtype=torch.int8)
-    for tile in Call(sequences, sequences).tiles():
+    for tile in FlashCall(sequences, sequences).tiles():
         if not tile.is_causal:
             assert all(seen[row, row] for row in tile.queries.of(rows).flatten()), "a causal one comes first"
         for queries, keys in zip(tile.queries.of(rows), tile.keys.of(rows), strict=True):

@@ -25,7 +25,7 @@ class FakeEngine(ScriptedEngine):
     def __init__(self, name: str, factory: "FakeFactory") -> None:
         super().__init__(name, Script(lengths=(4, 4)))
         self.state = EngineState.STARTING
-        self.stream_place: streams.Place | None = None
+        self.stream_place: streams.StreamPlace | None = None
         self.num_workers = 2
         self.is_closed = False
         self.steps: list[str] = []

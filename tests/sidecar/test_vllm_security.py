@@ -206,7 +206,7 @@ def test_killed_in_mid_generation_it_leaves_no_process_and_no_shared_memory(runn
     """The last one: it ends the sidecar of all of them."""
     with running.process.client() as client:
         client.use_lease(1)
-        client.abort(0, "another follows")
+        client.refuse(0, wire.Mismatch(mean=1.0, largest=1.0, bound=0.1))
         long = msgspec.structs.replace(running.submission, sampling=wire.Sampling(max_tokens=400, ignore_eos=True))
         client.submit(long)
         deadline = time.monotonic() + 60

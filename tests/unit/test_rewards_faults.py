@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import megatron_rl
 from megatron_rl.errors import ExitCode, PlatformError
 from megatron_rl.rewards import kernel
-from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement
+from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement, python_path
 from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
 from tests.reward_pools import leftovers, request, score, with_pool
@@ -488,3 +489,11 @@ def test_a_private_folder_inside_a_readable_one_is_left_out_by_naming_its_neighb
     assert sorted(mine) == [f"{tmp_path}/data", f"{tmp_path}/run/open"]
     assert limits.listed == (str(tmp_path), f"{tmp_path}/run")
     assert not any(path == str(ROOT) for path in limits.read)
+
+
+def test_functions_find_and_see_this_package_and_not_the_project_that_it_lies_in(tmp_path):
+    package = Path(megatron_rl.__file__).resolve().parent
+    assert python_path()[0] == str(package.parent)
+    limits = confinement([], [], tmp_path, python_path())
+    assert str(package) in limits.read
+    assert not {str(folder) for folder in package.parents} & set(limits.read)

@@ -30,7 +30,11 @@ WEIGHTS = Weights(
 
 
 def test_the_workers_of_all_engines_follow_the_trainer_in_one_group():
-    assert streams.places([2, 1, 4]) == [streams.Place(1, 8), streams.Place(3, 8), streams.Place(4, 8)]
+    assert streams.places([2, 1, 4]) == [
+        streams.StreamPlace(1, 8),
+        streams.StreamPlace(3, 8),
+        streams.StreamPlace(4, 8),
+    ]
 
 
 def test_the_calls_are_those_that_vllm_knows():
@@ -39,8 +43,8 @@ def test_the_calls_are_those_that_vllm_knows():
         NCCLWeightTransferUpdateInfo,
     )
 
-    (join,) = streams.before(WEIGHTS, streams.Place(3, 8))
-    start, update, finish, leave = streams.during(WEIGHTS, streams.Place(3, 8))
+    (join,) = streams.before(WEIGHTS, streams.StreamPlace(3, 8))
+    start, update, finish, leave = streams.during(WEIGHTS, streams.StreamPlace(3, 8))
     init = NCCLWeightTransferInitInfo(**join.content["init_info"])
     assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
     assert init.packed
@@ -57,12 +61,12 @@ def test_the_routes_are_those_that_vllm_has():
     from vllm.entrypoints.rl.online.api_router import router
 
     known = {route.path for route in router.routes}
-    calls = [*streams.before(WEIGHTS, streams.Place(1, 2)), *streams.during(WEIGHTS, streams.Place(1, 2))]
+    calls = [*streams.before(WEIGHTS, streams.StreamPlace(1, 2)), *streams.during(WEIGHTS, streams.StreamPlace(1, 2))]
     assert {call.route for call in calls} <= known
 
 
 def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
-    place = streams.Place(1, 2, packed_in_update=True)
+    place = streams.StreamPlace(1, 2, packed_in_update=True)
     (join,) = streams.before(WEIGHTS, place)
     assert "packed" not in join.content["init_info"]
     assert list(streams.during(WEIGHTS, place))[1].content["update_info"]["packed"] is True
@@ -71,7 +75,7 @@ def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
 @pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])
 def test_a_stream_without_an_address_or_a_manifest_is_an_error(changes):
     with pytest.raises(InputError, match="nccl weights"):
-        list(streams.before(msgspec.structs.replace(WEIGHTS, **changes), streams.Place(1, 2)))
+        list(streams.before(msgspec.structs.replace(WEIGHTS, **changes), streams.StreamPlace(1, 2)))
 
 
 class Model(torch.nn.Module):

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, log_prob_bytes, token_bytes
 from megatron_rl.sidecar.engines.engine import EngineLost, EngineState, GroupRequest, WeightReport
-from megatron_rl.sidecar.streams import Place
+from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
 Step = Literal["pause", "load", "commit", "verify", "probe", "resume"]
@@ -51,7 +51,7 @@ class ScriptedEngine:
         self.name = name
         self.state = EngineState.READY
         self.num_workers = 1
-        self.stream_place: Place | None = None
+        self.stream_place: StreamPlace | None = None
         self.script = script
         self.num_served = 0
         self._report = WeightReport(version=-1, fingerprint="")

@@ -37,7 +37,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
-class Answer(msgspec.Struct):
+class GenerateAnswer(msgspec.Struct):
     """The body of /inference/v1/generate, as far as we read it."""
 
     choices: list[_Choice]
@@ -91,8 +91,11 @@ def sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
     }
 
 
-def responses(answer: Answer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
-    """The group's responses; EngineRefused when one is missing, cut off, or not wholly of the expected version."""
+def responses(answer: GenerateAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
+    """The group's responses; EngineRefused when one is missing or cut off.
+
+    Spans are as vLLM recorded them, those of other weights under their own tag: whoever makes the group refuses it.
+    """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
         raise EngineRefused(
@@ -109,7 +112,7 @@ def _response(
     tokens = choice.token_ids or []
     content = (choice.logprobs.content if choice.logprobs else None) or []
     log_probs = [entry.logprob for entry in content]
-    if wrong := _fault(choice, tokens, content, request, tag):
+    if wrong := _find_fault(choice, tokens, content, request):
         raise EngineRefused(f"engine {engine}: choice {choice.index} of request {request.request_id} {wrong}")
     return Response(
         tokens=token_bytes(tokens),
@@ -117,12 +120,15 @@ def _response(
         finish_reason=choice.finish_reason,  # type: ignore[arg-type]
         seed=request.seed + choice.index,
         engine=engine,
-        spans=[Span(version=str(version), start=span.start, end=span.end) for span in choice.weight_versions or ()],
+        spans=[
+            Span(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
+            for span in choice.weight_versions or ()
+        ],
         fingerprint=fingerprint,
     )
 
 
-def _fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest, tag: str) -> str | None:
+def _find_fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest) -> str | None:
     """What is wrong with a choice, if anything."""
     most = request.sampling.max_tokens
     if choice.finish_reason not in ("stop", "length"):
@@ -137,13 +143,6 @@ def _fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request:
             return f"has {entry.logprob} for the log-prob of token {entry.token_id}"
     if choice.weight_versions is None:
         return "does not say which weights sampled it: this vLLM does not record the version of a token"
-    position = 0
-    for span in choice.weight_versions:
-        if span.version != tag or span.start != position:
-            return f"has tokens {span.start} to {span.end} from weights {span.version!r}, and {tag!r} is expected"
-        position = span.end
-    if position != len(tokens):
-        return f"says which weights sampled {position} of its {len(tokens)} tokens"
     return None
 
 

@@ -26,7 +26,7 @@ from megatron_rl.sidecar.engines.engine import (
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
-from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, wrongly_shared
+from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, body, responses, wrongly_shared
 from megatron_rl.sidecar.vllm.log import cause
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, spec
@@ -63,7 +63,7 @@ class VllmEngine:
         address: str,
         handle: Handle | None = None,
         deadlines: Deadlines = Deadlines(),
-        stream_place: streams.Place | None = None,
+        stream_place: streams.StreamPlace | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -117,7 +117,7 @@ class VllmEngine:
         finally:
             self._num_in_flight -= 1
         try:
-            answer = msgspec.json.decode(data, type=Answer)
+            answer = msgspec.json.decode(data, type=GenerateAnswer)
         except msgspec.DecodeError as error:
             raise EngineRefused(f"engine {self.name}: the answer to {request.request_id} is not one: {error}") from None
         return responses(answer, request, self.name, version, tag)

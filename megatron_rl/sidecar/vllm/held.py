@@ -44,7 +44,7 @@ class Rectangle(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ParameterRows:
     """What the rows of a parameter are made of: rectangles of tensors, one under the other."""
 
     tensors: tuple[str, ...]
@@ -72,7 +72,7 @@ class Rows:
 class Order:
     """Where in a model the tensors lie that it is given."""
 
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, ParameterRows]
     """Of each parameter that is made of their numbers."""
     packed: frozenset[str]
     """Those parameters that are read before their layer packs them."""
@@ -139,7 +139,7 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
     row = _ask(model, load, questions, lambda question: torch.arange(question.num_rows)[:, None], code)
     column = _ask(model, load, questions, lambda question: torch.arange(question.num_columns)[None], code)
     given = {question.spec.name: question.random() for question in questions}
-    found: dict[tuple[str, bool], Rows] = {}
+    found: dict[tuple[str, bool], ParameterRows] = {}
 
     def is_found(name: str, parameter: torch.Tensor, is_lying: bool) -> bool:
         answers = [sight.of(is_lying).get(name) for sight in (which, row, column)]
@@ -229,7 +229,7 @@ def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: 
 
 def _rows(
     questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
-) -> Rows | None:
+) -> ParameterRows | None:
     """The rectangles that rows say they are of; None if they say nothing, or what cannot be."""
     if any(answer is None for answer in answers):
         return None
@@ -254,7 +254,7 @@ def _rows(
         slices_R[start:end] = len(tensors)
         tensors.append(question.spec.name)
         rectangles.append(part)
-    return Rows(
+    return ParameterRows(
         tensors=tuple(tensors),
         rectangles=tuple(rectangles),
         first_column=columns[0],

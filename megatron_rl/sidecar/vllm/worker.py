@@ -31,17 +31,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A tied output layer is one tensor in our exports, and may be stored twice in a checkpoint.
 _TIED = "lm_head.weight"
 
-Answer = dict[str, Any]
+RpcAnswer = dict[str, Any]
 
 
 class Refusal(MegatronRLError):
     """What was asked for cannot be done; nothing was changed."""
 
 
-def answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
+def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     """A refusal becomes an answer."""
 
-    def call(self: Any, *args: str) -> Answer:
+    def call(self: Any, *args: str) -> RpcAnswer:
         try:
             return method(self, *args)
         except MegatronRLError as refusal:
@@ -67,7 +67,7 @@ class WorkerExtension:
     reload_weights: Callable[..., None]
 
     @answered
-    def megatron_rl_prepare(self) -> Answer:
+    def megatron_rl_prepare(self) -> RpcAnswer:
         """Make the worker ready for us; what the sidecar has to know of it."""
         import vllm
         from vllm.platforms import current_platform
@@ -99,7 +99,7 @@ class WorkerExtension:
         }
 
     @answered
-    def megatron_rl_receive(self, folder: str, user: str) -> Answer:
+    def megatron_rl_receive(self, folder: str, user: str) -> RpcAnswer:
         """Map the weights in a folder and digest this worker's share of them."""
         self.megatron_rl_received = None
         _must_be_private(Path(folder), int(user))
@@ -109,7 +109,7 @@ class WorkerExtension:
         return {"digests": digests}
 
     @answered
-    def megatron_rl_load(self, expected: str, digests: str) -> Answer:
+    def megatron_rl_load(self, expected: str, digests: str) -> RpcAnswer:
         """Load what was received, if its fingerprint is the announced one and no tensor is missing."""
         received, self.megatron_rl_received = self.megatron_rl_received, None
         if received is None:
@@ -126,7 +126,7 @@ class WorkerExtension:
         return {"fingerprint": found, **held}
 
     @answered
-    def megatron_rl_learn_order(self) -> Answer:
+    def megatron_rl_learn_order(self) -> RpcAnswer:
         """Learn where in the parameters tensors lie, if the engine's checkpoint says which there are.
 
         The engine holds nobody's weights afterwards.
@@ -138,7 +138,7 @@ class WorkerExtension:
         return {"unknown": None if order is None else list(order.unknown)}
 
     @answered
-    def megatron_rl_reload_checkpoint(self) -> Answer:
+    def megatron_rl_reload_checkpoint(self) -> RpcAnswer:
         """Load the checkpoint that this engine started from, in place; whether there is one to be loaded."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
@@ -146,7 +146,7 @@ class WorkerExtension:
         return {"reloaded": bool(tensors)}
 
     @answered
-    def megatron_rl_begin_stream(self) -> Answer:
+    def megatron_rl_begin_stream(self) -> RpcAnswer:
         """Digest from now on whatever vLLM's own transfer engine hands to the model, before it is loaded."""
         self.megatron_rl_end_recording()
         if self.megatron_rl_is_torn:
@@ -158,7 +158,7 @@ class WorkerExtension:
         return {}
 
     @answered
-    def megatron_rl_end_stream(self, expected: str) -> Answer:
+    def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
         """Whether what came through was all of the announced weights."""
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
@@ -175,7 +175,7 @@ class WorkerExtension:
         return {"fingerprint": found, **held}
 
     @answered
-    def megatron_rl_report(self) -> Answer:
+    def megatron_rl_report(self) -> RpcAnswer:
         """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
@@ -236,7 +236,7 @@ class WorkerExtension:
         with self.megatron_rl_loading(), torch.no_grad():
             self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
 
-    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Answer:
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> RpcAnswer:
         """What the load has left in the parameters; NotHeld if that is not what was given."""
         if self.megatron_rl_order is None or record.sight is None:
             return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}

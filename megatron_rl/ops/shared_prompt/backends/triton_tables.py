@@ -25,7 +25,7 @@ ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Tables:
     """Tables of int32, the longest work first. Rows are rows of the buffer, and ranges end before their end."""
 
     query_tiles: torch.Tensor
@@ -40,7 +40,7 @@ class Plan:
     tile: int
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Plan":
+    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Tables":
         """Everything in one copy to the device."""
         cut = _Cut.of(layout, tile)
         key_items, sums, num_slots = _key_items(cut, short_item)
