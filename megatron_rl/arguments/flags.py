@@ -133,12 +133,17 @@ def _reject_field(name: str, flag: Flag) -> dict[str, Any]:
 
 
 def _find_reason(name: str) -> tuple[Kind, str]:
-    groups = list(_list_groups())
-    for matches in (str.__eq__, fnmatch.fnmatchcase):
-        for kind, reason, words in groups:
-            if any(matches(name, word) for word in words):
-                return kind, reason
-    raise AssertionError(f"{_FILE} must end with a group of *, which has all other fields")
+    """What becomes of a field of TransformerConfig that is not used: exact names go before patterns."""
+    reasons = _index_reasons()
+    pattern = name if name in reasons else next(word for word in reasons if fnmatch.fnmatchcase(name, word))
+    return reasons[pattern]
+
+
+@functools.cache
+def _index_reasons() -> Mapping[str, tuple[Kind, str]]:
+    """What the groups say about fields and patterns of them, in the file's order."""
+    groups = _list_groups()
+    return {word: (kind, reason) for kind, reason, words in groups for word in words if not word.startswith("--")}
 
 
 def _list_groups() -> Iterator[tuple[Kind, str, list[str]]]:
@@ -163,14 +168,10 @@ def _list_fields(config: type) -> Iterator[tuple["dataclasses.Field[Any]", objec
 
 def _refuse_missing(flags: Iterable[Flag]) -> Iterator[Flag]:
     """The flags, those refused whose fields the installed megatron-core lacks."""
-    fields = {
-        f"{subject}.{field.name}"
-        for subject, config in import_configs().items()
-        for field in dataclasses.fields(config)
-    }
+    configs = import_configs()
+    fields = {f"{subject}.{field.name}" for subject in configs for field in dataclasses.fields(configs[subject])}
     for flag in flags:
-        of_megatron = {target for target in flag.targets if target.partition(".")[0] in import_configs()}
-        if of_megatron - fields:
+        if any(target.partition(".")[0] in configs and target not in fields for target in flag.targets):
             remedy = (
                 f"megatron-core {find_megatron_version()} does not have it; drop the flag or install another version"
             )

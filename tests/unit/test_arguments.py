@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.arguments import command_line, describe, flags
 from megatron_rl.config import settings as config
-from megatron_rl.config.flag import Flag, Kind, index_by_name, own_flag
+from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.mcore.model import gpt
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
@@ -89,6 +89,24 @@ def test_every_flag_that_is_used_has_a_meaning_and_every_other_a_reason() -> Non
     for flag in flags.list_flags():
         assert flag.help if flag.kind is Kind.USED else flag.remedy, flag.name
         assert flag.remedy or flag.allowed is None, flag.name
+
+
+def test_every_bound_is_one_that_can_be_checked() -> None:
+    bounds = {flag.bound for flag in flags.list_flags()}
+    assert bounds == {"", *BOUNDS}
+
+
+def test_the_file_of_megatrons_flags_says_everything_once_and_each_refusal_what_to_do() -> None:
+    file = flags._read_file()
+    groups = {**file["without_effect"], **file["refused"]}
+    assert len(groups) == len(file["without_effect"]) + len(file["refused"])
+    used = (name for section in ("transformer", "optimizer", "scripts") for name in file[section])
+    words = [*used, *" ".join(groups.values()).split(), *file["without_flag"]["fields"].split()]
+    names = [re.sub(r"(?<=.)[=+*].*", "", word) if word.startswith("--") else word for word in words]
+    assert len(names) == len(set(names))
+    # A pattern after it would never be looked at.
+    assert [*flags._index_reasons()][-1] == "*"
+    assert all("write " in reason or "drop " in reason for reason in file["refused"])
 
 
 def test_every_target_is_a_field() -> None:
