@@ -198,7 +198,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     folder = subjects["model"].hf_model
     architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
     fields = resolve.resolve(reading.flags, given, architecture, platform)
-    built = resolve.build(fields)
+    built = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
     if folder is not None:
         sources["architecture"] = str(folder / "config.json")

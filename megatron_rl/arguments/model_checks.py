@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_rl.arguments.resolve import count_layers
 from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.types import Architecture, ParallelSizes
@@ -84,17 +85,10 @@ def _check_context_parallel(settings: Settings, model: Architecture, sizes: Para
         )
 
 
-def count_layers(settings: Settings, model: Architecture) -> int:
-    """The layers that stages share, and what else counts as one."""
-    config = settings.transformer
-    extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
-    return model.num_layers + sum(map(bool, extra))
-
-
 def _check_pipeline_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     config = settings.transformer
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    layers = count_layers(settings, model)
+    layers = count_layers(vars(settings.transformer), model)
     if first is None and last is None:
         if layers % sizes.pipeline:
             yield (
@@ -127,7 +121,7 @@ def _check_virtual_stages(settings: Settings, model: Architecture, sizes: Parall
     if sizes.pipeline == 1:
         yield f"virtual pipeline stages need {PP} of at least 2: add it, or drop the virtual stages"
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    per_rank = count_layers(settings, model) // sizes.pipeline
+    per_rank = count_layers(vars(settings.transformer), model) // sizes.pipeline
     if first is None and last is None and per_rank % count:
         yield (
             f"{count} virtual pipeline stages do not divide the {per_rank} layers of a pipeline rank: write "

@@ -32,18 +32,18 @@ class HasFusions(Protocol):
     def unsupported_fusions(self) -> Mapping[str, bool]: ...
 
 
-def transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
+def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
     """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
-    settled = {field: value for field, (value, _) in settled_fields(asked, platform).items()}
-    return import_configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
+    settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
+    return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
 
 
-def settled_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     """What holds whatever is asked for: packs have any length, weights are loaded, and kernels are there or not."""
-    return _precision_fields(asked) | _packed(asked) | _limits(asked, platform)
+    return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
 
 
-def architecture_fields(architecture: Architecture) -> dict[str, Any]:
+def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
     """What TransformerConfig says about the model itself."""
     window = architecture.sliding_window
     fields: dict[str, Any] = {
@@ -75,7 +75,7 @@ def architecture_fields(architecture: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _precision_fields(asked: Mapping[str, Any]) -> Reasons:
+def _settle_precision(asked: Mapping[str, Any]) -> Reasons:
     dtype, source = torch.float32, "neither --bf16 nor --fp16"
     if asked.get("bf16"):
         dtype, source = torch.bfloat16, "that of --bf16"
@@ -84,7 +84,7 @@ def _precision_fields(asked: Mapping[str, Any]) -> Reasons:
     return {"params_dtype": (dtype, source), "pipeline_dtype": (dtype, source)}
 
 
-def _packed(asked: Mapping[str, Any]) -> Reasons:
+def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     is_interleaved = bool(asked.get("virtual_pipeline_model_parallel_size"))
     # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
     # that they still need.
@@ -104,7 +104,7 @@ def _packed(asked: Mapping[str, Any]) -> Reasons:
     }
 
 
-def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     source = f"platform {platform.name}"
     limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
     if platform.name != "cpu" and has_transformer_engine():
@@ -164,48 +164,48 @@ def resolve(
 
     Without an architecture, which is wrong then, what follows from it is left out.
     """
-    fields = _start(flags, given)
+    fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
     if architecture is not None:
-        for field, value in architecture_fields(architecture).items():
+        for field, value in list_architecture_fields(architecture).items():
             fields.transformer.setdefault(field, value)
-    _layout(fields, given, architecture)
-    _single_values(fields)
-    _precision(fields, given)
-    _settle(fields, platform)
+    _derive_layout(fields, given, architecture)
+    _unwrap_single_values(fields)
+    _derive_precision(fields, given)
+    _apply_settled(fields, platform)
     # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
     # norm of the reduced gradients, which is checked here, is the same on all of them.
     fields.derive("ddp.check_for_nan_in_grad", False, "the norm of the reduced gradients is checked instead")
     return fields
 
 
-def build(fields: Fields) -> Built:
+def build_configs(fields: Fields) -> Built:
     """The configurations themselves."""
     built: dict[str, Any] = {}
     refusals = []
     for subject, config in import_configs().items():
         values = getattr(fields, subject)
         if subject == "transformer" and not fields.has_model:
-            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
             continue
         try:
             built[subject] = config(**values)
         except Exception as error:
-            built[subject] = SimpleNamespace(**(_defaults(config) | values))
+            built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
             reason = str(error) or "an assertion without a text"
             name = {"ddp": "data-parallel"}.get(subject, subject)
             refusals.append(f"megatron-core {find_megatron_version()} refuses the {name} configuration: {reason}")
     return Built(**built, refusals=tuple(refusals))
 
 
-def _defaults(config: type) -> dict[str, Any]:
+def _list_defaults(config: type) -> dict[str, Any]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(config)
     }
 
 
-def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
+def _collect_given(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     """What flags say, and what Megatron's scripts take without the flag where that is not the field's default."""
     defaults = {
         f"{subject}.{field.name}": field.default
@@ -226,12 +226,12 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     return fields
 
 
-def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
+def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
     transformer = fields.transformer
     if transformer.get("sequence_parallel") and transformer.get("tensor_model_parallel_size", 1) == 1:
         fields.derive("transformer.sequence_parallel", False, "off: --tensor-model-parallel-size is 1")
         fields.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
-    stages, source = _virtual_stages(fields, given, architecture)
+    stages, source = _count_virtual_stages(fields, given, architecture)
     interleaved = stages is not None and stages > 1
     if interleaved:
         fields.derive("transformer.virtual_pipeline_model_parallel_size", stages, source)
@@ -246,7 +246,7 @@ def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architectu
         fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
 
 
-def _virtual_stages(
+def _count_virtual_stages(
     fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
     """How many, and the flag that says so; None where none does, or what it says cannot be."""
@@ -273,8 +273,8 @@ def _virtual_stages(
         )
         return None, ""
     size = max(1, transformer.get("pipeline_model_parallel_size", 1))
-    per_stage = _counted_layers(transformer, architecture) // size
-    if layers.value < 1 or per_stage % layers.value:
+    per_stage = count_layers(transformer, architecture) // size
+    if per_stage % layers.value:
         choices = ", ".join(str(n) for n in range(1, per_stage + 1) if per_stage % n == 0)
         problems.append(
             f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of {choices}"
@@ -283,12 +283,13 @@ def _virtual_stages(
     return per_stage // layers.value, layers.source
 
 
-def _counted_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
+def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
+    """The layers that stages share, and what else counts as one."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return architecture.num_layers + sum(bool(transformer.get(field)) for field in extra)
 
 
-def _single_values(fields: Fields) -> None:
+def _unwrap_single_values(fields: Fields) -> None:
     """megatron-core reads a list as a value a layer, or a loss."""
     for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
         value = fields.transformer.get(field)
@@ -296,7 +297,7 @@ def _single_values(fields: Fields) -> None:
             fields.transformer[field] = value[0]
 
 
-def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
+def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
     for field, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if not fields.transformer.get(field):
             continue
@@ -306,9 +307,9 @@ def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
             fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
 
 
-def _settle(fields: Fields, platform: HasFusions) -> None:
+def _apply_settled(fields: Fields, platform: HasFusions) -> None:
     """What holds whatever flags say, and which of them have no effect for it."""
-    for field, (value, reason) in settled_fields(fields.transformer, platform).items():
+    for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"
         if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:
             continue

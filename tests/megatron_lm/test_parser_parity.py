@@ -77,7 +77,7 @@ def their_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
 @pytest.fixture
 def our_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
     """What our parser makes of a recipe, on a platform that can do everything."""
-    monkeypatch.setattr(config, "_limits", lambda *_: {})
+    monkeypatch.setattr(config, "_settle_limits", lambda *_: {})
 
     def configs(name: str) -> Configs:
         monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))

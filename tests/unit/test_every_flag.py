@@ -440,7 +440,9 @@ def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
         architecture = command_line._read_architecture(folder, reading)
         fields = resolve.resolve(reading.flags, reading.given, architecture, able)
     assert not reading.problems
-    values = {name: resolve._defaults(built) | getattr(fields, name) for name, built in flags.import_configs().items()}
+    values = {
+        name: resolve._list_defaults(built) | getattr(fields, name) for name, built in flags.import_configs().items()
+    }
     return {f"{name}.{field}": value for name, of_config in values.items() for field, value in of_config.items()}
 
 
