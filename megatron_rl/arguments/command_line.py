@@ -26,10 +26,10 @@ _NAME = re.compile(r"--[a-z][\w-]*")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
-    """The settings that the words of a command line (by default this process's) come to.
+    """The settings of a command line, by default this process's.
 
-    Everything that is wrong with them is one UsageError here, before any process group exists. Installs the platform,
-    because the table of flags is made from the megatron-core that runs on it.
+    Everything that is wrong with it is one UsageError, before any process group exists. Installs the platform, because
+    the flags are those of the megatron-core that runs on it.
     """
     reading = _read(argv)
     settings = _resolve_settings(reading, _find_world_size(), needs_folder=False)
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
 
 
 def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
-    """The same of a run that trains. Its ranks are those of the launcher; without one there is one."""
+    """The settings of a run that trains, on the launcher's ranks; without a launcher it has one."""
     reading = _read(argv)
     world_size = _find_world_size()
     if world_size is None and "run.print_config" not in reading.given:
@@ -53,7 +53,7 @@ def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
 
 @dataclasses.dataclass
 class _Reading:
-    """What was said, and what is wrong with it."""
+    """What a command line says, and what is wrong with it."""
 
     flags: Sequence[Flag]
     platform: Platform
@@ -70,7 +70,7 @@ class _Reading:
         self.faulty.add(name)
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add those that do not follow from what is known to be wrong: they name no flag that is faulty already."""
+        """Add the problems that name no faulty flag; the others follow from one that is known."""
         for problem in problems:
             named = _NAME.findall(problem)
             if problem in self.problems or not self.faulty.isdisjoint(named):
@@ -88,7 +88,7 @@ def _raise_problems(reading: _Reading) -> None:
 
 
 def _read(argv: Sequence[str] | None) -> _Reading:
-    """What was said, as far as it can be understood."""
+    """What the command line says, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
     platform = platforms.select(_find_platform_name(words))
     platform.install()
@@ -118,12 +118,12 @@ class _Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """What stands after a flag, which may be other than what argparse is to read there."""
+        """What --help shows after a flag; argparse itself is told to read any number of words there."""
         return action.flag.value_text() if isinstance(action, _Store) else super()._format_args(action, default_metavar)
 
 
 class _Store(argparse.Action):
-    """Remembers a flag's words under its targets, and that it was said."""
+    """Keeps the value of a flag, and the words it was given with, under the flag's targets."""
 
     def __init__(self, *, flag: Flag, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -189,9 +189,9 @@ def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
 
 
 def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
-    """What the words come to. It holds only if nothing is wrong with them.
+    """The settings, which hold only if nothing is wrong.
 
-    Where a folder is needed and there is none, which is said by whoever needs it, what describes a model is not read.
+    Where a folder is needed and missing, flags that describe a model are not read; whoever needs it reports that.
     """
     given, platform = reading.given, reading.platform
     subjects = {name: config(**_select_values(name, given)) for name, config in get_type_hints(Subjects).items()}
@@ -237,7 +237,7 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 
 
 def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
-    """The settings with the backend of shared-prompt attention that runs."""
+    """The settings with the backend of shared-prompt attention that will run."""
     device = platforms.select(settings.platform).device_type
     conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
     try:

@@ -28,7 +28,7 @@ _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_fa
 
 
 def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
-    """The architecture that the folder holds, and each flag that says otherwise, with what it contradicts."""
+    """The architecture in the folder, and a problem for each flag that contradicts it."""
     architecture = families.read_architecture(folder)
     said = _collect_statements(given)
     for name, kind in _FACTORS.items():
@@ -45,7 +45,7 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
 
 
 def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
-    """The architecture that Megatron's flags describe, what they leave out being as in Megatron's scripts.
+    """The architecture that Megatron's flags describe; what they leave out is as in Megatron's scripts.
 
     And what is wrong with it; where that leaves no architecture, None.
     """
@@ -108,7 +108,7 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
 
 
 def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
-    """Megatron's defaults describe a GPT of 2019: what a supported model has must be said."""
+    """Megatron's defaults describe a GPT of 2019, so flags must say what every supported model has."""
     for name, flag in (
         ("described.swiglu", "--swiglu"),
         ("described.normalization", "--normalization RMSNorm"),
@@ -122,7 +122,7 @@ def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
 
 
 def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
-    """What describes a part that the model does not have."""
+    """Flags that describe a part which the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     yarn = "--position-embedding-type yarn"
     needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
@@ -134,7 +134,7 @@ def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Itera
             yield f"{given[name].source} has no effect without {flag}: add it, or drop the flag"
     groups = None if "described.group_query_attention" in given else given.get("architecture.num_query_groups")
     if groups is not None and groups.value != said["num_attention_heads"]:
-        yield f"{groups.source} has no effect without --group-query-attention: add that"
+        yield f"{groups.source} has no effect without --group-query-attention: add it, or drop the flag"
     if not said.get("experts.num_experts"):
         for field in ("num_active", "ffn_hidden_size", "normalize_weights"):
             if f"experts.{field}" in said:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_rl.arguments.resolve import count_layers
+from megatron_rl.arguments.resolve import count_layers, list_divisors
 from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.types import Architecture, ParallelSizes
@@ -26,11 +26,6 @@ def check_model(settings: Settings) -> Iterator[str]:
     yield from _check_auxiliary_losses(settings, model)
     yield from _check_recompute(settings, model)
     yield from _check_platform(settings, model, sizes)
-
-
-def list_divisors(*numbers: int) -> str:
-    """The numbers that divide all of these, for people."""
-    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
 
 
 def _check_architecture(settings: Settings, model: Architecture) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What Megatron's flags come to together: megatron-core's configurations, complete."""
+"""From Megatron's flags to megatron-core's configurations, complete."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,7 @@ from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.types import Architecture
 
 Reasons = dict[str, tuple[Any, str]]
-"""Values of fields, each with why it holds."""
+"""Values of fields, each with the reason for it."""
 
 # Modules that megatron-core computes anew through a class that it has only with TransformerEngine.
 _ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
@@ -23,7 +23,7 @@ _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "
 
 
 class HasFusions(Protocol):
-    """What is asked of a platform here."""
+    """What this module asks of a platform."""
 
     @property
     def name(self) -> str: ...
@@ -33,13 +33,13 @@ class HasFusions(Protocol):
 
 
 def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
-    """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
+    """The TransformerConfig of a model of this architecture, with what else is asked for."""
     settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
     return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
 
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
-    """What holds whatever is asked for: packs have any length, weights are loaded, and kernels are there or not."""
+    """Fields that follow from packs of any length, from loaded weights, and from the kernels that the platform has."""
     return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
 
 
@@ -97,7 +97,7 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
         "hidden_dropout": (0.0, "the policy is the one that the engines sample from"),
         "attention_dropout": (0.0, "the policy is the one that the engines sample from"),
         # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
-        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "without a weight there is no such loss"),
+        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "a weight of 0 means no such loss"),
         "overlap_p2p_comm": (is_interleaved, interleaving),
         "batch_p2p_comm": (not is_interleaved, interleaving),
         "deallocate_pipeline_outputs": (not is_interleaved, interleaving),
@@ -149,7 +149,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """megatron-core's configurations. One that cannot be built has the values that it was to be built of."""
+    """megatron-core's configurations. Where one cannot be built, the values for it stand in its place."""
 
     transformer: Any
     optimizer: Any
@@ -160,9 +160,9 @@ class Built:
 def resolve(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
-    """The fields of megatron-core's dataclasses that flags, or what follows from them, give a value.
+    """The fields of megatron-core's dataclasses that get a value from flags, or from what follows from them.
 
-    Without an architecture, which is wrong then, what follows from it is left out.
+    Without an architecture, what follows from it is left out; that it is missing is an error of its own.
     """
     fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
@@ -249,7 +249,7 @@ def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Arc
 def _count_virtual_stages(
     fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
-    """How many, and the flag that says so; None where none does, or what it says cannot be."""
+    """How many, and the flag that says so; None without such a flag, or if its value is wrong."""
     transformer, problems = fields.transformer, fields.problems
     layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
     if layers is not None and stages is not None:
@@ -268,19 +268,23 @@ def _count_virtual_stages(
     ]
     if uneven:
         problems.append(
-            f"{layers.source} wants as many layers in every stage, and {' and '.join(uneven)} otherwise: "
+            f"{layers.source} needs stages of equal size, and {' and '.join(uneven)} makes them unequal: "
             "write --num-virtual-stages-per-pipeline-rank"
         )
         return None, ""
-    size = max(1, transformer.get("pipeline_model_parallel_size", 1))
-    per_stage = count_layers(transformer, architecture) // size
+    per_stage = count_layers(transformer, architecture) // transformer.get("pipeline_model_parallel_size", 1)
     if per_stage % layers.value:
-        choices = ", ".join(str(n) for n in range(1, per_stage + 1) if per_stage % n == 0)
         problems.append(
-            f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of {choices}"
+            f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of "
+            f"{list_divisors(per_stage)}"
         )
         return None, ""
     return per_stage // layers.value, layers.source
+
+
+def list_divisors(*numbers: int) -> str:
+    """The numbers that divide all of these, for people."""
+    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
 
 
 def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
@@ -290,7 +294,7 @@ def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> 
 
 
 def _unwrap_single_values(fields: Fields) -> None:
-    """megatron-core reads a list as a value a layer, or a loss."""
+    """megatron-core reads a list as one value for each layer, or for each loss."""
     for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
         value = fields.transformer.get(field)
         if isinstance(value, list) and len(value) == 1:
@@ -308,7 +312,7 @@ def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
 
 
 def _apply_settled(fields: Fields, platform: HasFusions) -> None:
-    """What holds whatever flags say, and which of them have no effect for it."""
+    """Set the fields that no flag can change, and note each flag that tried."""
     for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"
         if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:

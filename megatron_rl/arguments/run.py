@@ -20,7 +20,7 @@ from megatron_rl.sidecar.settings import SidecarSettings
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What follows from the flags on batches."""
+    """How an iteration is divided, and how long its parts may be."""
 
     division: Division
     longest_prompt: int
@@ -53,15 +53,15 @@ class RunSettings(Settings):
 
     sizes: Sizes
     folder: Path
-    """Where everything of the run lies but its checkpoints."""
+    """The folder of everything of the run except its checkpoints."""
     sidecar: SidecarSettings | None
-    """Of the sidecar that rank 0 starts; None with one that is running."""
+    """The sidecar that rank 0 starts; None where one is running already."""
 
 
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
-    """The settings of the run, and everything that is wrong with it beside what is wrong with any command.
+    """The settings of the run, and what is wrong with it that is not wrong with every command.
 
-    What the sidecar needs is on the host of the first rank, which starts it.
+    Only the first rank checks what the sidecar needs, because the sidecar starts on its host.
     """
     replicas = None
     if settings.world_size is not None:
@@ -84,7 +84,7 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
 
 
 def _resolve_sidecar(settings: Settings, folder: Path | None) -> SidecarSettings:
-    """What a run says to the sidecar that it starts."""
+    """The settings of the sidecar that the run starts."""
     platform: Any = settings.platform
     # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
     journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
@@ -98,7 +98,7 @@ def _resolve_sidecar(settings: Settings, folder: Path | None) -> SidecarSettings
 
 
 def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
-    """The sizes of a run on so many replicas; a UsageError for everything that cannot be."""
+    """The sizes of a run on so many replicas, or a UsageError with everything that is wrong."""
     sizes, problems = resolve_sizes(settings, num_replicas)
     if sizes is None or problems:
         raise UsageError(*problems)
@@ -108,7 +108,7 @@ def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
 def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
     """The sizes of a run, and everything that is wrong with them.
 
-    Where the replicas are not known, the sizes are those of one, and what hangs on their number is not checked.
+    Without a number of replicas, the sizes are those of one, and what depends on their number is not checked.
     """
     training = settings.training
     problems = [*_check_missing(settings), *_check_sampling(settings), *_check_lengths(settings)]
@@ -136,7 +136,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
 
 
 def _check_missing(settings: Settings) -> Iterator[str]:
-    """What a run cannot do without."""
+    """Flags that every run needs."""
     if settings.training.train_iters is None:
         yield "--train-iters is missing: write the number of iterations"
     if settings.optimizer.lr is None:
@@ -146,7 +146,7 @@ def _check_missing(settings: Settings) -> Iterator[str]:
 
 
 def _check_sampling(settings: Settings) -> Iterator[str]:
-    """What the sidecar would refuse later, when engines run."""
+    """What the sidecar would only refuse once its engines run."""
     temperature, evaluation = settings.sampling.temperature, settings.evaluation
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         yield (
@@ -166,7 +166,7 @@ def _check_sampling(settings: Settings) -> Iterator[str]:
 
 
 def _check_schedule(settings: Settings, num_updates: int) -> Iterator[str]:
-    """What of the learning rate depends on the updates of the run."""
+    """What the number of updates means for the learning rate."""
     schedule = settings.schedule
     if schedule.lr_decay_iters is None and schedule.lr_warmup_iters >= num_updates:
         yield (
@@ -243,7 +243,7 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:
-    """The micro-batches of an update are known here even where no flag names them."""
+    """The number of micro-batches is known here even where no flag gives it."""
     count = division.slots_per_update
     sizes = settings.parallel_sizes
     if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
@@ -291,7 +291,7 @@ def _read_lengths(settings: Settings) -> tuple[int | None, int | None, int | Non
 
 
 def find_run_folder(settings: Settings) -> Path:
-    """Where everything of a run lies but its checkpoints; its name is the run's."""
+    """The folder of everything of a run except its checkpoints; its name is the run's."""
     save = settings.checkpoint.save
     if settings.rollout.folder is not None:
         return settings.rollout.folder
@@ -301,7 +301,7 @@ def find_run_folder(settings: Settings) -> Path:
 
 
 def check_folders(settings: Settings) -> None:
-    """A UsageError for the first folder that this host cannot make; a dashboard's is no reason not to run."""
+    """A UsageError for the first folder that this host cannot make; a run can do without a dashboard's."""
     checkpoint = settings.checkpoint
     for flag, folder in (
         ("--rollout-folder", settings.rollout.folder),
@@ -324,13 +324,13 @@ def _check_folder(folder: Path) -> str | None:
 
 
 def find_shared_folder(settings: Settings) -> Path:
-    """Where this run's weights are handed over: runs of one name in two places do not share it."""
+    """The folder of this run's published weights; runs of one name in two places have one each."""
     of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
     run = find_run_folder(settings).resolve()
     return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
 
 
 def find_pack_multiple(settings: Settings) -> int:
-    """What the length of a pack is padded to a multiple of: every rank that rows are divided over has as many."""
+    """The length of a pack is padded to a multiple of this, so that all ranks get equally many rows."""
     config = settings.transformer
     return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size
