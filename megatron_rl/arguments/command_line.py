@@ -16,7 +16,7 @@ from megatron_rl.arguments.run import RunSettings, resolve_run
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops.shared_prompt import Conditions, choose
+from megatron_rl.ops.shared_prompt import Conditions, choose_backend
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
@@ -241,7 +241,7 @@ def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
     device = platforms.select(settings.platform).device_type
     conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
     try:
-        choice = choose(settings.attention.backend, conditions)
+        choice = choose_backend(settings.attention.backend, conditions)
     except UsageError as error:
         reading.consider(error.problems)
         return settings

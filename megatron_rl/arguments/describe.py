@@ -9,7 +9,7 @@ from megatron_rl.arguments.flags import find_megatron_version, list_flags
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
-from megatron_rl.sidecar.child import words_of
+from megatron_rl.sidecar.child import write_words
 
 # The name of a value, the value, and where it came from.
 Row = tuple[str, str, str]
@@ -36,7 +36,7 @@ def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]
         yield name, _list_built_rows(name, getattr(settings, name), settings.sources)
     yield "iteration", _list_iteration_rows(settings)
     if settings.sidecar is not None:
-        words = words_of(settings.sidecar)
+        words = write_words(settings.sidecar)
         yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
 
 

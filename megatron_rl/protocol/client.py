@@ -158,7 +158,7 @@ class RolloutClient:
                 time.sleep(_RETRY_SECONDS)
         if answer.is_success:
             return answer
-        raise _error_of(answer, f"{method} {path}")
+        raise _build_error(answer, f"{method} {path}")
 
 
 def read_token(path: Path) -> str:
@@ -169,7 +169,7 @@ def read_token(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _error_of(answer: httpx.Response, what: str) -> RolloutError:
+def _build_error(answer: httpx.Response, what: str) -> RolloutError:
     kind = ""
     try:
         text, kind = answer.json()["error"], answer.json().get("kind", "")

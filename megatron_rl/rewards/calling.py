@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import GIVEN, RewardSpec, Values, checked_values
+from megatron_rl.rewards.types import GIVEN, RewardSpec, Values, check_values
 
 _LONGEST_MESSAGE = 2000
 
@@ -53,7 +53,7 @@ class Functions:
         result = function(**_arguments(function, request))
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
-        return checked_values(result, num_samples)
+        return check_values(result, num_samples)
 
     def describe(self, index: int, error: BaseException) -> str:
         """The last line of an error's traceback, and the line of the function's own file that it came through."""

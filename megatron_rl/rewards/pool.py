@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
-from megatron_rl.rewards.checks import read_source
-from megatron_rl.rewards.confinement import child_environment, confinement, python_path
-from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.process import FunctionAnswer, RewardWorker, WorkerFault
+from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
+from megatron_rl.rewards.process import FunctionAnswer, OutputLog, RewardWorker, WorkerFault
+from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -60,8 +59,8 @@ class RewardPool:
         try:
             self._log = OutputLog(self._settings.log)
             self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
-            path = python_path()
-            self._environment = child_environment(self._settings.environment, self._scratch, path)
+            path = find_python_path()
+            self._environment = build_environment(self._settings.environment, self._scratch, path)
             self._setup = self._setup_line(path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
@@ -78,7 +77,7 @@ class RewardPool:
 
     def _setup_line(self, path: list[str]) -> bytes:
         read = [*(Path(file).parent for file in self._sources), *self._settings.readable]
-        limits = confinement(read, self._settings.private, self._scratch, path)
+        limits = plan_confinement(read, self._settings.private, self._scratch, path)
         setup = {
             "specs": [dataclasses.asdict(spec) for spec in self._specs],
             "sources": self._sources,

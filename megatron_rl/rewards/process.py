@@ -4,18 +4,49 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.types import Values, checked_values
+from megatron_rl.rewards.types import Values, check_values
 
 _LONGEST_ANSWER = 1 << 20
 _PIECE = 1 << 16
 _END_SECONDS = 5.0
+_LOGGER = logging.getLogger(__name__)
+_MOST_BYTES = 16 << 20
+
+
+class OutputLog:
+    """Appends to a file until it has taken 16 MiB or has no room, says so, drops the rest; drops all without one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("ab", buffering=0)
+        self._left = _MOST_BYTES
+
+    def write(self, piece: bytes) -> None:
+        if self._file is None or self._left <= 0:
+            return
+        self._left -= len(piece)
+        try:
+            self._file.write(piece)
+            if self._left <= 0:
+                self._file.write(b"\n[16 MiB were printed; what follows is dropped]\n")
+        except OSError as error:
+            # Rewards go on without it: whoever prints must be read, or waits for ever.
+            self._left = 0
+            _LOGGER.warning(
+                "%s cannot be written: %s; what reward functions print is dropped", self._file.name, error.strerror
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class WorkerFault(Exception):
@@ -103,7 +134,7 @@ class RewardWorker:
         if "error" in content:
             return FunctionAnswer(None, str(content["error"]))
         try:
-            return FunctionAnswer(checked_values(content.get("values"), num_samples))
+            return FunctionAnswer(check_values(content.get("values"), num_samples))
         except ValueError:
             raise self._nonsense() from None
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
@@ -20,7 +20,7 @@ from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
-from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, coarsest
+from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, find_coarsest_kind
 from megatron_rl.sidecar.supervisor import WeightsNotProven
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class RolloutService:
             self.weights = weights
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
-            return coarsest(published.kinds)
+            return find_coarsest_kind(published.kinds)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
         """The trainer's log-probs of a version's probe; they may come before its publish does."""
@@ -187,7 +187,7 @@ class RolloutService:
 
     def _await_probe(self, weights: wire.Weights) -> AwaitAnswer:
         async def wait() -> wire.ProbeAnswer:
-            return await self._probe.of(weights)
+            return await self._probe.wait_for(weights)
 
         return wait
 
@@ -257,7 +257,7 @@ class RolloutService:
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
         """The trainer says that it has trained on all of it, and what it measured. Hash and number of the audit log's
         last line come back: kept by the trainer, the hash proves later that nothing up to that line was changed."""
-        iteration = self._iteration_of(version)
+        iteration = self._find_iteration(version)
         try:
             if mismatch is not None and not iteration.is_over:
                 self._recorder.judged(version, mismatch)
@@ -269,7 +269,7 @@ class RolloutService:
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """The trainer will not train on an iteration: its tokens are not of the policy that it was to train."""
-        iteration = self._iteration_of(version)
+        iteration = self._find_iteration(version)
         if not iteration.is_over:
             self._recorder.judged(version, mismatch)
             self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on the average, beyond {mismatch.bound}")
@@ -331,9 +331,9 @@ class RolloutService:
                 await asyncio.wait_for(self._next.wait(), remaining)
             if self.lease is not lease:
                 raise Conflict(f"lease {lease.number} is over: another trainer has taken this sidecar")
-        return self._iteration_of(version)
+        return self._find_iteration(version)
 
-    def _iteration_of(self, version: int) -> Iteration:
+    def _find_iteration(self, version: int) -> Iteration:
         if self.iteration is None:
             raise Conflict(f"there is no iteration {version}: submit it first")
         if self.iteration.version != version:
@@ -404,7 +404,7 @@ class _Awaited:
             self._called_off = reason
             self._changed.set()
 
-    async def of(self, weights: wire.Weights) -> wire.ProbeAnswer:
+    async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
         """Wait for the answer to the probe of these weights; one of others is another publish's."""
         self._waiting += 1
         try:
@@ -422,12 +422,3 @@ class _Awaited:
         finally:
             self._waiting -= 1
             self._called_off = ""
-
-
-@contextlib.asynccontextmanager
-async def running(service: RolloutService) -> AsyncIterator[RolloutService]:
-    """The service, closed at the end."""
-    try:
-        yield service
-    finally:
-        await service.close()

@@ -19,7 +19,7 @@ from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPubli
 from megatron_rl.mcore.publish.stream import StreamPublisher
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
-from megatron_rl.mcore.step.tri_model import build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
@@ -27,21 +27,21 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
-from megatron_rl.sidecar.child import Address, OwnSidecar, given_address
-from megatron_rl.sidecar.making import tokenizer_decoder
-from megatron_rl.sidecar.vllm import sender
-from megatron_rl.training.checkpoints import Checkpoints
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
+from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
+from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import OutOfGrace, StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.mapping import Mapping
-from megatron_rl.weights.reader import Checkpoint
 
 
 def train(settings: RunSettings, watch: Watch | None = None, schedule: Schedule | None = None) -> int:
@@ -97,8 +97,8 @@ def build(
     assert num_iterations is not None
     policy = build_policy(settings, session, num_iterations * sizes.plan.num_updates)
     reference = _build_reference(settings, session)
-    checkpoints = Checkpoints(settings, session, policy, _name(settings), prompts, reference)
-    version = checkpoints.load(functools.partial(_say, session))
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference)
+    version = saver.load(functools.partial(_say, session))
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
@@ -115,7 +115,7 @@ def build(
         publisher=publisher,
         rollouts=_build_rollouts(settings, session, client, prompts, schedule, lambda: timeline.span("wait")),
         learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update")),
-        checkpoints=checkpoints,
+        saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
         timeline=timeline,
@@ -145,7 +145,7 @@ def _connect(
     def find() -> Address | None:
         if session.rank != 0:
             return None
-        return given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
+        return read_given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
 
     address = session.broadcast(session.run_or_raise_everywhere(find))
     assert address is not None
@@ -170,8 +170,8 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
             f"{', '.join(session.platform.weight_transports)}"
         )
-    session.run_or_raise_everywhere(lambda: sender.library(transport) if session.rank == 0 else None)
-    make = sender.open_sender
+    session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
+    make = streams.open_sender
     return StreamPublisher(policy.weights, session, receiver, run, transport, make, dtype, deadline, probe)
 
 
@@ -227,7 +227,7 @@ def _build_reporter(settings: RunSettings, session: Session, version: int) -> Re
         return None
     assert settings.model.hf_model is not None
     assert settings.training.train_iters is not None
-    decode = tokenizer_decoder(str(settings.model.hf_model))
+    decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode)
 
@@ -265,8 +265,8 @@ def _report(settings: RunSettings, trainer: Trainer) -> None:
         return
     trainer.reporter.close()
     places = Places(
-        checkpoint=trainer.checkpoints.last_saved,
-        hf_weights=trainer.checkpoints.last_hf,
+        checkpoint=trainer.saver.last_saved,
+        hf_weights=trainer.saver.last_hf,
         metrics=settings.folder / metrics.FILE_NAME,
         samples=settings.folder / samples.FILE_NAME,
         audit_log=settings.folder / AUDIT_FILE,

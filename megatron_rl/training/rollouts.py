@@ -13,7 +13,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session
-from megatron_rl.ops.shared_prompt import backend
+from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Submission
@@ -125,7 +125,7 @@ class Rollouts:
 
 def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """What the settings say of packs."""
-    attention = backend(settings.attention.backend)
+    attention = find_backend(settings.attention.backend)
     return Batcher(
         ADVANTAGES[settings.algorithm.advantage],
         multiple_of=find_pack_multiple(settings),

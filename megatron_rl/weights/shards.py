@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest
 from megatron_rl.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 
 # Blocks this large amortize a call's cost and, on a CPU, are still in cache when they are digested.
 _BLOCK_ELEMENTS_CPU = 1 << 20
@@ -62,7 +62,7 @@ class Shard:
             yield first_row + start, first_column, values[start : start + step]
 
 
-def shards_of(
+def map_shards(
     mapping: Mapping,
     coordinates: Coordinates,
     padded_vocab_size: int,

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import triton_fused
-from megatron_rl.ops.shared_prompt.backends.backend import Attention
+from megatron_rl.ops.shared_prompt.backends import Attention, triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, KernelBlocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
@@ -55,7 +54,7 @@ def small_tiles() -> Iterator[None]:
 
     with (
         mock.patch.object(triton_fused, "prepare", small_tables),
-        mock.patch.object(triton_fused, "blocks_of", return_value=SMALL),
+        mock.patch.object(triton_fused, "choose_blocks", return_value=SMALL),
     ):
         yield
 

@@ -4,9 +4,9 @@ import asyncio
 import collections
 from typing import Any
 
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,
@@ -143,5 +143,5 @@ def answer(weights: Weights, sampled_with: str = "", bound: float | None = None)
     log_probs = asyncio.run(of_weights.probe(()))
     return ProbeAnswer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
-        log_probs=log_prob_bytes(log_probs),
+        log_probs=encode_log_probs(log_probs),
     )  # fmt: skip

@@ -164,7 +164,7 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
         client.submit(submission())
         for place in PLACES:
             for part in client.slot(0, *place, 10).parts:
-                assert part.rewards == [2.0 * len(wire.tokens_of(response.tokens)) for response in part.responses]
+                assert part.rewards == [2.0 * len(wire.decode_tokens(response.tokens)) for response in part.responses]
 
 
 @pytest.mark.each_change
@@ -210,7 +210,7 @@ def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_s
             assert {response.engine for response in responses} == {"engine-0", "engine-1"}
             assert {response.finish_reason for response in responses} == {"stop", "length"}
             for response in responses:
-                tokens = wire.tokens_of(response.tokens)
+                tokens = wire.decode_tokens(response.tokens)
                 assert 3 <= len(tokens) <= 8
                 assert (len(tokens) == 8) == (response.finish_reason == "length")
                 assert tokens.max() < 50

@@ -250,11 +250,11 @@ def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: s
         early = asyncio.create_task(service.slot(0, 1, 0, 10))
         await asyncio.sleep(0.02)
         own = submission()
-        prompts = [msgspec.structs.replace(prompt, tokens=wire.token_bytes([9])) for prompt in own.prompts]
+        prompts = [msgspec.structs.replace(prompt, tokens=wire.encode_tokens([9])) for prompt in own.prompts]
         await service.submit(msgspec.structs.replace(own, prompts=prompts))
         data = await early
         assert data is not None
-        assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.token_bytes([9])}
+        assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.encode_tokens([9])}
 
     serve(check, memory=Memory(keeps=False))
 
@@ -381,7 +381,7 @@ def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:
 
 
 ANSWER = wire.ProbeAnswer(run="run", version=1, fingerprint="weights-1", log_probs=b"", dtype="float32")
-PROBED = msgspec.structs.replace(weights(1), probe=wire.token_bytes([3, 4, 5]))
+PROBED = msgspec.structs.replace(weights(1), probe=wire.encode_tokens([3, 4, 5]))
 
 
 @pytest.mark.parametrize("is_early", [True, False])

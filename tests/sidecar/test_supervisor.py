@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineState
+from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import OtherWorkers, PublishFailed, Supervisor, SupervisorConfig, WeightsNotProven
 from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, weights

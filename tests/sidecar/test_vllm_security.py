@@ -61,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 
 
 def submission(fingerprint: str) -> wire.Submission:
-    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.token_bytes([i + 1, 2, 3])) for i in range(4)]
+    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.encode_tokens([i + 1, 2, 3])) for i in range(4)]
     return wire.Submission(
         run="run", version=0, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=300,
         sampling=wire.Sampling(max_tokens=8, ignore_eos=True),

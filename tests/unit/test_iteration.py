@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.provenance import GroupRefused, check_group, check_rewards
 from megatron_rl.protocol.slots import Claim, Division, Place, divide
-from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
+from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, encode_log_probs, encode_tokens
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,
@@ -384,8 +384,8 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, fingerprint="e" * 64), "response 1 of engine engine-0: its fingerprint"),
         (with_response(GROUP, 1, seed=7), "response 1 has seed 7"),
         (with_response(GROUP, 1, tokens=b"abc"), "3 bytes of tokens"),
-        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0])), "12 bytes of tokens and 4 of log-probs"),
-        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
+        (with_response(GROUP, 1, log_probs=encode_log_probs([0.0])), "12 bytes of tokens and 4 of log-probs"),
+        (with_response(GROUP, 1, log_probs=encode_log_probs([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
         (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
@@ -493,7 +493,7 @@ def test_tokens_and_log_probs_reach_the_slot_unchanged() -> None:
     iteration = Iteration(make_submission())
     iteration.finished(make_group(iteration.submission, 0))
     part = decode(iteration.claim(1, 3), Slot).parts[0]
-    assert part.responses[2].tokens == token_bytes([2, 3, 4])
-    assert part.responses[2].log_probs == log_prob_bytes([-2.5] * 3)
+    assert part.responses[2].tokens == encode_tokens([2, 3, 4])
+    assert part.responses[2].log_probs == encode_log_probs([-2.5] * 3)
     assert part.responses[2].components == {"exact": 2.0, "other": None}
-    assert (part.row, part.prompt_tokens) == ("row-0", token_bytes([0, 1]))
+    assert (part.row, part.prompt_tokens) == ("row-0", encode_tokens([0, 1]))

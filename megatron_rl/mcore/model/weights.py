@@ -14,10 +14,10 @@ from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
 from megatron_rl.weights import files
 from megatron_rl.weights.families import derive_config
-from megatron_rl.weights.fingerprint import fingerprint
+from megatron_rl.weights.files import Checkpoint
+from megatron_rl.weights.fingerprint import compute_fingerprint
 from megatron_rl.weights.mapping import Mapping, TensorSpec
-from megatron_rl.weights.reader import Checkpoint
-from megatron_rl.weights.shards import Bucket, Digests, Shard, StageRank, WeightStream, export, shards_of
+from megatron_rl.weights.shards import Bucket, Digests, Shard, StageRank, WeightStream, export, map_shards
 
 # Files beside the weights that engines and users need, copied as they are.
 _COMPANIONS = (
@@ -39,7 +39,7 @@ class ModelWeights:
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.shards: list[Shard] = session.run_or_raise_everywhere(
-            lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
+            lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
 
     def load_hf(self, folder: Path | str) -> None:
@@ -92,9 +92,9 @@ class ModelWeights:
         plan = files.FilePlan(self.mapping.manifest(dtype))
         session = self._session
 
-        def publish() -> None:
+        def put_in_place() -> None:
             finish(staged, plan)
-            files.publish(staged, folder)
+            files.put_in_place(staged, folder)
 
         def stage() -> None:
             # Folders in memory are also cleared by whoever tidies a machine.
@@ -106,7 +106,7 @@ class ModelWeights:
         session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
             identity = self._combine(session.run_or_raise_everywhere(lambda: self._write(staged, plan)))
-            session.run_or_raise_everywhere(lambda: publish() if session.rank == 0 else None)
+            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -152,7 +152,7 @@ class ModelWeights:
         return digests
 
     def _combine(self, digests: Digests) -> str:
-        return fingerprint(digests.specs, digests.combine(self._session.control_group))
+        return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))

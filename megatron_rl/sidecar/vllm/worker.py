@@ -6,7 +6,7 @@ data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would onl
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
 touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
-(`vllm_held`).
+(`held.py`).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.vllm.held import NotHeld, Order, Sight, compare, digesting, learn_order
-from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
+from megatron_rl.weights.files import Checkpoint
+from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -104,7 +104,7 @@ class WorkerExtension:
         self.megatron_rl_received = None
         _must_be_private(Path(folder), int(user))
         received = _mapped(Path(folder))
-        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_share_of(received)}
+        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_pick_share(received)}
         self.megatron_rl_received = received
         return {"digests": digests}
 
@@ -115,7 +115,7 @@ class WorkerExtension:
         if received is None:
             raise Refusal("no weights were received")
         specs, lanes = _specs(received), json.loads(digests)
-        found = fingerprint(specs, lanes)
+        found = compute_fingerprint(specs, lanes)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(specs)
@@ -164,7 +164,7 @@ class WorkerExtension:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
         self.megatron_rl_end_recording()
-        found = fingerprint(record.specs, record.digests)
+        found = compute_fingerprint(record.specs, record.digests)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(record.specs)
@@ -250,7 +250,7 @@ class WorkerExtension:
             "unheld": unheld,
         }
 
-    def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
+    def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
         """Each name is of one worker of the engine."""
         world_size = self.vllm_config.parallel_config.world_size
         return sorted(names)[self.rank % world_size :: world_size]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 # What a call returns is merged while it is in the cache.
 MOST_ROWS = 2048
@@ -97,7 +97,7 @@ class CpuFlash:
         batches: list[list[int]] = []
         below: dict[Rows, list[list[int]]] = {}
         first, length, count = 0, 0, 0
-        for (start, end), above in strands(layout):
+        for (start, end), above in find_strands(layout):
             if end - start == length and (count + 1) * length <= MOST_ROWS:
                 count += 1
             else:

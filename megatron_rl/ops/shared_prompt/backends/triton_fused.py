@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
@@ -83,17 +83,17 @@ def attention(
     if q_THD.shape[-1] > WIDEST:
         raise ValueError(f"heads of {q_THD.shape[-1]}: --shared-prompt-backend triton has room for {WIDEST}")
     if layout.num_tokens == 0:
-        return of_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
     return out_THD
 
 
-def width_of(head_dim: int) -> int:
+def compute_width(head_dim: int) -> int:
     """What a row of a head takes in a block: a power of two, as many as a product of blocks needs."""
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
 
 
-def blocks_of(width: int, dtype: torch.dtype) -> KernelBlocks:
+def choose_blocks(width: int, dtype: torch.dtype) -> KernelBlocks:
     """The blocks for rows of that width."""
     table = FULL if dtype == torch.float32 else HALF
     return next(kernels for widest, kernels in table.items() if width <= widest)
@@ -104,7 +104,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, tables: Tables, scale: float
     ) -> torch.Tensor:
-        inputs = [with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
         launcher = _Launcher(tables, scale, inputs)
         out_THD, log_totals_HT = launcher.attend()
         ctx.save_for_backward(*inputs, out_THD, log_totals_HT)
@@ -115,7 +115,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *inputs, out_THD, log_totals_HT = ctx.saved_tensors
         launcher = _Launcher(ctx.tables, ctx.scale, inputs)
-        return (*launcher.differentiate(with_dense_rows(grad_out_THD), out_THD, log_totals_HT), None, None)
+        return (*launcher.differentiate(make_rows_dense(grad_out_THD), out_THD, log_totals_HT), None, None)
 
 
 class _Launcher:
@@ -129,8 +129,8 @@ class _Launcher:
         self._strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
         self._num_tokens, self._num_heads, head_dim = q_THD.shape
         self._num_groups = k_TGD.shape[1]
-        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "TILE": tables.tile}
-        self._blocks = blocks_of(self._sizes["WIDTH"], q_THD.dtype)
+        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": compute_width(head_dim), "TILE": tables.tile}
+        self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention, and the logarithm of each softmax's denominator, to base 2 [H, T]."""

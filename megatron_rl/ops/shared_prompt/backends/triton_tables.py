@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 # For all precisions and head dimensions: where a program has room for less, several share a tile.
 TILE = 128
@@ -66,7 +66,7 @@ class _Cut:
 
     @classmethod
     def of(cls, layout: Layout, tile: int) -> "_Cut":
-        found = strands(layout)
+        found = find_strands(layout)
         starts_S, ends_S = _pairs([strand.rows for strand in found]).T
         num_ranges_S = np.array([len(strand.above) for strand in found], dtype=np.int64)
         num_tiles_S = _ceil_divide(ends_S - starts_S, tile)
