@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_rl.arguments.run import compute_sizes
 
 from megatron_rl import cli
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.weights import families
