@@ -197,7 +197,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     subjects = {name: config(**_select_values(name, given)) for name, config in get_type_hints(Subjects).items()}
     folder = subjects["model"].hf_model
     architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
-    fields = resolve.resolve(reading.flags, given, architecture, platform)
+    fields = resolve.resolve_fields(reading.flags, given, architecture, platform)
     built = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
     if folder is not None:

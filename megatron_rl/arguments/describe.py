@@ -42,7 +42,7 @@ def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]
 
 def _list_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
     for field in dataclasses.fields(config):
-        yield field.name, _write_value(getattr(config, field.name)), sources.get(f"{subject}.{field.name}", "default")
+        yield field.name, _write_cell(getattr(config, field.name)), sources.get(f"{subject}.{field.name}", "default")
 
 
 def _list_built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
@@ -56,7 +56,7 @@ def _list_built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> I
         is_default = source is None and value == field.default
         if source is None:
             source = "default of megatron-core" if is_default else "follows from the model and the other values"
-        rows[is_default].append((field.name, _write_value(value), source))
+        rows[is_default].append((field.name, _write_cell(value), source))
     yield from sorted(rows[False])
     yield from sorted(rows[True])
 
@@ -65,21 +65,21 @@ def _list_architecture_rows(settings: RunSettings) -> Iterator[Row]:
     origin = settings.sources.get("architecture", "default")
     for path, value in _list_leaves("", settings.architecture):
         source = settings.sources.get(f"architecture.{path}", origin)
-        yield path, _write_value(value), source
+        yield path, _write_cell(value), source
 
 
 def _list_iteration_rows(settings: RunSettings) -> Iterator[Row]:
     sizes, division = settings.sizes, settings.sizes.division
     ranks = "the ranks of the launcher" if settings.world_size is not None else "no launcher says how many there are"
-    yield "num_replicas", _write_value(sizes.plan.num_replicas), ranks
+    yield "num_replicas", _write_cell(sizes.plan.num_replicas), ranks
     follows = "follows from the batch sizes"
-    yield "prompts_per_update", _write_value(division.prompts_per_update), follows
-    yield "updates", _write_value(sizes.plan.num_updates), follows
-    yield "micro_batches_per_update", _write_value(division.slots_per_update), follows + ", of a replica"
-    yield "longest_prompt", _write_value(sizes.longest_prompt), "follows from the lengths"
-    yield "longest_response", _write_value(sizes.longest_response), "follows from the lengths"
-    yield "largest_micro_batch", _write_value(sizes.largest_micro_batch), "tokens, padding counted in"
-    yield "folder", _write_value(settings.folder), "--rollout-folder, or follows from --save"
+    yield "prompts_per_update", _write_cell(division.prompts_per_update), follows
+    yield "updates", _write_cell(sizes.plan.num_updates), follows
+    yield "micro_batches_per_update", _write_cell(division.slots_per_update), follows + ", of a replica"
+    yield "longest_prompt", _write_cell(sizes.longest_prompt), "follows from the lengths"
+    yield "longest_response", _write_cell(sizes.longest_response), "follows from the lengths"
+    yield "largest_micro_batch", _write_cell(sizes.largest_micro_batch), "tokens, padding counted in"
+    yield "folder", _write_cell(settings.folder), "--rollout-folder, or follows from --save"
 
 
 def _list_leaves(prefix: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -91,7 +91,7 @@ def _list_leaves(prefix: str, value: Any) -> Iterator[tuple[str, object]]:
             yield prefix + field.name, inner
 
 
-def _write_value(value: object) -> str:
+def _write_cell(value: object) -> str:
     return "-" if value is None else format_value(value)
 
 

@@ -37,7 +37,7 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
         elif name in given and given[name].value != 1 and "rope.kind" not in said:
             said["rope.kind"] = dataclasses.replace(given[name], value=kind)
     return architecture, [
-        f"{item.source} contradicts {_name_key(architecture, path)} = {_write_value(_look_up(architecture, path))} in "
+        f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()
         if _look_up(architecture, path) != item.value
@@ -199,6 +199,6 @@ def _name_key(architecture: Architecture, path: str) -> str:
     )
 
 
-def _write_value(value: object) -> str:
+def _write_json(value: object) -> str:
     """A value as config.json has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)

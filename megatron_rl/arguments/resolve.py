@@ -157,7 +157,7 @@ class Built:
     refusals: tuple[str, ...]
 
 
-def resolve(
+def resolve_fields(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
     """The fields of megatron-core's dataclasses that get a value from flags, or from what follows from them.

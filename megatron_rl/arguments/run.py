@@ -115,7 +115,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
     division, of_division = _divide(settings, num_replicas or 1)
     problems += of_division
     if training.train_iters is not None and division is not None:
-        problems += _check_schedule(settings, training.train_iters * division.plan.num_updates)
+        problems += _check_updates(settings, training.train_iters * division.plan.num_updates)
     problems += _check_reference(settings)
     if division is not None:
         problems += _check_offload(settings, division)
@@ -165,7 +165,7 @@ def _check_sampling(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_schedule(settings: Settings, num_updates: int) -> Iterator[str]:
+def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
     """What the number of updates means for the learning rate."""
     schedule = settings.schedule
     if schedule.lr_decay_iters is None and schedule.lr_warmup_iters >= num_updates:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import typing
 from pathlib import Path
@@ -91,9 +92,28 @@ def test_every_flag_that_is_used_has_a_meaning_and_every_other_a_reason() -> Non
         assert flag.remedy or flag.allowed is None, flag.name
 
 
-def test_every_bound_is_one_that_can_be_checked() -> None:
-    bounds = {flag.bound for flag in flags.list_flags()}
-    assert bounds == {"", *BOUNDS}
+# A number out of each bound, and one within it.
+OUT_OF_BOUND = {
+    "at least 0": (-1, 0),
+    "at least 1": (0, 1),
+    "at least 2": (1, 2),
+    "above 0": (0, math.inf),
+    "finite and at least 0": (math.inf, 0),
+    "a finite duration above 0": (math.inf, 0.5),
+    "at least 0 and below 1": (1, 0),
+    "between 0 and 1": (1.5, 1),
+}
+
+
+def test_every_number_out_of_a_flags_bound_is_an_error_that_says_the_bound_and_what_to_do() -> None:
+    assert BOUNDS.keys() == OUT_OF_BOUND.keys()
+    bounded = [flag for flag in flags.list_flags() if flag.bound]
+    assert len(bounded) >= 67
+    for flag in bounded:
+        wrong, right = OUT_OF_BOUND[flag.bound]
+        (said,) = flag.check_bound(wrong)
+        assert said.startswith(f"{flag.name} {wrong} must be {flag.bound}: "), said
+        assert list(flag.check_bound((right, wrong))) == [said]
 
 
 def test_the_file_of_megatrons_flags_says_everything_once_and_each_refusal_what_to_do() -> None:

@@ -438,7 +438,7 @@ def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
         reading = command_line._read(words)
         folder = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
         architecture = command_line._read_architecture(folder, reading)
-        fields = resolve.resolve(reading.flags, reading.given, architecture, able)
+        fields = resolve.resolve_fields(reading.flags, reading.given, architecture, able)
     assert not reading.problems
     values = {
         name: resolve._list_defaults(built) | getattr(fields, name) for name, built in flags.import_configs().items()
