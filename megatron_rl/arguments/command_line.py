@@ -198,7 +198,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     folder = subjects["model"].hf_model
     architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
     fields = resolve.resolve_fields(reading.flags, given, architecture, platform)
-    built = resolve.build_configs(fields)
+    configs, refusals = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
     if folder is not None:
         sources["architecture"] = str(folder / "config.json")
@@ -208,9 +208,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         world_size=world_size,
         # What hangs on an architecture that cannot be read is not checked, and an error follows.
         architecture=architecture,  # type: ignore[arg-type]
-        transformer=built.transformer,
-        optimizer=built.optimizer,
-        ddp=built.ddp,
+        **configs,
         sources=sources,
         notes=(*reading.notes, *fields.notes),
     )
@@ -218,7 +216,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     if architecture is not None:
         settings = _choose_backend(settings, reading)
     if not reading.problems:
-        reading.problems += built.refusals
+        reading.problems += refusals
     if architecture is not None and not reading.problems:
         settings = dataclasses.replace(settings, notes=(*settings.notes, *checks.note_idle_flags(settings)))
     return settings

@@ -147,16 +147,6 @@ class Fields:
         self.sources[target] = source
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """megatron-core's configurations. Where one cannot be built, the values for it stand in its place."""
-
-    transformer: Any
-    optimizer: Any
-    ddp: Any
-    refusals: tuple[str, ...]
-
-
 def resolve_fields(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
@@ -179,23 +169,22 @@ def resolve_fields(
     return fields
 
 
-def build_configs(fields: Fields) -> Built:
-    """The configurations themselves."""
+def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
+    """megatron-core's configurations, and why it refuses one. In that one's place stand the values for it."""
     built: dict[str, Any] = {}
     refusals = []
     for subject, config in import_configs().items():
         values = getattr(fields, subject)
-        if subject == "transformer" and not fields.has_model:
-            built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
-            continue
         try:
-            built[subject] = config(**values)
+            if subject != "transformer" or fields.has_model:
+                built[subject] = config(**values)
+                continue
         except Exception as error:
-            built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
             reason = str(error) or "an assertion without a text"
             name = {"ddp": "data-parallel"}.get(subject, subject)
             refusals.append(f"megatron-core {find_megatron_version()} refuses the {name} configuration: {reason}")
-    return Built(**built, refusals=tuple(refusals))
+        built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
+    return built, refusals
 
 
 def _list_defaults(config: type) -> dict[str, Any]:
