@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_rl.config.flag import Flag, text_of
+from megatron_rl.config.flag import Flag, format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
@@ -207,4 +207,4 @@ def _words(flag: Flag, value: object) -> list[str]:
     if flag.is_switch:
         return [flag.name]
     items = value if isinstance(value, list | tuple) else [value]
-    return [flag.name, *(text_of(item) for item in items)]
+    return [flag.name, *(format_value(item) for item in items)]
