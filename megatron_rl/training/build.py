@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import check_folders, shared_folder
-from megatron_rl.arguments.run import RunSettings
+from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, UsageError
@@ -164,7 +163,7 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
     longest = sizes.longest_prompt + sizes.longest_response
     probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, settings.publish.probe_bound)
     if transport == "shm":
-        folder = shared_folder(settings)
+        folder = find_shared_folder(settings)
         return SharedMemoryPublisher(policy.weights, session, receiver, run, folder, dtype, deadline, probe)
     if transport not in session.platform.weight_transports:
         raise UsageError(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.rewards.spec import parse_specs
@@ -255,7 +255,7 @@ def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypa
         return
     assert words[:3] == ["torchrun", "--nproc-per-node", str(world_size)]
     flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu"]
-    sizes = sizes_of(parse(*flags, world_size=world_size), 2)
+    sizes = compute_sizes(parse(*flags, world_size=world_size), 2)
     assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
 
 

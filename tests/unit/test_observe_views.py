@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl import cli
+from megatron_rl.config.flag import check_bounds
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics, picture, progress, report
@@ -240,10 +241,10 @@ def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatc
 
 
 def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
-    problems = [*ObserveConfig(log_interval=0, log_samples=-1).problems()]
+    problems = [*check_bounds(ObserveConfig(log_interval=0, log_samples=-1))]
     assert [problem.split(":")[0] for problem in problems] == [
-        "--log-interval 0 is below 1",
-        "--log-samples -1 is below 0",
+        "--log-interval 0 must be at least 1",
+        "--log-samples -1 must be at least 0",
     ]
 
 
