@@ -14,7 +14,7 @@ from megatron_rl.arguments.plan import check_folders, shared_folder
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
@@ -39,7 +39,7 @@ from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import bounds_of
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync, batcher_of
-from megatron_rl.training.stop import OutOfGrace, StopRequest
+from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.mapping import Mapping
@@ -54,7 +54,7 @@ def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch |
     watch = watch or Watch.of_environment()
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds).install()
-    stop.tidy = functools.partial(watch.tell, OutOfGrace())
+    stop.tidy = watch.tell
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
@@ -81,11 +81,11 @@ def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch |
         return code
 
 
-def _leave(run: "Run", watch: Watch) -> None:
+def _leave(run: "Run", watch: Watch, reason: MegatronRLError) -> None:
     try:
         run.tidy()
     finally:
-        watch.tell(OutOfGrace())
+        watch.tell(reason)
 
 
 class Run:

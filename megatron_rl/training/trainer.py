@@ -58,6 +58,7 @@ class Trainer:
     def train(self, version: int, num_iterations: int) -> int:
         """Go on from a version; returns the one that was reached, which is less than asked for after SIGTERM."""
         is_stopped = False
+        self._stop.begin()
         while version < num_iterations and not is_stopped:
             if self._reporter is not None:
                 self._reporter.begin(version)

@@ -5,6 +5,7 @@ import re
 import signal
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,7 @@ def ended(world: loop.World, name: str, expected: str, code: int, faults=None, *
     found = set(reasons(ranks))
     assert len(found) == 1, ranks.text()
     assert re.search(expected, found.pop()), ranks.text()
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    assert not processes_of(folder)
 
 
 @pytest.mark.each_change
@@ -200,6 +201,24 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
 
 
 @pytest.mark.each_change
+def test_a_run_that_is_asked_to_stop_while_engines_start_ends_at_once_and_leaves_nothing(world):
+    folder = world.folder / "early"
+    folder.mkdir()
+    marker, shared = folder / "there", folder / "shared"
+    fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS["while engines start"])
+    # A grace that the test would not sit through.
+    words = world.words("early", rollout_folder=folder / "r", exit_grace_seconds=3600, publish_folder=shared)
+    with loop.running(folder, 2, words, {0: fault}) as ranks:
+        until(marker.exists, ranks)
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait() == [143, 143], ranks.text()
+    assert "asked to stop before the first iteration began: it ends now" in ranks.text()
+    assert "the iteration is finished" not in ranks.text()
+    assert not shared.exists() or not list(shared.iterdir())
+    until(lambda: not processes_of(folder), ranks, is_over=True)
+
+
+@pytest.mark.each_change
 def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
     script = world.folder / "slowest.json"
@@ -286,6 +305,20 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
         assert ranks.wait() == [4]
     assert f"{tmp_path} holds no *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Those whose command lines name the folder."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+def until(is_so: Callable[[], bool], ranks: loop.Ranks, is_over: bool = False) -> None:
+    """Wait for it, while the ranks run or, where they are over, without them."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, ranks.text()
+        assert is_over or all(process.poll() is None for process in ranks.processes), ranks.text()
+        time.sleep(0.05)
 
 
 def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 600.0) -> None:

@@ -257,11 +257,11 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
     assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
 
 
-def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
+def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch, capsys):
     ended = []
 
-    def tidy():
-        ended.append("tidied")
+    def tidy(reason):
+        ended.append(str(reason))
         raise OSError("the terminal is gone")
 
     def leave(code):
@@ -271,7 +271,31 @@ def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     request = StopRequest(0.0)
     request.tidy = tidy
+    request.begin()
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
         request._listen()
-    assert ended == ["tidied", 143]
+    assert ended == ["it was asked to stop, and its grace is over", 143]
+    said = capsys.readouterr().err
+    assert "the iteration is finished and saved within 0 s" in said
+    assert "0 s of grace are over" in said
+
+
+def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once_and_says_so(monkeypatch, capsys):
+    ended = []
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    # A grace that nobody would sit through.
+    request = StopRequest(1e6)
+    request.tidy = lambda reason: ended.append(str(reason))
+    request._writer.send(bytes([signal.SIGTERM]))
+    with pytest.raises(SystemExit):
+        request._listen()
+    assert ended == ["it was asked to stop before its first iteration", 143]
+    assert capsys.readouterr().err == (
+        "megatron_rl: asked to stop before the first iteration began: it ends now, and there is nothing to save\n"
+    )
