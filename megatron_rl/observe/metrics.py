@@ -8,12 +8,15 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe.line_file import LineFile, read_lines
+from megatron_rl.observe.timeline import START, WHOLE
 
 FILE_NAME = "metrics.jsonl"
 # The object that holds durations and throughputs: all that differs between two runs of the same thing.
 TIME = "time"
 # A hash over what happened when, times included.
 _HEAD = "audit_head"
+# The whole, and what was before it.
+_BESIDE = (WHOLE, START)
 
 
 class MetricsFile(LineFile):
@@ -62,11 +65,16 @@ def number_at(values: Mapping[str, Any], *names: str) -> float | None:
     return _number(found)
 
 
+def start_seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """How long the run took before its first iteration, all of its starts together."""
+    return sum(number_at(record, TIME, START) or 0.0 for record in records)
+
+
 def seconds_by_span(values: Mapping[str, Any]) -> dict[str, float]:
     """Where the time of an iteration went: what of its "time" is a part of it, neither the whole nor a throughput."""
     times = values.get(TIME)
     found = flat(times) if isinstance(times, Mapping) else {}
-    return {name: value for name, value in found.items() if name != "iteration" and not name.endswith("_per_second")}
+    return {name: value for name, value in found.items() if name not in _BESIDE and not name.endswith("_per_second")}
 
 
 def _number(value: Any) -> float | None:

@@ -93,7 +93,9 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
 
 
 def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
-    labels = list(runs)
+    starts = {label: metrics.start_seconds(records) for label, records in runs.items()}
+    # Of no iteration, so in no bar.
+    labels = [f"{label}\nstart {starts[label]:.0f} s" if starts[label] else label for label in runs]
     means = [_mean_seconds(records) for records in runs.values()]
     spans = [*_SPANS, *sorted({span for mean in means for span in mean} - set(_SPANS))]
     below = [0.0] * len(runs)

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.observe.metrics import number_at, seconds_by_span
+from megatron_rl.observe.metrics import number_at, seconds_by_span, start_seconds
+from megatron_rl.observe.timeline import START
 
 # A point of a curve: the iteration and its value.
 Points = Sequence[tuple[float, float]]
@@ -163,7 +164,8 @@ def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _times(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    totals = time_by_span(records)
+    start = start_seconds(records)
+    totals = {START: start, **time_by_span(records)} if start else time_by_span(records)
     whole = sum(totals.values())
     if not whole:
         return []

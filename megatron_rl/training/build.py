@@ -24,6 +24,7 @@ from megatron_rl.mcore.step.tri_model import roles_of
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
+from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
@@ -46,37 +47,50 @@ from megatron_rl.weights.mapping import Mapping
 from megatron_rl.weights.reader import Checkpoint
 
 
-def train(settings: RunSettings, make: "type[Run] | None" = None, watch: Watch | None = None) -> int:
+def train(
+    settings: RunSettings,
+    make: "type[Run] | None" = None,
+    watch: Watch | None = None,
+    startup: Startup | None = None,
+) -> int:
     """One rank of a run, from start to end; returns the exit code. `make` puts other parts in, for benchmarks.
 
-    `watch` is there where the ranks have watched each other since their processes began.
+    `watch` is there where the ranks have watched each other since their processes began, and `startup` where it
+    counts from then on.
     """
-    watch = watch or Watch.of_environment()
+    watch, startup = watch or Watch.of_environment(), startup or Startup()
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds).install()
     stop.tidy = watch.tell
     with contextlib.ExitStack() as stack:
         prompts, sidecar = None, None
         if is_first:
+            if settings.observe.progress != "none":
+                startup.show(sys.stdout)
             # What is wrong with folders, data and weights shows before a process is started.
             check_folders(settings)
+            startup.say("prompts: they are read and tokenized")
             prompts = _prompts(settings)
+            startup.say(describe_prompts(prompts.num_rows, prompts.num_held_out, prompts.num_read))
             _check_weights(settings)
             for note in (*settings.notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.sidecar is not None:
                 sidecar = OwnSidecar(settings.sidecar)
+                startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
         with watch, contextlib.ExitStack() as parts:
-            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail):
+            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = session_of(settings, waiting, functools.partial(meet, watch))
+                startup.say(describe_model(settings, session.platform.name, session.world_size))
                 run = (make or Run)(settings, session, prompts, stop, parts)
+                startup.say("model: built, its weights are loaded")
                 run.connect(sidecar)
             watch.tidy = run.tidy
             stop.tidy = functools.partial(_leave, run, watch)
-            code = run.train()
+            code = run.train(startup)
         session.close()
         return code
 
@@ -170,9 +184,9 @@ class Run:
         finally:
             self.publisher.close()
 
-    def train(self) -> int:
+    def train(self, startup: Startup) -> int:
         timeline = Timeline()
-        reporter = self._reporter(timeline)
+        reporter = self._reporter(timeline, startup)
         trainer = Trainer(
             session=self._session,
             policy=self._policy,
@@ -244,7 +258,7 @@ class Run:
             settings.service.deadline_minutes * 60,
         )
 
-    def _reporter(self, timeline: Timeline) -> Reporter | None:
+    def _reporter(self, timeline: Timeline, startup: Startup) -> Reporter | None:
         if self._session.rank != 0:
             return None
         assert self._settings.model.hf_model is not None
@@ -255,7 +269,8 @@ class Run:
         self._stack.callback(reporter.close)
         reporter.follow(self._client.status)
         self._closing = reporter.close
-        timeline.restart()
+        startup.say("all is ready")
+        timeline.restart(startup.seconds)
         return reporter
 
     def _say(self, text: str) -> None:

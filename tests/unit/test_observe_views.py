@@ -65,6 +65,10 @@ def test_a_span_that_raises_is_over_and_one_that_is_open_goes_on_in_the_next_ite
     timeline.restart()
     clock.now += 8
     assert timeline.take() == {"iteration": 8.0, "other": 8.0}
+    timeline.restart(41.5)
+    clock.now += 1
+    assert timeline.take() == {"iteration": 1.0, "other": 1.0, "start": 41.5}
+    assert timeline.take() == {"iteration": 0.0, "other": 0.0}
 
 
 # Progress
@@ -274,6 +278,16 @@ where everything lies
   metrics     {path}
 """
     )
+
+
+def test_the_start_counts_in_where_the_time_went_and_is_no_part_of_an_iteration():
+    record = metrics_record(0)
+    record["time"]["start"] = 12.0
+    assert "start" not in metrics.seconds_by_span(record)
+    lines = report.report_lines([record, metrics_record(1), record], report.Places())
+    times = lines[lines.index("where the time went") + 1 :]
+    assert times[0] == "  start  24.0 s   66.7%"
+    assert times[-1] == "  all    36.0 s  100.0%"
 
 
 def test_a_report_of_nothing_is_nothing():
