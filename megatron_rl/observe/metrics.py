@@ -65,6 +65,12 @@ def number_at(values: Mapping[str, Any], *names: str) -> float | None:
     return _number(found)
 
 
+def pass_name(records: Iterable[Mapping[str, Any]]) -> str:
+    """What the share of held-out prompts that pass is called, by the responses to each of them."""
+    counts = {number_at(record, "evaluation", "num_samples") for record in records} - {None}
+    return f"pass@{counts.pop():.0f}" if len(counts) == 1 else "pass"
+
+
 def start_seconds(records: Iterable[Mapping[str, Any]]) -> float:
     """How long the run took before its first iteration, all of its starts together."""
     return sum(number_at(record, TIME, START) or 0.0 for record in records)

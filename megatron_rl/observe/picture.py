@@ -79,8 +79,9 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
         prefix = f"{label}: " if len(runs) > 1 else ""
         curves: dict[str, tuple[Points, dict[str, Any]]] = {
             "reward": (rewards_of(records), {"alpha": 0.6}),
-            "held out": (evaluations_of(records), {"marker": "o", "linestyle": "--"}),
         }
+        for line, (name, evaluated) in zip(("--", ":"), evaluations_of(records).items(), strict=False):
+            curves[f"held out, {name}"] = (evaluated, {"marker": "o", "linestyle": line})
         for name, (points, style) in curves.items():
             if points:
                 axes.plot(*zip(*points, strict=True), label=f"{prefix}{name}", **look, **style)

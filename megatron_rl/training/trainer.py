@@ -104,7 +104,10 @@ class Trainer:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):
             return None
         with self._during("evaluate"):
-            return self._evaluator.evaluate(version, fingerprint)
+            evaluated = self._evaluator.evaluate(version, fingerprint)
+            if self._reporter is not None:
+                self._reporter.evaluation(version, evaluated.groups)
+            return self._evaluator.summary(evaluated)
 
     def _evaluate_last(self, version: int) -> None:
         """What the last update came to."""

@@ -86,23 +86,23 @@ def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_
         shown.phase("generating")
         shown.counts(finished=3, trained=1, waiting_for="5 groups")
         shown.end(version, metrics_record(version, seconds=10.0**version))
-    shown.end(10, {"version": 10, "evaluation": {"pass": 0.75}})
+    shown.end(10, {"version": 10, "evaluation": {"pass": 0.75, "mean": 0.5, "num_samples": 4}})
     shown.close()
     lines = stream.getvalue().splitlines()
     begins = [line.partition("  reward")[0] for line in lines[:3]]
     assert begins == ["iteration  4/10", "iteration  8/10", "iteration 10/10"]
     assert lines[0] == (
         "iteration  4/10  reward   0.300  loss -1.000e-01  tokens/s    1,000 generated    2,000 trained   4000.00 s  "
-        "waited  12%  groups of equal rewards 1"
+        "waited  12%  truncated  25%  groups of equal rewards 1"
     )
     assert lines[0].index("loss") == lines[2].index("loss")
-    assert lines[3] == "    after 10/10  evaluation 0.750"
+    assert lines[3] == "    after 10/10  evaluation pass@4 0.750 reward 0.500"
 
 
 def test_a_line_says_which_numbers_there_are_not():
     assert progress.line_of(0, 9, {}) == (
         "iteration 1/9  reward       -  loss          -  tokens/s        - generated        - trained         - s  "
-        "waited   -%"
+        "waited   -%  truncated   -%"
     )
 
 
@@ -264,8 +264,9 @@ def test_the_report_says_what_it_came_to_where_the_time_went_and_where_everythin
         stream.getvalue()
         == f"""
 what it came to
-  reward      0.000  at version 0,  0.400  at version 4
-  evaluation  0.000  at version 0,  0.400  at version 4
+  reward                   0.000  at version 0,  0.400  at version 4
+  evaluation, pass@1       0.000  at version 0,  0.400  at version 4
+  evaluation, mean reward  0.200  at version 0,  0.200  at version 4
 
 where the time went
   train  10.0 s   50.0%
@@ -329,11 +330,18 @@ def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):
         write_metrics(tmp_path / name / "metrics.jsonl", range(6), seconds)
     runs = [str(tmp_path / "periodic"), f"slow={tmp_path / 'sync' / 'metrics.jsonl'}"]
     assert cli.main(["picture", *runs]) == ExitCode.OK
-    assert "reward   * periodic   o slow" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for title in ("reward", "evaluation, pass@1", "evaluation, mean reward"):
+        assert f"{title}   * periodic   o slow" in printed
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "curves.png"
     assert cli.main(["picture", *runs, "--out", str(out)]) == ExitCode.OK
     assert out.read_bytes().startswith(b"\x89PNG")
+    figure = out.with_suffix(".svg")
+    picture.picture({"periodic": tmp_path / "periodic"}, figure)
+    for curve in ("reward", "held out, pass@1", "held out, mean reward"):
+        assert f"<!-- {curve} -->" in figure.read_text()
+    figure.unlink()
     assert list(out.parent.iterdir()) == [out]
 
 
