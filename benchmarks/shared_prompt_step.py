@@ -35,7 +35,7 @@ FLAGS = (
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, in turns, on one thread."""
     from megatron_rl.arguments import command_line
-    from megatron_rl.mcore.session import session_of
+    from megatron_rl.mcore.session import start_session
 
     torch.set_num_threads(1)
     slot = draw_slot(prompt, response, num_responses)
@@ -45,7 +45,7 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
         checkpoints.make(model, ARCHITECTURE)
         parse = [*words.split(), "--hf-model", str(model)]
         shared, separate = command_line.parse(parse), command_line.parse([*parse, "--no-shared-prompt"])
-        with session_of(shared) as session:
+        with start_session(shared) as session:
             ways = {
                 "shared prompt": our_step(shared, session, slot),
                 "--no-shared-prompt": our_step(separate, session, slot),
@@ -90,16 +90,16 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     from megatron_rl.algorithm.objective import Objective
     from megatron_rl.arguments.plan import sizes_of
     from megatron_rl.data.slots import Identity, IterationSlots
-    from megatron_rl.mcore.step.policy import policy_of
-    from megatron_rl.mcore.step.tri_model import roles_of
+    from megatron_rl.mcore.step.policy import build_policy
+    from megatron_rl.mcore.step.tri_model import build_roles
     from megatron_rl.training.learner import Learner
-    from megatron_rl.training.rollouts import batcher_of
+    from megatron_rl.training.rollouts import build_batcher
 
     sizes = sizes_of(settings, 1)
-    policy = policy_of(settings, session, settings.training.train_iters)
-    roles = roles_of(settings, session, policy, None, 1)
+    policy = build_policy(settings, session, settings.training.train_iters)
+    roles = build_roles(settings, session, policy, None, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
-    batcher = batcher_of(settings, session.device)
+    batcher = build_batcher(settings, session.device)
     identity = Identity(slot.run, slot.version, slot.fingerprint)
 
     def step() -> None:
@@ -117,7 +117,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
 
     from megatron_rl.mcore.model.gpt import wrap
     from megatron_rl.mcore.step import schedule
-    from megatron_rl.mcore.step.optimizer import apply_update, optimizer_of, schedule_of
+    from megatron_rl.mcore.step.optimizer import apply_update, build_optimizer, build_scheduler
 
     config = copy.copy(settings.transformer)
     model = GPTModel(
@@ -132,8 +132,8 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     wrapped = wrap([model], settings.ddp)
-    optimizer = optimizer_of(settings, wrapped)
-    learning_rates = schedule_of(settings, optimizer, settings.training.train_iters)
+    optimizer = build_optimizer(settings, wrapped)
+    learning_rates = build_scheduler(settings, optimizer, settings.training.train_iters)
     batch = Sequences.of(slot)
 
     def compute(chunk: torch.nn.Module, micro_batch: Sequences) -> tuple[torch.Tensor, Callable]:

@@ -31,16 +31,16 @@ from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.model.frozen import copy_weights, frozen
-from megatron_rl.mcore.model.gpt import model_of
-from megatron_rl.mcore.session import Session, session_of
+from megatron_rl.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.mcore.model.gpt import build_model
+from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step import schedule
-from megatron_rl.mcore.step.policy import policy_of, reference_of
+from megatron_rl.mcore.step.policy import build_policy, build_reference
 from megatron_rl.mcore.step.roles import SeparateRoles
 from megatron_rl.mcore.step.tri_model import TriModel
 from megatron_rl.protocol.wire import Slot
 from tests import hf_models
-from tests.distributed.grpo_trials import Source, batcher_of
+from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem
 from tests.grpo_twin import Group
@@ -142,10 +142,10 @@ class _Bench:
         sizes = sizes_of(settings, session.num_replicas)
         self._session = session
         self._division = sizes.division
-        self._batcher = batcher_of(settings, session.device)
-        self.policy = policy_of(settings, session, 1)
-        self.reference = reference_of(settings, session, problem.reference).chunks
-        self.old = frozen(model_of(settings))
+        self._batcher = build_batcher(settings, session.device)
+        self.policy = build_policy(settings, session, 1)
+        self.reference = build_reference(settings, session, problem.reference).chunks
+        self.old = freeze(build_model(settings))
         copy_weights(self.policy.wrapped, self.old)
         self._objective = Objective(settings.algorithm, sizes.longest_response)
         self._identity = Identity("run", 0, "fingerprint")
@@ -204,7 +204,7 @@ class _Bench:
 @contextlib.contextmanager
 def _bench(problem: Problem, flags: str) -> Iterator[_Bench]:
     settings = settings_of(problem.policy, f"{FLAGS} {flags}")
-    with session_of(settings) as session:
+    with start_session(settings) as session:
         yield _Bench(session, settings, problem)
 
 

@@ -58,7 +58,7 @@ def _model(settings: Settings) -> dict[str, object]:
         patch.object(gpt, "_mark_tensor_parallel"),
         patch.object(gpt, "parallel_state"),
     ):
-        gpt.model_of(settings)
+        gpt.build_model(settings)
     _, options = made.call_args
     names = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights", "rotary_base")
     return {"stages": made.call_count} | {name: options[name] for name in names}
@@ -66,7 +66,7 @@ def _model(settings: Settings) -> dict[str, object]:
 
 def _session(settings: Settings) -> dict[str, object]:
     with patch.object(session, "Session") as made:
-        session.session_of(settings)
+        session.start_session(settings)
     sizes, platform, seed, timeout, waiting, _ = made.call_args.args
     return {"sizes": sizes, "platform": platform.name, "seed": seed, "timeout": timeout, "waiting": waiting}
 
@@ -74,7 +74,7 @@ def _session(settings: Settings) -> dict[str, object]:
 def _making_of_optimizer(settings: Settings) -> dict[str, object]:
     with patch.object(optimizer, "get_megatron_optimizer") as made, patch.object(optimizer, "_connect"):
         made.return_value.chained_optimizers = ()
-        optimizer.optimizer_of(settings, [])
+        optimizer.build_optimizer(settings, [])
     return dict(made.call_args.kwargs)
 
 
@@ -85,7 +85,7 @@ def _schedule(settings: Settings) -> dict[str, object]:
     num_updates = settings.training.train_iters * settings.sizes.plan.num_updates
     groups: list[dict] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
     with contextlib.redirect_stdout(io.StringIO()):
-        schedule = optimizer.schedule_of(settings, SimpleNamespace(param_groups=groups), num_updates)  # type: ignore[arg-type]
+        schedule = optimizer.build_scheduler(settings, SimpleNamespace(param_groups=groups), num_updates)  # type: ignore[arg-type]
     rates, decays = [], []
     for _ in range(_NUM_VERSIONS + 1):
         rates.append(groups[0]["lr"])
@@ -96,28 +96,32 @@ def _schedule(settings: Settings) -> dict[str, object]:
 
 
 def _roles(settings: Settings) -> dict[str, object]:
-    roles = tri_model.roles_of(settings, MagicMock(), MagicMock(), None, 1)
+    roles = tri_model.build_roles(settings, MagicMock(), MagicMock(), None, 1)
     return {"temperature": roles._temperature, "kind": type(roles).__name__}
 
 
 def _checkpoints(settings: Settings) -> dict[str, object]:
     """What is called to save and to load, with what."""
     session = SimpleNamespace(
-        rank=0, platform="cpu", agree=lambda action: action(), from_first=lambda item: item, gather=lambda item: [item]
+        rank=0,
+        platform="cpu",
+        run_or_raise_everywhere=lambda action: action(),
+        broadcast=lambda item: item,
+        gather=lambda item: [item],
     )
     calls = MagicMock()
     with (
-        patch.object(checkpointer, "checkpoint", calls.checkpoint),
+        patch.object(checkpointer, "sharded", calls.sharded),
         patch.object(checkpointer, "training_state", calls.training_state),
         patch.object(checkpointer, "folders", calls.folders),
         patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
     ):
-        calls.checkpoint.find.return_value = (3, Path("iter_0000003"))
+        calls.sharded.find.return_value = (3, Path("iter_0000003"))
         # They are called where there are files.
-        calls.checkpoint.prepare.side_effect = lambda state, *_: state() and MagicMock()
-        calls.checkpoint.finish.side_effect = lambda session, prepared, action: action()
-        calls.checkpoint.together.side_effect = lambda session, action, explain: action()
-        calls.checkpoint.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
+        calls.sharded.prepare.side_effect = lambda state, *_: state() and MagicMock()
+        calls.sharded.finish.side_effect = lambda session, prepared, action: action()
+        calls.sharded.together.side_effect = lambda session, action, explain: action()
+        calls.sharded.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
         calls.folders.holds_checkpoint.return_value = False
         calls.training_state.has_rng_of_layout.return_value = True
         calls.folders.latest_iteration.return_value = None

@@ -31,6 +31,9 @@ _POLL_SECONDS = 0.02
 # How long ranks get to write where they hang before they are killed.
 _DUMP_SECONDS = 1.0
 _OUTPUT_CHARACTERS = 4000
+# Linux gives connections ports from 32768 on.
+_FIRST_PORT, _NUM_PORTS = 12000, 8000
+_held_ports: list[socket.socket] = []
 
 
 class RanksError(AssertionError):
@@ -188,7 +191,20 @@ def _describe_hang(ranks: list[_Rank], timeout: float) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on, and that no other process which asks here is given while this one lives.
+
+    Below those that the system gives to whoever asks for any: a rank listens on it only when others have had the time.
+    """
+    for port in range(_FIRST_PORT + os.getpid() % _NUM_PORTS, _FIRST_PORT + 2 * _NUM_PORTS):
+        held = socket.socket(socket.AF_UNIX)
+        try:
+            # A name without a file, which ends with this process.
+            held.bind(f"\0megatron_rl test port {port}")
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _held_ports.append(held)
+        return port
+    raise AssertionError("no port is free")

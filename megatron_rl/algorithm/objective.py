@@ -21,7 +21,7 @@ class Statistics:
     maxima: Mapping[str, torch.Tensor]
 
 
-def combined(many: Iterable[Statistics]) -> tuple[dict[str, float], dict[str, float]]:
+def combine_statistics(many: Iterable[Statistics]) -> tuple[dict[str, float], dict[str, float]]:
     """The sums and the maxima of all, in float64, in the order in which they come."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}

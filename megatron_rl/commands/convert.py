@@ -40,13 +40,13 @@ def main(argv: Sequence[str]) -> int:
 def _convert(settings: Settings) -> str:
     # Below the platform's installation, which `parse` has done.
     from megatron_rl.mcore.checkpoint.sharded import load_model, save_model
-    from megatron_rl.mcore.model.gpt import model_of
+    from megatron_rl.mcore.model.gpt import build_model
     from megatron_rl.mcore.model.weights import ModelWeights
-    from megatron_rl.mcore.session import session_of
+    from megatron_rl.mcore.session import start_session
 
     checkpoint, hf_model = settings.checkpoint, settings.model.hf_model
-    with session_of(settings) as session:
-        chunks = model_of(settings)
+    with start_session(settings) as session:
+        chunks = build_model(settings)
         weights = ModelWeights(chunks, session)
         iteration = 0
         if checkpoint.load is not None:

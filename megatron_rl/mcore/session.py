@@ -102,7 +102,7 @@ class Session:
         dist.all_gather_object(items, item, group=self.control_group)
         return items
 
-    def from_first(self, item: T) -> T:
+    def broadcast(self, item: T) -> T:
         """What rank 0 has, on every rank."""
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
@@ -112,20 +112,20 @@ class Session:
         """Wait for every rank."""
         dist.barrier(group=self.control_group)
 
-    def agree(self, action: Callable[[], T]) -> T:
+    def run_or_raise_everywhere(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails on any, raise the same error on all, so that none waits for another.
 
         `action` must not wait for other ranks itself.
         """
-        result, _ = self._agree(action, lambda _: None)
+        result, _ = self._run_or_raise(action, lambda _: None)
         return result
 
-    def agree_on(self, action: Callable[[], T]) -> list[T]:
-        """As `agree`, and what every rank's action has returned, on every rank."""
-        _, results = self._agree(action, lambda result: result)
+    def gather_or_raise_everywhere(self, action: Callable[[], T]) -> list[T]:
+        """As `run_or_raise_everywhere`, and what every rank's action has returned, on every rank."""
+        _, results = self._run_or_raise(action, lambda result: result)
         return results
 
-    def _agree(self, action: Callable[[], T], share: Callable[[T], U]) -> tuple[T, list[U]]:
+    def _run_or_raise(self, action: Callable[[], T], share: Callable[[T], U]) -> tuple[T, list[U]]:
         result: Any = None
         error: Exception | None = None
         try:
@@ -208,7 +208,7 @@ def _coordinates() -> Coordinates:
     )
 
 
-def session_of(
+def start_session(
     settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
 ) -> Session:
     """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""

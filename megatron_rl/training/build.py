@@ -18,9 +18,9 @@ from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
-from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.step.policy import Reference, policy_of, reference_of
-from megatron_rl.mcore.step.tri_model import roles_of
+from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.policy import Reference, build_policy, build_reference
+from megatron_rl.mcore.step.tri_model import build_roles
 from megatron_rl.observe import metrics, samples
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
@@ -37,9 +37,9 @@ from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
-from megatron_rl.training.mismatch import bounds_of
+from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
-from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync, batcher_of
+from megatron_rl.training.rollouts import Periodic, Rollouts, Schedule, Sync, build_batcher
 from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
@@ -83,7 +83,7 @@ def train(
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
-                session = session_of(settings, waiting, functools.partial(meet, watch))
+                session = start_session(settings, waiting, functools.partial(meet, watch))
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
                 run = (make or Run)(settings, session, prompts, stop, parts)
                 startup.say("model: built, its weights are loaded")
@@ -123,7 +123,7 @@ class Run:
         self._stack = stack
         assert settings.training.train_iters is not None
         self._num_iterations = settings.training.train_iters
-        self._policy = policy_of(settings, session, self._num_iterations * settings.sizes.plan.num_updates)
+        self._policy = build_policy(settings, session, self._num_iterations * settings.sizes.plan.num_updates)
         self._reference = _reference(settings, session)
         self._checkpoints = Checkpoints(
             settings,
@@ -146,12 +146,12 @@ class Run:
                 return None
             return given_address(settings) if sidecar is None else sidecar.address(minutes * 60)
 
-        address = session.from_first(session.agree(find))
+        address = session.broadcast(session.run_or_raise_everywhere(find))
         assert address is not None
         client = address.client(settings.service.patience_seconds)
         self._client: RolloutClient = self._stack.enter_context(client)
-        lease = session.agree(lambda: client.take_lease(self._name) if session.rank == 0 else 0)
-        client.use_lease(session.from_first(lease))
+        lease = session.run_or_raise_everywhere(lambda: client.take_lease(self._name) if session.rank == 0 else 0)
+        client.use_lease(session.broadcast(lease))
         self.publisher = self._publisher(client)
         self._stack.callback(self.publisher.close)
 
@@ -172,7 +172,7 @@ class Run:
                 f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
                 f"{', '.join(session.platform.weight_transports)}"
             )
-        session.agree(lambda: sender.library(transport) if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: sender.library(transport) if session.rank == 0 else None)
         make = sender.open_sender
         weights = self._policy.weights
         return StreamPublisher(weights, session, receiver, self._name, transport, make, dtype, deadline, probe)
@@ -200,7 +200,7 @@ class Run:
             stop=self._stop,
             reference=self._reference,
             largest_micro_batch=self._sizes.largest_micro_batch,
-            mismatch_bounds=bounds_of(self._settings, self._policy.weights.dtype),
+            mismatch_bounds=build_mismatch_bounds(self._settings, self._policy.weights.dtype),
         )
         trainer.train(self._version, self._num_iterations)
         self._stop.over()
@@ -223,7 +223,7 @@ class Run:
             self._name,
             division,
             self._sampling(settings.sampling.temperature),
-            batcher_of(settings, session.device),
+            build_batcher(settings, session.device),
             schedule,
             settings.service.deadline_minutes * 60,
             self._prompts,
@@ -232,7 +232,7 @@ class Run:
 
     def _learner(self, updating: Callable[[], contextlib.AbstractContextManager]) -> Learner:
         sizes = self._sizes
-        roles = roles_of(self._settings, self._session, self._policy, self._reference, sizes.plan.num_updates)
+        roles = build_roles(self._settings, self._session, self._policy, self._reference, sizes.plan.num_updates)
         objective = Objective(self._settings.algorithm, sizes.longest_response)
         return Learner(self._policy, roles, objective, self._session, updating)
 
@@ -321,7 +321,7 @@ def _reference(settings: Settings, session: Session) -> Reference | None:
         return None
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return reference_of(settings, session, folder)
+    return build_reference(settings, session, folder)
 
 
 def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:

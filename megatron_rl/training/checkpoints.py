@@ -45,7 +45,7 @@ class Checkpoints:
         for note in loaded.notes:
             say(note)
         if loaded.extra:
-            self._session.agree(lambda: self._take_over(loaded.extra, loaded.source))
+            self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
         self._complete(loaded.version, loaded.source, say)
         return loaded.version
 
@@ -55,7 +55,7 @@ class Checkpoints:
         hf_folder = self._hf_folder_if_due(version, is_last)
         if hf_folder is not None:
             # Left by this run before it was killed, or went back, and not of the checkpoint that is written now.
-            self._session.agree(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
+            self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if self._checkpointer.save_if_due(version, self._extra(audit_head), is_last):
             assert self._settings.checkpoint.save is not None
             self.last_saved = iteration_folder(self._settings.checkpoint.save, version)
@@ -71,7 +71,7 @@ class Checkpoints:
         num_iterations = self._settings.training.train_iters
         assert num_iterations is not None
         folder = self._hf_folder_if_due(version, is_last=version >= num_iterations)
-        if folder is not None and not self._session.from_first(folder.exists()):
+        if folder is not None and not self._session.broadcast(folder.exists()):
             say(f"{folder} is missing: it is written from {source}")
             self._save_hf(folder)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combined
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
@@ -22,9 +22,8 @@ from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.mcore.step.roles import RoleLoss, is_reporter
 from megatron_rl.mcore.step.schedule import Share
 from megatron_rl.protocol.wire import Mismatch
-from megatron_rl.training.measures import Measures, UpdateOutcome, of_batches
-from megatron_rl.training.mismatch import MismatchBeyond, Part
-from megatron_rl.training.mismatch import combined as combined_mismatch
+from megatron_rl.training.measures import Measures, UpdateOutcome, measure_batches
+from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
 
 
 class TrainingFailed(MegatronRLError):
@@ -83,9 +82,9 @@ class Learner:
         for update in range(slots.division.plan.num_updates):
             of_update: list[Statistics] = []
             self._roles.forward_backward(slots, update, self._loss(of_update), self._share, reference_is_policy)
-            found = self._session.agree_on(lambda of_update=of_update: _checked(of_update))  # type: ignore[misc]
+            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _checked(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
-            mismatch = combined_mismatch(of_replicas, mismatch_bound)
+            mismatch = combine_parts(of_replicas, mismatch_bound)
             if not mismatch.is_borne:
                 raise MismatchBeyond(slots.identity.version, mismatch)
             parts += of_replicas
@@ -93,10 +92,10 @@ class Learner:
             statistics += of_update
         measures = Measures(sums=take_losses())
         if is_reporter():
-            measures.merge(of_batches(slots.of_all()))
-            sums, maxima = combined(statistics)
+            measures.merge(measure_batches(slots.of_all()))
+            sums, maxima = combine_statistics(statistics)
             measures.merge(Measures(sums=sums, largest=maxima))
-        return Learned(updates, measures, combined_mismatch(parts, mismatch_bound))
+        return Learned(updates, measures, combine_parts(parts, mismatch_bound))
 
     def _loss(self, statistics: list[Statistics]) -> RoleLoss:
         def loss(log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
@@ -141,5 +140,5 @@ def _checked(statistics: list[Statistics]) -> Part | None:
             )
     if not is_reporter():
         return None
-    sums, maxima = combined(statistics)
+    sums, maxima = combine_statistics(statistics)
     return Part(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))

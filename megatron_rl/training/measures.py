@@ -39,7 +39,7 @@ class Measures(msgspec.Struct):
             self.largest[name] = value if value != value else max(known, value)
 
 
-def of_batches(batches: Iterable[Batch]) -> Measures:
+def measure_batches(batches: Iterable[Batch]) -> Measures:
     """What the slots of a replica held."""
     measures = Measures()
     for batch in batches:
@@ -83,7 +83,7 @@ class UpdateOutcome:
     """Only with --log-num-zeros-in-grad."""
 
 
-def metrics_of(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
+def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
     """The metrics of an iteration, of all replicas' measures."""
     sums = measures.sums
     responses, targets = sums["responses"], sums["targets"]

@@ -57,7 +57,7 @@ class MismatchBounds:
         return _ERROR * healthy / min(1.0, self.temperature)
 
 
-def bounds_of(settings: Settings, trainer_dtype: str) -> MismatchBounds:
+def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBounds:
     """As the flags have it, for a trainer that computes in this dtype."""
     return MismatchBounds(
         dtypes=(trainer_dtype, settings.publish.dtype or settings.architecture.dtype),
@@ -66,7 +66,7 @@ def bounds_of(settings: Settings, trainer_dtype: str) -> MismatchBounds:
     )
 
 
-def combined(parts: Iterable[Part], bound: float | None) -> Mismatch:
+def combine_parts(parts: Iterable[Part], bound: float | None) -> Mismatch:
     """Of all replicas. NaN is the largest of all."""
     known = list(parts)
     num_tokens = sum(part.num_tokens for part in known)

@@ -85,7 +85,7 @@ class Rollouts:
         """The slots of this rank's replica: an iteration is over when it is complete."""
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure; and none asks for a slot, which has a deadline, while rank 0 still evaluates.
-        self._session.agree(lambda: self._submit(identity))
+        self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = IterationSlots(
             lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
             self._batcher,
@@ -100,7 +100,9 @@ class Rollouts:
         except MismatchBeyond as error:
             refused = error.mismatch
             # Every rank found it, and the first that ends ends all: not before it is written down.
-            self._session.agree(lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None)
+            self._session.run_or_raise_everywhere(
+                lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None
+            )
             raise
         finally:
             slots.close()
@@ -127,7 +129,7 @@ class Rollouts:
         )
 
 
-def batcher_of(settings: Settings, device: torch.device) -> Batcher:
+def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """What the settings say of packs."""
     attention = backend(settings.attention.backend)
     return Batcher(

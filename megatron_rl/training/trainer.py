@@ -12,7 +12,7 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learned, Learner
-from megatron_rl.training.measures import Measures, metrics_of
+from megatron_rl.training.measures import Measures, compute_metrics
 from megatron_rl.training.mismatch import MismatchBounds
 from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
@@ -112,7 +112,7 @@ class Trainer:
     def _evaluate_last(self, version: int) -> None:
         """What the last update came to."""
         is_due = self._evaluator is not None and self._evaluator.is_due(version, is_last=True)
-        if not self._session.from_first(is_due):
+        if not self._session.broadcast(is_due):
             return
         fingerprint = self._publish(version)
         evaluation = self._evaluate(version, fingerprint, is_last=True)
@@ -129,7 +129,7 @@ class Trainer:
             for of_rank, _ in handed_in:
                 measures.merge(of_rank)
             metrics = {"version": version, "fingerprint": fingerprint}
-            metrics |= metrics_of(measures, learned.updates, self._largest_micro_batch)
+            metrics |= compute_metrics(measures, learned.updates, self._largest_micro_batch)
             metrics |= {"reference": self._reference.fingerprint} if self._reference is not None else {}
             metrics |= {"evaluation": evaluation} if evaluation is not None else {}
             metrics |= {"audit_head": self._rollouts.audit_head}

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import mean
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combined
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.step.policy import Policy, policy_of, reference_of
+from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
 from megatron_rl.mcore.step.roles import is_reporter
-from megatron_rl.mcore.step.tri_model import roles_of
+from megatron_rl.mcore.step.tri_model import build_roles
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import version_tag
 from megatron_rl.protocol.slots import Division
 from megatron_rl.training import learner
-from megatron_rl.training.measures import Measures, UpdateOutcome, metrics_of
-from megatron_rl.training.rollouts import batcher_of
+from megatron_rl.training.measures import Measures, UpdateOutcome, compute_metrics
+from megatron_rl.training.rollouts import build_batcher
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem, Trial
@@ -105,7 +105,7 @@ class Witness:
 
     def sums(self, update: int, session: Session) -> dict[str, float]:
         """The statistics of an update, of the one rank of each replica that speaks for it."""
-        mine = combined(self.statistics[update])[0] if is_reporter() else {}
+        mine = combine_statistics(self.statistics[update])[0] if is_reporter() else {}
         totals: dict[str, float] = {}
         for name, value in itertools.chain.from_iterable(sums.items() for sums in session.gather(mine)):
             totals[name] = totals.get(name, 0.0) + value
@@ -117,7 +117,7 @@ def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Se
     torch.distributed.init_process_group("gloo")
     results = {}
     for layout, of_layout in itertools.groupby(trials, key=lambda trial: trial.layout):
-        with session_of(settings_of(problem.policy, LAYOUTS[layout])) as session:
+        with start_session(settings_of(problem.policy, LAYOUTS[layout])) as session:
             for trial in of_layout:
                 with contextlib.ExitStack() as stack:
                     results[trial] = _run(problem, trial, session, stack)
@@ -127,11 +127,11 @@ def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Se
 def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.ExitStack) -> list[Seen]:
     settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
     sizes = sizes_of(settings, session.num_replicas)
-    policy = policy_of(settings, session, sizes.plan.num_updates)
-    reference = reference_of(settings, session, problem.reference)
+    policy = build_policy(settings, session, sizes.plan.num_updates)
+    reference = build_reference(settings, session, problem.reference)
     parts = Parts(
-        roles_of(settings, session, policy, reference, sizes.plan.num_updates),
-        batcher_of(settings, session.device),
+        build_roles(settings, session, policy, reference, sizes.plan.num_updates),
+        build_batcher(settings, session.device),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
@@ -148,7 +148,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     measures = Measures()
     for of_rank in session.gather(learned.measures):
         measures.merge(of_rank)
-    metrics = metrics_of(measures, learned.updates, sizes.largest_micro_batch)
+    metrics = compute_metrics(measures, learned.updates, sizes.largest_micro_batch)
     return [
         Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome, metrics)
         for update, outcome in enumerate(learned.updates)

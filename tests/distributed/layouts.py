@@ -137,7 +137,7 @@ class Model:
 
 
 @contextlib.contextmanager
-def session_of(case: Case, timeout_seconds: int = 600) -> Iterator[Session]:
+def start_session(case: Case, timeout_seconds: int = 600) -> Iterator[Session]:
     """Megatron's groups for one case; torch.distributed must have been started when several cases follow each other."""
     platform = platforms.select("cpu")
     with Session(case.sizes, platform, seed=1, timeout=datetime.timedelta(seconds=timeout_seconds)) as session:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.data.packing import Pack, pack_groups, pack_sequences
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.truth import error_over_bound, everything_in, worst_of
 
 TEMPERATURE = 0.7
@@ -160,7 +160,7 @@ def run_shared_and_separate(
     results = {}
     for case_name in case_names:
         case = CASES[case_name]
-        with session_of(case) as session:
+        with start_session(case) as session:
             model = build(session, case, folder)
             whole = model.forward_backward(separate_packs(divisor(case.sizes)), separate_loss)
             separate = Computed(of_responses(whole), model.gradients())
@@ -178,7 +178,7 @@ def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[s
     results = {}
     for case_name in case_names:
         case = CASES[case_name]
-        with session_of(case) as session:
+        with start_session(case) as session:
             for name, folder in folders.items():
                 model = build(session, case, folder)
                 packs = shared_packs(divisor(case.sizes))

@@ -10,7 +10,7 @@ from megatron.core.utils import get_model_config
 
 from tests.auxiliary_twin import Auxiliary, Coefficients, as_saved, auxiliary, micro_batches
 from tests.distributed.grpo_trials import Seen, run_trials
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 from tests.distributed.parity import shared_loss, shared_packs
 from tests.grpo_problem import GROUP_SIZE, PLAIN, SEQUENCE, Problem, Trial, draw_problem
 from tests.grpo_twin import Rules, Tensors, Twin
@@ -74,7 +74,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 def run(problem: Problem, trials: list[Trial]) -> tuple[dict[Trial, list[Seen]], list[Tensors]]:
     """On each rank: what updates were made of; and gradients of sums of losses, without and with a scale."""
     results = run_trials(problem, trials)
-    with session_of(CASES["PP2"]) as session:
+    with start_session(CASES["PP2"]) as session:
         gradients = []
         coefficients = {"moe_aux_loss_coeff": COEFFICIENTS.balancing, "moe_z_loss_coeff": COEFFICIENTS.z}
         for scale in (None, lambda loss: loss * SCALE):

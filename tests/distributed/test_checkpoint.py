@@ -9,7 +9,7 @@ import transformers
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint.sharded import load_model, save_model
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
 
 
@@ -20,11 +20,11 @@ def save_and_load(folders: dict[str, Path], out: Path, pairs: dict[str, list[tup
     for name, folder in folders.items():
         for writer, reader in pairs[name]:
             target = out / name / f"{writer}-{reader}"
-            with session_of(CASES[writer]) as session:
+            with start_session(CASES[writer]) as session:
                 model = build(session, CASES[writer], folder)
                 saved = model.weights.fingerprint()
                 save_model(model.chunks, target, 7, session)
-            with session_of(CASES[reader]) as session:
+            with start_session(CASES[reader]) as session:
                 model = build(session, CASES[reader], folder)
                 with torch.no_grad():
                     for shard in model.weights.shards:
@@ -40,7 +40,7 @@ def save_and_load(folders: dict[str, Path], out: Path, pairs: dict[str, list[tup
 
 def load_another_model(checkpoint: Path, folder: Path) -> str:
     torch.distributed.init_process_group("gloo")
-    with session_of(CASES["TP2"]) as session:
+    with start_session(CASES["TP2"]) as session:
         model = build(session, CASES["TP2"], folder)
         before = model.weights.fingerprint()
         with pytest.raises(InputError) as caught:

@@ -12,7 +12,7 @@ from megatron_rl.mcore.model import context
 from megatron_rl.ops.shared_prompt.backends import naive
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.distributed.parity import Computed, Groups, expected, shared_loss
 from tests.ranks import run_ranks
 from tests.truth import worst_of
@@ -70,7 +70,7 @@ def compute(folder: Path) -> OfRank:
     with pytest.raises(ValueError, match="a pack of 7 tokens cannot be divided over 2 context-parallel ranks: pad it"):
         context.own_rows(7, dist.group.WORLD)
     for name in ("CP2", "TP2+SP"):
-        with session_of(CASES[name]) as session:
+        with start_session(CASES[name]) as session:
             model = build(session, CASES[name], folder, attention_backend="merge")
             packs = [pack_groups(groups, divisor(CASES[name].sizes)) for groups in uneven_batches()]
             results.model[name] = [

@@ -12,7 +12,7 @@ from megatron_rl.data.packing import pack_sequences
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 
 LEAST_EFFECT = 1e-2
 SEQUENCES = hf_models.sequences([60, 9])
@@ -63,7 +63,7 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
 
 
 def log_probs(folder: Path, architecture: Architecture) -> torch.Tensor:
-    with session_of(CASES["TP1"]) as session:
+    with start_session(CASES["TP1"]) as session:
         model = build(session, CASES["TP1"], folder, architecture)
         return torch.cat(model.forward([pack_sequences(SEQUENCES)]))
 

@@ -15,7 +15,7 @@ import torch
 from megatron_rl.arguments import generated, resolve, spelled, table
 from megatron_rl.config.flag import Flag, Kind
 from tests import hf_models
-from tests.distributed.training import session_of, settings_of, training_in
+from tests.distributed.training import settings_of, start_session, training_in
 from tests.ranks import run_ranks
 
 # A model and flags; together they have every part that reads a field on a CPU.
@@ -85,7 +85,7 @@ def fields_read(folders: dict[str, Path]) -> set[str]:
     read: set[str] = set()
     for model, words in RUNS:
         settings = settings_of(folders[model], f"--lr 1e-3 {words}")
-        with reads_recorded(read), session_of(settings) as session:
+        with reads_recorded(read), start_session(settings) as session:
             trained = training_in(session, settings)
             trained.update()
             trained.update()

@@ -13,12 +13,12 @@ import torch
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.step.policy import policy_of, reference_of
-from megatron_rl.mcore.step.tri_model import TriModel, roles_of
+from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.policy import build_policy, build_reference
+from megatron_rl.mcore.step.tri_model import TriModel, build_roles
 from megatron_rl.training.learner import Learner
 from tests import hf_models
-from tests.distributed.grpo_trials import Source, batcher_of
+from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of
 from tests.grpo_problem import ADAM, TRUNCATED, Problem, Trial, draw_problem
 from tests.live_memory import LiveMemory
@@ -61,7 +61,7 @@ def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
             rules = dataclasses.replace(TRUNCATED, beta=beta)
             trial = Trial("", 4, rules, f"--bf16 {LAYOUTS[layout]}", num_updates=num_updates)
             settings = settings_of(problem.policy, trial.words + " --frozen-offload" * is_offloaded)
-            with session_of(settings) as session:
+            with start_session(settings) as session:
                 used[layout, roles, is_offloaded] = learn_twice(session, settings, problem.divided(num_updates))
             gc.collect()
     return used
@@ -71,11 +71,11 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
     sizes = sizes_of(settings, session.num_replicas)
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
-        policy = policy_of(settings, session, sizes.plan.num_updates)
+        policy = build_policy(settings, session, sizes.plan.num_updates)
         # Once computed it keeps what depends on shapes alone.
         policy.weights.fingerprint()
-        reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
-        roles = roles_of(settings, session, policy, reference, sizes.plan.num_updates)
+        reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
+        roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
         gc.collect()
         held = memory.now
         learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
@@ -84,7 +84,7 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
             identity = Identity("run", version, "fingerprint")
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
             slots = IterationSlots(
-                source.slot, batcher_of(settings, session.device), sizes.division, identity, session.device
+                source.slot, build_batcher(settings, session.device), sizes.division, identity, session.device
             )
             gc.collect()
             memory.peak = memory.now

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore.step.optimizer import NonFiniteGradient, UpdateResult, apply_update, schedule_of, synchronized
+from megatron_rl.mcore.step.optimizer import (
+    NonFiniteGradient,
+    UpdateResult,
+    apply_update,
+    build_scheduler,
+    force_param_sync,
+)
 from tests import hf_models
 from tests.command_lines import DENSE, parse
 from tests.distributed.layouts import Model
@@ -46,7 +52,7 @@ def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
 def _after(trained: Model, weights: list) -> tuple:
     """Synchronizing after a pass must change nothing: the pass has gathered everything."""
     passed = trained.parameters()
-    synchronized(trained.wrapped)
+    force_param_sync(trained.wrapped)
     weights.append(trained.parameters())
     return weights, passed
 
@@ -54,7 +60,7 @@ def _after(trained: Model, weights: list) -> tuple:
 def differ_over_replicas(trained: Model) -> bool:
     """Whether parameters are stale after a step, and up to date once they are asked for."""
     mine = trained.weights.fingerprint()
-    synchronized(trained.wrapped)
+    force_param_sync(trained.wrapped)
     return mine != trained.weights.fingerprint()
 
 
@@ -185,7 +191,7 @@ class Groups:
 def rates(words: str, num_updates: int = 8) -> list[float]:
     settings = parse(*DENSE, "--lr 1.0", words)
     optimizer = Groups(settings)
-    schedule = schedule_of(settings, optimizer, num_updates)
+    schedule = build_scheduler(settings, optimizer, num_updates)
     values = []
     for _ in range(num_updates):
         values.append(optimizer.param_groups[0]["lr"])
@@ -213,7 +219,7 @@ def test_weight_decay_grows_over_all_updates_and_norms_have_none() -> None:
         *DENSE, "--lr 1.0 --weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 1.0"
     )
     optimizer = Groups(settings)
-    schedule = schedule_of(settings, optimizer, 4)
+    schedule = build_scheduler(settings, optimizer, 4)
     values = []
     for _ in range(5):
         values.append([group["weight_decay"] for group in optimizer.param_groups])

@@ -11,7 +11,7 @@ from megatron_rl.mcore.publish.probe import Probe, ReplicasDiffer
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.wire import ProbeAnswer, log_probs_of, tokens_of
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, divisor, session_of
+from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.ranks import run_ranks
 from tests.truth import error_over_bound
 
@@ -36,7 +36,7 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for family, layouts in LAYOUTS.items():
         for layout in layouts:
-            with session_of(CASES[layout]) as session:
+            with start_session(CASES[layout]) as session:
                 model = build(session, CASES[layout], folders[family])
                 chunks = [unwrap(chunk) for chunk in model.wrapped]
                 ours, receiver = Probe(chunks, session, "run", 100, divisor(CASES[layout].sizes)), Receiver()

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from tests import hf_models
-from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor, session_of
+from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor, start_session
 from tests.distributed.parity import Computed, by_transformers, expected, micro_batches, shared_loss, shared_packs
 from tests.ranks import run_ranks
 
@@ -50,7 +50,7 @@ def run_settings(names: list[str], folders: dict[str, Path], out: Path) -> dict[
     results = {}
     for name in names:
         case = SETTINGS[name]
-        with session_of(case) as session:
+        with start_session(case) as session:
             for model_name, folder in folders.items():
                 model = build(session, case, folder)
                 packs = shared_packs(divisor(case.sizes))
@@ -65,7 +65,7 @@ def run_half(folders: dict[str, Path], out: Path, precise: Path) -> dict[str, An
     torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
     for name in HALF_LAYOUTS:
-        with session_of(CASES[name]) as session:
+        with start_session(CASES[name]) as session:
             for model_name, folder in folders.items():
                 model = build(session, CASES[name], folder, bf16=True)
                 log_probs = model.forward_backward(shared_packs(divisor(CASES[name].sizes)), shared_loss)
@@ -74,7 +74,7 @@ def run_half(folders: dict[str, Path], out: Path, precise: Path) -> dict[str, An
                 results[name, model_name] = (log_probs, model.gradients(), saved, streamed)
     for name in OVERLAPPED:
         case = dataclasses.replace(CASES.get(name, Case(name, 2)), overlap_grad_reduce=True)
-        with session_of(case) as session:
+        with start_session(case) as session:
             model = build(session, case, precise)
             packs = shared_packs(1) * 2
             size = parallel_state.get_data_parallel_world_size()

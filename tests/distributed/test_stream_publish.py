@@ -20,7 +20,7 @@ from megatron_rl.sidecar.vllm import sender
 from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
@@ -98,7 +98,7 @@ def streams(world_size: int, folders: dict[str, Path]) -> dict[tuple[str, str, s
     for model, folder in folders.items():
         layouts = EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else LAYOUTS
         for layout in layouts[world_size]:
-            with session_of(CASES[layout]) as session:
+            with start_session(CASES[layout]) as session:
                 built = build(session, CASES[layout], folder)
                 for dtype in (None, "bfloat16"):
                     results[layout, model, dtype] = stream(session, built.weights, dtype)
@@ -136,7 +136,7 @@ def faults(folder: Path) -> dict[str, str]:
     """What is said where engines refuse before anything is sent, in the middle of it, and where they never come."""
     torch.distributed.init_process_group("gloo")
     said = {}
-    with session_of(CASES["TP1"]) as session:
+    with start_session(CASES["TP1"]) as session:
         weights = build(session, CASES["TP1"], folder).weights
 
         def attempt(name: str, sidecar: Sidecar, make: Any) -> None:
@@ -191,7 +191,7 @@ def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:
     nccl_engine.open_trainer_endpoint = open_endpoint
     nccl_engine.packed_nccl_broadcast_producer = producer
     torch.distributed.init_process_group("gloo")
-    with session_of(CASES["TP1"]) as session:
+    with start_session(CASES["TP1"]) as session:
         model = WholeModel(build(session, CASES["TP1"], folder).weights, session, None)
         opened_sender = sender.open_sender("nccl", "127.0.0.1", 7000, 3, model)
         opened_sender.send_weights()

@@ -16,13 +16,13 @@ from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, session_of
+from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step import tri_model
 from megatron_rl.mcore.step.piggyback import Piggyback
-from megatron_rl.mcore.step.policy import policy_of, reference_of
-from megatron_rl.mcore.step.tri_model import Cast, TriModel, roles_of
+from megatron_rl.mcore.step.policy import build_policy, build_reference
+from megatron_rl.mcore.step.tri_model import Cast, TriModel, build_roles
 from megatron_rl.training.learner import Learner
-from megatron_rl.training.rollouts import batcher_of
+from megatron_rl.training.rollouts import build_batcher
 from tests.distributed.grpo_trials import Source, Witness
 from tests.distributed.layouts import Model
 from tests.distributed.training import settings_of
@@ -100,7 +100,7 @@ def run(cases: list[RoleTrial]) -> dict[tuple[str, str], Ran]:
     results = {}
     for _, of_layout in itertools.groupby(cases, key=lambda case: case.flags):
         of_layout = list(of_layout)
-        with session_of(settings_for(of_layout[0])) as session:
+        with start_session(settings_for(of_layout[0])) as session:
             for case in of_layout:
                 with contextlib.ExitStack() as stack:
                     if case.fault is not None:
@@ -118,9 +118,9 @@ def settings_for(case: RoleTrial) -> Settings:
 def run_roles(session: Session, case: RoleTrial) -> Ran:
     problem, settings = case.problem, settings_for(case)
     sizes = sizes_of(settings, session.num_replicas)
-    policy = policy_of(settings, session, 2 * sizes.plan.num_updates)
-    reference = reference_of(settings, session, problem.reference) if settings.algorithm.kl_beta else None
-    roles = roles_of(settings, session, policy, reference, sizes.plan.num_updates)
+    policy = build_policy(settings, session, 2 * sizes.plan.num_updates)
+    reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
+    roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
     witness = Witness(Objective(settings.algorithm, sizes.longest_response), policy, model)
     learner = Learner(policy, roles, witness, session)
@@ -131,7 +131,7 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
             identity = Identity("run", version, policy.weights.fingerprint())
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
             slots = IterationSlots(
-                source.slot, batcher_of(settings, session.device), sizes.division, identity, session.device
+                source.slot, build_batcher(settings, session.device), sizes.division, identity, session.device
             )
             learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
             slots.close()

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import hf_models
-from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS, Case, build, session_of
+from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS, Case, build, start_session
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
@@ -18,7 +18,7 @@ MODELS = tuple(hf_models.CONFIGS)
 
 def round_trip(case: Case, folder: Path, out: Path) -> dict[str, object]:
     """Load a folder, save it as it is, stream it, then double every weight and save it again."""
-    with session_of(case) as session:
+    with start_session(case) as session:
         model = build(session, case, folder)
         saved = model.weights.save_hf(out / "same", source=folder)
         streamed = [dict(bucket) for bucket in model.weights.stream(bucket_bytes=40_000)]

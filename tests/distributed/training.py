@@ -10,10 +10,10 @@ from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.mcore.checkpoint.state import TrainState
-from megatron_rl.mcore.model.gpt import model_of, wrap
+from megatron_rl.mcore.model.gpt import build_model, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.mcore.session import Session, session_of
-from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of
+from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
 from megatron_rl.mcore.step.schedule import forward_backward
 from tests.distributed.layouts import Model, divisor, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
@@ -60,17 +60,17 @@ def settings_of(folder: Path, words: str) -> Settings:
 def training(folder: Path, words: str, num_updates: int = 10) -> Iterator[Training]:
     """torch.distributed must have been started; several of these may follow each other."""
     settings = settings_of(folder, words)
-    with session_of(settings) as session:
+    with start_session(settings) as session:
         yield training_in(session, settings, num_updates)
 
 
 def training_in(session: Session, settings: Settings, num_updates: int = 10) -> Training:
-    chunks = model_of(settings)
+    chunks = build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(settings.model.hf_model)
     wrapped = wrap(chunks, settings.ddp)
-    optimizer = optimizer_of(settings, wrapped)
-    schedule = schedule_of(settings, optimizer, num_updates)
+    optimizer = build_optimizer(settings, wrapped)
+    schedule = build_scheduler(settings, optimizer, num_updates)
     return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, schedule)
 
 

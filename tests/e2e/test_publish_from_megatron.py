@@ -17,7 +17,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient, read_token
 from megatron_rl.records.audit_check import verify
 from tests import hf_models
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 from tests.distributed.parity import expected_at
 from tests.ranks import run_ranks
 from tests.sidecar.sidecar_process import sidecar
@@ -35,7 +35,7 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
     results = []
     for number, name in enumerate(LAYOUTS):
         case = CASES[name]
-        with session_of(case) as session, client_of(run) as client:
+        with start_session(case) as session, client_of(run) as client:
             built = build(session, case, model)
             leases = [client.take_lease(run.name) if session.rank == 0 else 0]
             torch.distributed.broadcast_object_list(leases, 0, group=session.control_group)

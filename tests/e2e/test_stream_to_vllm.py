@@ -26,7 +26,7 @@ from megatron_rl.sidecar.publication import Steps, coarsest
 from megatron_rl.sidecar.vllm import sender
 from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
-from tests.distributed.layouts import CASES, build, session_of
+from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import ROOT, run_ranks
 from tests.sidecar import vllm_models
 
@@ -116,7 +116,7 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
     is_first = torch.distributed.get_rank() == 0
     with engines_of(model) if is_first else contextlib.nullcontext() as engines:
         for number, layout in enumerate(LAYOUTS):
-            with session_of(CASES[layout]) as session:
+            with start_session(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
                 probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
                 make = sender.open_sender

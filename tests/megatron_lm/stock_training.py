@@ -69,13 +69,13 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
     from megatron_rl.arguments import command_line
     from megatron_rl.mcore.checkpoint.sharded import load_model
-    from megatron_rl.mcore.model.gpt import model_of
-    from megatron_rl.mcore.session import session_of
+    from megatron_rl.mcore.model.gpt import build_model
+    from megatron_rl.mcore.session import start_session
 
     described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
     settings = command_line.parse(f"{OURS} {described} {layout} --load {folder}".split())
-    with session_of(settings) as session:
-        chunks = model_of(settings)
+    with start_session(settings) as session:
+        chunks = build_model(settings)
         iteration = load_model(chunks, folder, session)
         ours = dict(chunks[0].named_parameters())
         assert ours.keys() == stock.keys()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combined
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.config.loop import AlgorithmConfig
 from tests.truth import error_over_bound
 
@@ -153,6 +153,6 @@ def test_at_the_first_update_the_gradient_is_that_of_the_log_probs_times_the_adv
 def test_a_number_that_is_not_one_is_the_largest_of_all():
     values = [float("nan"), 1.0, 3.0]
     many = [Statistics({}, {"mismatch": torch.tensor(value)}) for value in values]
-    assert math.isnan(combined(many)[1]["mismatch"])
-    assert math.isnan(combined(many[::-1])[1]["mismatch"])
-    assert combined(many[1:])[1]["mismatch"] == 3.0
+    assert math.isnan(combine_statistics(many)[1]["mismatch"])
+    assert math.isnan(combine_statistics(many[::-1])[1]["mismatch"])
+    assert combine_statistics(many[1:])[1]["mismatch"] == 3.0

@@ -511,8 +511,8 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     config = settings.transformer
     assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
     with patch.object(gpt, "build_chunks") as made:
-        gpt.model_of(settings)
-        gpt.model_of(settings)
+        gpt.build_model(settings)
+        gpt.build_model(settings)
     copies = [call.args[0] for call in made.call_args_list]
     assert all(copy == config for copy in copies)
     # Megatron writes into what a model has.

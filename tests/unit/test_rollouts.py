@@ -18,7 +18,9 @@ PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4
 
 
 def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollouts:
-    session: Any = types.SimpleNamespace(rank=rank, replica=rank, device=torch.device("cpu"), agree=agree)
+    session: Any = types.SimpleNamespace(
+        rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree
+    )
     prompts: Any = types.SimpleNamespace(take=lambda count: [])
     sampling, batcher = wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"])
     return Rollouts(

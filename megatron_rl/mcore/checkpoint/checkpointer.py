@@ -76,8 +76,8 @@ class Checkpointer:
         assert folder is not None
         self.finish()
         training_state.synchronize(self._state)
-        noted = self._session.from_first(json.loads(json.dumps(extra)))
-        state = self._session.agree(lambda: self._without_optimizer(version, noted))
+        noted = self._session.broadcast(json.loads(json.dumps(extra)))
+        state = self._session.run_or_raise_everywhere(lambda: self._without_optimizer(version, noted))
         prepared = sharded.prepare(
             lambda: self._with_optimizer(state),
             folder,
@@ -104,32 +104,34 @@ class Checkpointer:
     def load(self) -> Loaded | None:
         """Take over what --load holds, or None if there is nothing to load: then the run begins as it was built."""
         config = self._config
-        self._session.agree(self._check_folders)
+        self._session.run_or_raise_everywhere(self._check_folders)
         if config.load is None:
             return None
         folder = config.load
-        is_there = self._session.agree(lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder))
+        is_there = self._session.run_or_raise_everywhere(
+            lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder)
+        )
         if not is_there and not config.exit_on_missing_checkpoint:
             return None
-        found, source = self._session.agree(lambda: sharded.find(folder, config.ckpt_step))
+        found, source = self._session.run_or_raise_everywhere(lambda: sharded.find(folder, config.ckpt_step))
         version = 0 if config.finetune else found
-        self._loaded = self._session.agree(lambda: self._goes_on_from(version, source))
+        self._loaded = self._session.run_or_raise_everywhere(lambda: self._goes_on_from(version, source))
         return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:
         config, session = self._config, self._session
-        found, common = session.agree(lambda: (sharded.contents(source), sharded.common_of(source)))
+        found, common = session.run_or_raise_everywhere(lambda: (sharded.contents(source), sharded.common_of(source)))
         content = sharded.content_of(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
         if has_optimizer:
-            session.agree(lambda: self._check_optimizer(common, source))
+            session.run_or_raise_everywhere(lambda: self._check_optimizer(common, source))
         wants_rng = not (config.finetune or config.no_load_rng)
         has_rng = wants_rng and all(session.gather(training_state.has_rng_of_layout(found)))
         is_lenient = config.dist_ckpt_strictness in _LENIENT
         moved = None if config.finetune else common.get(_REFERENCE_VERSION)
         reference = None if moved is None else self._reference
         if not is_lenient:
-            session.agree(lambda: sharded.check(self._weights(reference, content), found, source))
+            session.run_or_raise_everywhere(lambda: sharded.check(self._weights(reference, content), found, source))
 
         wanted = sharded.together(
             session, lambda: self._wanted(reference, content, has_optimizer, has_rng), sharded.unreadable(source)
@@ -138,7 +140,9 @@ class Checkpointer:
         loaded = sharded.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
         training_state.apply_model(self._state, loaded, strict=not is_lenient)
         if has_optimizer:
-            session.agree(lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding))
+            session.run_or_raise_everywhere(
+                lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding)
+            )
         else:
             self._state.optimizer.reload_model_params()
         if has_rng:

@@ -50,7 +50,7 @@ _ANY = (Exception, CheckpointException)
 
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
-    state = session.agree(lambda: model_state(chunks, CONTENT))
+    state = session.run_or_raise_everywhere(lambda: model_state(chunks, CONTENT))
     prepared = prepare(lambda: state, folder, iteration, session)
     finish(session, prepared, prepared.request.execute_sync)
     return iteration_folder(folder, iteration)
@@ -66,10 +66,10 @@ class Prepared:
 
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
     """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
-    number, source = session.agree(lambda: find(folder, iteration))
-    found, content = session.agree(lambda: (contents(source), content_of(common_of(source))))
-    session.agree(lambda: check(model_state(chunks, content), found, source))
-    state = read(session.agree(lambda: model_state(chunks, content)), source, session)
+    number, source = session.run_or_raise_everywhere(lambda: find(folder, iteration))
+    found, content = session.run_or_raise_everywhere(lambda: (contents(source), content_of(common_of(source))))
+    session.run_or_raise_everywhere(lambda: check(model_state(chunks, content), found, source))
+    state = read(session.run_or_raise_everywhere(lambda: model_state(chunks, content)), source, session)
     for name, chunk in named(chunks):
         chunk.load_state_dict(state[name])
     return number
@@ -88,13 +88,15 @@ def prepare(
     `loaded` is the iteration of the folder that the run went on from.
     `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
     """
-    created = session.agree(lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None)
-    staged = session.from_first(created)
+    created = session.run_or_raise_everywhere(
+        lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None
+    )
+    staged = session.broadcast(created)
     assert staged is not None
     try:
         state = together(session, build, unwritable(staged))
         sizes = session.gather(_num_bytes(state))
-        session.agree(lambda: _check_room(staged, sum(sizes)))
+        session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
         request = together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
     except BaseException:
         if session.rank == 0:
@@ -102,7 +104,9 @@ def prepare(
         raise
     request = _in_one_process(request)
     request.add_finalize_fn(
-        lambda: session.agree(lambda: folders.publish(staged, folder, iteration, loaded) if session.rank == 0 else None)
+        lambda: session.run_or_raise_everywhere(
+            lambda: folders.publish(staged, folder, iteration, loaded) if session.rank == 0 else None
+        )
     )
     return Prepared(request, staged)
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap
-from megatron_rl.mcore.step.optimizer import synchronized
+from megatron_rl.mcore.step.optimizer import force_param_sync
 from megatron_rl.platforms import Platform
 from megatron_rl.platforms.megatron_fixes import allocate_adam_state
 
@@ -149,7 +149,7 @@ def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
 
 def synchronize(state: TrainState) -> None:
     """Parameters that are gathered late are up to date before anybody reads them."""
-    synchronized(state.wrapped)
+    force_param_sync(state.wrapped)
 
 
 def _place() -> tuple[tuple[int, int], tuple[int, int]]:

@@ -11,7 +11,7 @@ from megatron_rl.mcore.model.offload import offload
 from megatron_rl.platforms import Platform
 
 
-def frozen(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
+def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
     """The chunks without gradients, hence without gradient buffers, and in evaluation mode.
 
     Given a platform, they lie in the memory of its host.

@@ -197,7 +197,7 @@ def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
-def model_of(settings: Settings) -> list[PackedGPTModel]:
+def build_model(settings: Settings) -> list[PackedGPTModel]:
     """This rank's stages of the model, their weights not yet filled."""
     return build_chunks(
         # Megatron keeps what its schedules call in there, which differs from model to model.

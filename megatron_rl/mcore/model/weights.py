@@ -38,14 +38,14 @@ class ModelWeights:
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: Stream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
-        self.shards: list[Shard] = session.agree(
+        self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
 
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
-        with self._session.agree(lambda: _open(folder, self.mapping)) as checkpoint:
-            self._session.agree(lambda: self._load(checkpoint))
+        with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
+            self._session.run_or_raise_everywhere(lambda: self._load(checkpoint))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         for shard in self.shards:
@@ -103,10 +103,10 @@ class ModelWeights:
             else:
                 _stage(staged, folder, plan, private)
 
-        session.agree(lambda: stage() if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
-            identity = self._combine(session.agree(lambda: self._write(staged, plan)))
-            session.agree(lambda: publish() if session.rank == 0 else None)
+            identity = self._combine(session.run_or_raise_everywhere(lambda: self._write(staged, plan)))
+            session.run_or_raise_everywhere(lambda: publish() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)

@@ -61,7 +61,7 @@ class Probe:
     def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
         """Compute the log-probs and have rank 0, which has the receiver, send them."""
         by_replica = self._log_probs(version)
-        self._session.agree(lambda: self._send(version, fingerprint, by_replica, receiver))
+        self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
 
     def _tokens(self, version: int) -> list[int]:
         return probe.tokens_of(version, self._vocab_size, self._num_tokens)

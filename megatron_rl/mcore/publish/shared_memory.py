@@ -75,7 +75,7 @@ class SharedMemoryPublisher:
         # What the engines sample with, and what no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
-        session.agree(lambda: _own_folder(folder) if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
 
     def publish(self, version: int) -> str:
         """Return the fingerprint of what all engines now sample with."""
@@ -98,7 +98,7 @@ class SharedMemoryPublisher:
         told = in_background(lambda: self._send(message))
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
-        self.engines = self._session.agree_on(told.result)[0]
+        self.engines = self._session.gather_or_raise_everywhere(told.result)[0]
         # An engine that is restarted loads the current version; nobody wants the one before.
         if self._current != folder:
             self._spare = self._current

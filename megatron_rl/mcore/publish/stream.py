@@ -128,7 +128,7 @@ class StreamPublisher:
     def publish(self, version: int) -> str:
         """Return the fingerprint of what all engines now sample with."""
         fingerprint = self._weights.fingerprint(self._dtype)
-        joined = self._session.agree(lambda: self._join(version, fingerprint))
+        joined = self._session.run_or_raise_everywhere(lambda: self._join(version, fingerprint))
         if joined is None:
             for _ in self._model:
                 pass
@@ -138,7 +138,9 @@ class StreamPublisher:
         # The engines wait for it, with all of the weights: what was sent is off the device's queues.
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
-        taken = self._session.agree_on(lambda: None if joined is None else self._taken(version, *joined))[0]
+        taken = self._session.gather_or_raise_everywhere(
+            lambda: None if joined is None else self._taken(version, *joined)
+        )[0]
         assert taken is not None
         self.engines = taken
         return fingerprint

@@ -41,7 +41,7 @@ class NonFiniteGradient(MegatronRLError):
     """Gradients that no update can be made of."""
 
 
-def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer of the chunks that `wrap` returned, and what the schedules need to know of it."""
     optimizer = get_megatron_optimizer(
         copy.copy(settings.optimizer),
@@ -54,7 +54,7 @@ def optimizer_of(settings: Settings, wrapped: Sequence[DistributedDataParallel])
     return optimizer
 
 
-def schedule_of(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
+def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
     """Megatron's schedule of learning rate and weight decay, over all of a run's updates, one step an update."""
     schedule, config = settings.schedule, settings.optimizer
     decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
@@ -117,7 +117,7 @@ def apply_update(
     )
 
 
-def synchronized(wrapped: Sequence[DistributedDataParallel]) -> None:
+def force_param_sync(wrapped: Sequence[DistributedDataParallel]) -> None:
     """Bring parameters up to date that are otherwise gathered during the next forward pass."""
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:

@@ -10,11 +10,17 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.state import TrainState
-from megatron_rl.mcore.model.frozen import copy_weights, frozen
-from megatron_rl.mcore.model.gpt import PackedGPTModel, model_of, unwrap, wrap
+from megatron_rl.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, optimizer_of, schedule_of, synchronized
+from megatron_rl.mcore.step.optimizer import (
+    UpdateResult,
+    apply_update,
+    build_optimizer,
+    build_scheduler,
+    force_param_sync,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +44,18 @@ class Policy:
 
     def synchronize(self) -> None:
         """Bring parameters that are gathered late up to date, before anybody reads them."""
-        synchronized(self.wrapped)
+        force_param_sync(self.wrapped)
 
 
-def policy_of(settings: Settings, session: Session, num_updates: int) -> Policy:
+def build_policy(settings: Settings, session: Session, num_updates: int) -> Policy:
     """The policy with the weights of --hf-model, its optimizer untouched."""
-    chunks = model_of(settings)
+    chunks = build_model(settings)
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
     wrapped = wrap(chunks, settings.ddp)
-    optimizer = optimizer_of(settings, wrapped)
-    return Policy(chunks, wrapped, optimizer, schedule_of(settings, optimizer, num_updates), weights)
+    optimizer = build_optimizer(settings, wrapped)
+    return Policy(chunks, wrapped, optimizer, build_scheduler(settings, optimizer, num_updates), weights)
 
 
 class Reference:
@@ -92,10 +98,10 @@ class Reference:
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
-def reference_of(settings: Settings, session: Session, folder: Path) -> Reference:
+def build_reference(settings: Settings, session: Session, folder: Path) -> Reference:
     """The reference with the weights of a Hugging Face folder, of the policy's architecture."""
-    chunks = model_of(settings)
+    chunks = build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None
-    return Reference(frozen(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)
+    return Reference(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)

@@ -12,7 +12,7 @@ from megatron_rl.algorithm.objective import RoleLogProbs
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.mcore.step import schedule
-from megatron_rl.mcore.step.optimizer import synchronized
+from megatron_rl.mcore.step.optimizer import force_param_sync
 
 RoleLoss = Callable[[RoleLogProbs, Batch], torch.Tensor]
 """The sum of a micro-batch's losses, of its log-probs under each role."""
@@ -50,7 +50,7 @@ class SeparateRoles:
         if update == 1:
             # Megatron gathers parameters that are gathered late once after each backward pass. The old role's pass
             # came between it and the step, so the first pass after the step would run on what was gathered before.
-            synchronized(self._policy)
+            force_param_sync(self._policy)
         reference: dict[int, torch.Tensor] = {}
         is_computed = self._reference is not None and not (reference_is_policy and update == 0)
         if is_computed:

@@ -18,8 +18,8 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.packing import Pack
 from megatron_rl.data.slots import IterationSlots
-from megatron_rl.mcore.model.frozen import copy_weights, frozen
-from megatron_rl.mcore.model.gpt import model_of, unwrap
+from megatron_rl.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.mcore.model.gpt import build_model, unwrap
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step import schedule
 from megatron_rl.mcore.step.piggyback import Piggyback
@@ -123,7 +123,7 @@ class TriModel:
         return output
 
 
-def roles_of(
+def build_roles(
     settings: Settings, session: Session, policy: Policy, reference: Reference | None, num_updates: int
 ) -> TriModel | SeparateRoles:
     """The roles as --tri-model has them; with one update an iteration there is no room for an old policy."""
@@ -132,5 +132,5 @@ def roles_of(
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, chunks, temperature)
     host = session.platform if settings.loop.frozen_offload else None
-    old = frozen(model_of(settings), host) if num_updates > 1 else None
+    old = freeze(build_model(settings), host) if num_updates > 1 else None
     return TriModel(policy.wrapped, chunks, old, temperature)

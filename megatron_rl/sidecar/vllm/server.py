@@ -72,7 +72,7 @@ def run_folder(parent: str | None = None) -> Path:
 def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     eager = config.device == "cpu" if config.eager is None else config.eager
     command = [
-        config.python, "-m", "megatron_rl.sidecar.vllm.__main__",
+        config.python, "-m", "megatron_rl.sidecar.vllm.api_server",
         "--model", config.model,
         "--served-model-name", MODEL_NAME,
         "--uds", str(address),

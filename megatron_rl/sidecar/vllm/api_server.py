@@ -1,4 +1,4 @@
-"""vLLM's API server as an engine of ours: `python -m megatron_rl.sidecar.vllm.__main__ <flags of vLLM>`.
+"""vLLM's API server as an engine of ours: `python -m megatron_rl.sidecar.vllm.api_server <flags of vLLM>`.
 
 It differs in two ways: each of its processes ends with the one that started it (vLLM's core and workers live on when
 the API server is killed), and what it creates is for this user only.
@@ -9,7 +9,7 @@ import runpy
 
 from megatron_rl.sidecar.parent import tie
 
-# A process that multiprocessing spawns runs this module again, under this name.
+# A process that multiprocessing spawns runs this module again, under this name; not one that is called `__main__`.
 if __name__ == "__mp_main__":
     tie()
 
