@@ -15,6 +15,7 @@ from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
@@ -73,6 +74,7 @@ def train(
             prompts = _prompts(settings)
             startup.say(describe_prompts(prompts.num_rows, prompts.num_held_out, prompts.num_read))
             _check_weights(settings)
+            check_loaded_schedule(settings, _num_updates(settings))
             for note in (*settings.notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.sidecar is not None:
@@ -123,7 +125,7 @@ class Run:
         self._stack = stack
         assert settings.training.train_iters is not None
         self._num_iterations = settings.training.train_iters
-        self._policy = build_policy(settings, session, self._num_iterations * settings.sizes.plan.num_updates)
+        self._policy = build_policy(settings, session, _num_updates(settings))
         self._reference = _reference(settings, session)
         self._checkpoints = Checkpoints(
             settings,
@@ -304,6 +306,11 @@ def _prompts(settings: RunSettings) -> PromptSource:
             "or --eval-prompts, or drop it"
         )
     return prompts
+
+
+def _num_updates(settings: RunSettings) -> int:
+    assert settings.training.train_iters is not None
+    return settings.training.train_iters * settings.sizes.plan.num_updates
 
 
 def _check_weights(settings: Settings) -> None:

@@ -16,6 +16,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint import folders, sharded
 from megatron_rl.mcore.checkpoint import state as training_state
+from megatron_rl.mcore.checkpoint.schedule import SAVED, check_schedule
 from megatron_rl.mcore.checkpoint.sharded import Prepared
 from megatron_rl.mcore.checkpoint.state import CONTENT, TrainState
 from megatron_rl.mcore.session import Session
@@ -44,7 +45,7 @@ class Checkpointer:
     def __init__(self, settings: Settings, session: Session, state: TrainState, reference: Reference | None = None):
         """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
-        self._is_overriding = settings.schedule.override_opt_param_scheduler
+        self._schedule = settings.schedule
         self._session = session
         self._state = state
         self._reference = reference
@@ -141,7 +142,7 @@ class Checkpointer:
         training_state.apply_model(self._state, loaded, strict=not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(
-                lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding)
+                lambda: training_state.apply_optimizer(self._state, loaded, self._schedule.override_opt_param_scheduler)
             )
         else:
             self._state.optimizer.reload_model_params()
@@ -233,10 +234,12 @@ class Checkpointer:
         return None
 
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
-        if "optimizer" not in common or "opt_param_scheduler" not in common:
+        if "optimizer" not in common or SAVED not in common:
             raise InputError(
                 f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
             )
+        own = {name: value for name, value in self._state.schedule.state_dict().items() if name != "num_steps"}
+        check_schedule(own, common[SAVED], self._schedule, source)
         has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
         if has_several != (len(getattr(self._state.optimizer, "chained_optimizers", ())) > 1):
             size = "above 1" if has_several else "of 1"
