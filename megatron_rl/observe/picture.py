@@ -3,7 +3,8 @@
     megatron-rl picture RUN...                     as text
     megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
 
-RUN is a folder with metrics.jsonl, or such a file; LABEL=RUN gives it another name than the folder's.
+RUN is a folder with metrics.jsonl, such a file, or the folder that --save was given. LABEL=RUN gives it another name
+than the folder's.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
+from megatron_rl.observe.run_folder import find_run
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -27,7 +29,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-rl picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, its metrics.jsonl, or LABEL=either")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run, or LABEL=RUN",
+    )
     parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
     arguments = parser.parse_args(argv)
     files = _labelled(arguments.runs)
@@ -119,7 +126,7 @@ def _labelled(runs: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for run in runs:
         label, separator, text = run.partition("=")
-        path = Path(text if separator else run)
+        path = find_run(Path(text if separator else run), metrics.FILE_NAME)
         if not separator:
             label = (path if path.is_dir() else path.parent).resolve().name
         if label in files:
