@@ -61,6 +61,11 @@ class PromptSource:
         """The most tokens of a prompt, those held out included."""
 
     @property
+    def first(self) -> Prompt:
+        """The first row to train on, in the order of the files."""
+        return self._prompts[0]
+
+    @property
     def num_rows(self) -> int:
         return len(self._prompts)
 

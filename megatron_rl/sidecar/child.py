@@ -13,6 +13,7 @@ from megatron_rl.config.flag import Flag, text_of
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
+from megatron_rl.protocol.wire import Prompt
 from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
@@ -104,12 +105,15 @@ def given_address(settings: Settings) -> Address:
 class OwnSidecar:
     """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
 
-    def __init__(self, settings: SidecarSettings):
+    def __init__(self, settings: SidecarSettings, trial: Prompt | None = None):
+        """Before it starts engines it tries its rewards on the row `trial`."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
-        for name in (_ADDRESS, starting.FILE_NAME):
+        for name in (_ADDRESS, starting.FILE_NAME, starting.TRIAL_FILE):
             (folder / name).unlink(missing_ok=True)
+        if trial is not None:
+            starting.write_trial(folder / starting.TRIAL_FILE, trial)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.protocol.wire import Prompt, decode, encode
+from megatron_rl.rewards.types import RewardRequest
+
 FILE_NAME = "starting.json"
+TRIAL_FILE = "trial"
+# As many as tell a number for each from one for all.
+_MADE_UP = ("42", "This is a trial, and no answer.")
 # What takes longer than this without news is said to go on.
 _SILENCE_SECONDS = 15.0
 
@@ -28,6 +34,28 @@ def read(path: Path) -> Starting | None:
         return msgspec.json.decode(path.read_bytes(), type=Starting)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def write_trial(path: Path, prompt: Prompt) -> None:
+    """Hand the sidecar that is started next a row to try rewards on; open to the owner of the run's folder only."""
+    path.touch(mode=0o600)
+    path.write_bytes(encode(prompt))
+
+
+def take_trial(path: Path) -> RewardRequest | None:
+    """That row with made-up completions; None where there is none. The next sidecar does not find it again."""
+    try:
+        prompt = decode(path.read_bytes(), Prompt)
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return RewardRequest(
+        index=prompt.index,
+        prompt=prompt.text,
+        completions=_MADE_UP,
+        completion_ids=[[0]] * len(_MADE_UP),
+        columns=prompt.columns,
+    )
 
 
 class News:

@@ -78,7 +78,7 @@ def train(
             for note in (*settings.notes, *prompts.notes):
                 print(f"note: {note}", file=sys.stderr)
             if settings.sidecar is not None:
-                sidecar = OwnSidecar(settings.sidecar)
+                sidecar = OwnSidecar(settings.sidecar, prompts.first)
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.

@@ -287,6 +287,19 @@ def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(
 
 
 @pytest.mark.each_change
+def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_before_an_engine_is_started(world, tmp_path):
+    reward = tmp_path / "target.py"
+    reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
+    folder = world.folder / "column"
+    with loop.running(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
+        assert ranks.wait() == [2], ranks.text()
+    assert "--reward f: it asks for target, and the data has no such column (it has answer): rename" in ranks.text()
+    assert "--reward-on-error" not in ranks.text()
+    assert not (folder / "r" / "starting.json").exists()
+    assert not (folder / "r" / "trial").exists()
+
+
+@pytest.mark.each_change
 def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')

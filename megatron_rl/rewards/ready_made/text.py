@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.rewards.types import GIVEN
+from megatron_rl.rewards.types import GIVEN, MissingColumn
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -15,5 +15,8 @@ def column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> Sequ
     """A column of the data; the error says which there are."""
     if name not in columns:
         there = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
-        raise ValueError(f"the data has no column {name} (it has {there}); write --reward {reward}:COLUMN")
+        raise MissingColumn(
+            f"the data has no column {name} (it has {there}): write --answer-key COLUMN for the column that holds the "
+            f"answer, or --reward {reward}:COLUMN"
+        )
     return columns[name]
