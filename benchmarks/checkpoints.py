@@ -16,7 +16,7 @@ from megatron_rl.weights.mapping import Mapping
 
 def make(folder: Path, architecture: Architecture) -> int:
     """Write a Hugging Face folder, tokenizer included, and return the bytes of its weights."""
-    plan = files.Plan(Mapping(architecture).manifest())
+    plan = files.FilePlan(Mapping(architecture).manifest())
     files.create(folder, plan)
     with files.Writer(folder, plan) as writer:
         for spec in plan.specs.values():

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
 from megatron_rl.ops.shared_prompt.backends import gather
-from megatron_rl.ops.shared_prompt.layout import Layout, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 
 # Matrix products in bf16 on an H200.
 FLOPS_PER_MS = 790e9
@@ -56,7 +56,8 @@ class Shape:
         if not is_shared:
             return self._flops_of(length * (length + 1) // 2 for length in self.sequences)
         return self._flops_of(
-            strand.rows.length * (2 * strand.num_keys - strand.rows.length + 1) // 2 for strand in strands(self.layout)
+            strand.rows.length * (2 * strand.num_keys - strand.rows.length + 1) // 2
+            for strand in find_strands(self.layout)
         )
 
     def _flops_of(self, pairs: Iterator[int]) -> float:

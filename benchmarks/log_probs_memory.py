@@ -16,7 +16,7 @@ import torch
 from benchmarks import report
 from megatron_rl import platforms
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
-from tests.naive_log_probs import log_probs_and_entropy
+from tests.naive_log_probs import naive_log_probs
 from tests.ranks import run_ranks
 
 
@@ -80,7 +80,7 @@ def _times(rounds: int) -> dict[str, list[float]]:
         return output_log_probs(hidden_NE, weight_VE, targets_N, VocabularyShard(0, MODERATE.vocab_size))
 
     def naive() -> torch.Tensor:
-        return log_probs_and_entropy(hidden_NE, weight_VE, targets_N, MODERATE.vocab_size, 1.0)[0]
+        return naive_log_probs(hidden_NE, weight_VE, targets_N, MODERATE.vocab_size, 1.0)
 
     times: dict[str, list[float]] = {"fused": [], "naive": []}
     for round_number in range(rounds + 1):

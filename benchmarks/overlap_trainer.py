@@ -7,45 +7,27 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.arguments.command_line import parse_run
 from megatron_rl.observe.metrics import read
-from megatron_rl.protocol.wire import Mismatch
 
 
 def main() -> None:
     out, schedules, *words = sys.argv[1:]
     settings = parse_run(words)
     from megatron_rl.data.slots import IterationSlots
-    from megatron_rl.training.build import Run, train
+    from megatron_rl.mcore.session import Session
+    from megatron_rl.training.build import train
     from megatron_rl.training.learner import Learned, Learner
-    from megatron_rl.training.rollouts import Periodic, Rollouts, Sync
+    from megatron_rl.training.rollouts import SCHEDULES
 
     seconds: list[float] = []
 
-    class InTurns:
+    def in_turns(slots: IterationSlots, session: Session) -> None:
         """Even iterations are synchronous."""
-
-        def __init__(self, sync: Rollouts, periodic: Rollouts):
-            self._rollouts = (sync, periodic)
-            self.audit_head = ""
-
-        def iteration(self, version: int, fingerprint: str) -> AbstractContextManager[IterationSlots]:
-            return self._rollouts[version % 2].iteration(version, fingerprint)
-
-        def complete(self, version: int, mismatch: Mismatch) -> None:
-            self._rollouts[version % 2].complete(version, mismatch)
-
-    class Alternating(Run):
-        def rollouts(self, waiting: Callable[[], AbstractContextManager]) -> Rollouts:
-            sync = self.rollouts_of(self._sizes.division, Sync(self._session), waiting)
-            if schedules == "sync":
-                return sync
-            periodic = self.rollouts_of(self._sizes.division, Periodic(), waiting)
-            return InTurns(sync, periodic)  # type: ignore[return-value] # all that the trainer uses
+        SCHEDULES["periodic" if slots.identity.version % 2 else "sync"](slots, session)
 
     learn = Learner.learn
 
@@ -69,7 +51,7 @@ def main() -> None:
         return learned
 
     Learner.learn = timed  # type: ignore[method-assign]
-    train(settings, Alternating)
+    train(settings, schedule=SCHEDULES["sync"] if schedules == "sync" else in_turns)
     folder = settings.rollout.folder
     assert folder is not None
     Path(out).write_text(json.dumps(_iterations(folder, seconds, schedules == "sync")))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks import report, shared_prompt_step
 from megatron_rl.data.packing import pack_groups, separated
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend, choose
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend, find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.ranks import run_ranks
 
@@ -97,7 +97,7 @@ def main() -> None:
 def layout_times() -> list[float]:
     """Milliseconds that a large micro-batch's layout takes, with everything that attention looks up of it."""
     groups = [Group.ragged(512 + number, 256, 16) for number in range(64)]
-    prepare = backend(choose("auto", Conditions("cpu", torch.float32)).name).prepare
+    prepare = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).prepare
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -125,7 +125,7 @@ def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
 def compare(group: Group) -> list[float]:
     """How many times faster the shared prompt is, round by round."""
     layout = Layout.of_groups([(group.prompt, group.responses)])
-    attention = backend(choose("auto", Conditions("cpu", torch.float32)).name).attention
+    attention = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).attention
     ways = {
         "shared": Way(layout.num_tokens, lambda q, k, v: attention(q, k, v, layout, HEAD_DIM**-0.5, None)),
         "looped": Way(sum(group.sequences), lambda q, k, v: one_by_one(q, k, v, group.sequences)),

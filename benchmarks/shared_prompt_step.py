@@ -7,9 +7,9 @@ import copy
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -66,8 +66,8 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
     draw = np.random.default_rng(0)
     responses = [
         wire.Response(
-            tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
-            log_probs=wire.log_prob_bytes(np.full(response, -9.0)),
+            tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
+            log_probs=wire.encode_log_probs(np.full(response, -9.0)),
             finish_reason="stop",
             seed=number,
             engine="0",
@@ -79,7 +79,7 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
     ]
     part = wire.GroupPart(
         prompt_index=0, row="row", first_response=0, responses=responses,
-        prompt_tokens=wire.token_bytes(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
+        prompt_tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
         rewards=[one.reward for one in responses],
     )  # fmt: skip
     return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
@@ -91,7 +91,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     from megatron_rl.arguments.plan import sizes_of
     from megatron_rl.data.slots import Identity, IterationSlots
     from megatron_rl.mcore.step.policy import build_policy
-    from megatron_rl.mcore.step.tri_model import build_roles
+    from megatron_rl.mcore.step.roles import build_roles
     from megatron_rl.training.learner import Learner
     from megatron_rl.training.rollouts import build_batcher
 
@@ -116,7 +116,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_rl.mcore.model.gpt import wrap
-    from megatron_rl.mcore.step import schedule
+    from megatron_rl.mcore.step.forward_step import ForwardStep, loss_scale, run_schedule
     from megatron_rl.mcore.step.optimizer import apply_update, build_optimizer, build_scheduler
 
     config = copy.copy(settings.transformer)
@@ -136,14 +136,17 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     learning_rates = build_scheduler(settings, optimizer, settings.training.train_iters)
     batch = Sequences.of(slot)
 
-    def compute(chunk: torch.nn.Module, micro_batch: Sequences) -> tuple[torch.Tensor, Callable]:
-        losses_BS = chunk(
-            micro_batch.tokens_BS, micro_batch.positions_BS, micro_batch.hidden_11SS, labels=micro_batch.labels_BS
-        )
-        return losses_BS, lambda losses_BS: (losses_BS * micro_batch.weights_BS).sum()
+    class BatchStep(ForwardStep):
+        def forward_step(self, data_iterator: Iterator[Sequences], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = next(data_iterator)
+            output_tensor = model(batch.tokens_BS, batch.positions_BS, batch.hidden_11SS, labels=batch.labels_BS)
+            return output_tensor, self.loss_func
+
+        def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            return (output_tensor * batch.weights_BS).sum() * loss_scale(1), {}
 
     def step() -> None:
-        schedule.train(wrapped, [batch], compute)
+        run_schedule(BatchStep(), wrapped, [batch])
         apply_update(optimizer, learning_rates, wrapped, 1.0 / batch.weights_BS.count_nonzero().item())
 
     return step
@@ -162,8 +165,8 @@ class Sequences:
     @classmethod
     def of(cls, slot: wire.Slot) -> "Sequences":
         (part,) = slot.parts
-        prompt = wire.tokens_of(part.prompt_tokens)
-        rows = [np.concatenate([prompt, wire.tokens_of(response.tokens)]) for response in part.responses]
+        prompt = wire.decode_tokens(part.prompt_tokens)
+        rows = [np.concatenate([prompt, wire.decode_tokens(response.tokens)]) for response in part.responses]
         tokens_BS = torch.from_numpy(np.stack(rows).astype(np.int64))
         length = tokens_BS.shape[1]
         advantages_B1 = torch.tensor(part.rewards)[:, None] - float(np.mean(part.rewards))

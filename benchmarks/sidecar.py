@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.connection import Connection
 from megatron_rl.protocol import wire
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
-from megatron_rl.sidecar.http import application, serve
+from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from tests.sidecar.scripted_service import Engines, RewardLength, weights
@@ -89,7 +89,7 @@ def _service(socket: Path, connection: Pipe) -> None:
 
 async def _serve(service: RolloutService, socket: Path, connection: Pipe) -> None:
     ended = asyncio.Event()
-    server = asyncio.create_task(serve(application(service, TOKEN, ended.set), uds=socket, until=ended))
+    server = asyncio.create_task(serve(build_application(service, TOKEN, ended.set), uds=socket, until=ended))
     while not socket.exists():
         await asyncio.sleep(0.01)
     connection.send("ready")
@@ -107,7 +107,7 @@ async def _pull(socket: Path, num_groups: int) -> float:
         num_prompts=num_groups, group_size=GROUP_SIZE, num_replicas=NUM_REPLICAS, micro_batch_size=GROUP_SIZE
     )
     prompts = [
-        wire.Prompt(index=index, row=str(index), tokens=wire.token_bytes(range(index, index + 64)))
+        wire.Prompt(index=index, row=str(index), tokens=wire.encode_tokens(range(index, index + 64)))
         for index in range(num_groups)
     ]
     submission = wire.Submission(

@@ -21,8 +21,8 @@ from benchmarks import checkpoints
 from benchmarks.connection import Connection
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
-from megatron_rl.sidecar.engines.engine import GroupRequest
-from megatron_rl.sidecar.vllm.answers import Limits, body
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.vllm.answers import Limits, build_request
 from megatron_rl.types import Architecture
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar
 from tests.sidecar.vllm_models import in_shared_memory
@@ -97,7 +97,7 @@ def _published(client: RolloutClient, run: str, model: Path, version: int) -> It
 def _service(client: RolloutClient, run: str, weights: wire.Weights) -> float:
     version = weights.version
     prompts = [
-        wire.Prompt(index=index, row=str(index), tokens=wire.token_bytes(_prompt(version, index)))
+        wire.Prompt(index=index, row=str(index), tokens=wire.encode_tokens(_prompt(version, index)))
         for index in range(NUM_GROUPS)
     ]
     submission = wire.Submission(
@@ -125,7 +125,7 @@ def _bare(socket: Path, concurrency: int, weights: wire.Weights) -> float:
             seed=1 + GROUP_SIZE * (index + NUM_GROUPS * number),
             sampling=SAMPLING,
         )
-        bodies.append(msgspec.json.encode(body(request, _LIMITS, "bare")))
+        bodies.append(msgspec.json.encode(build_request(request, _LIMITS, "bare")))
     return asyncio.run(_ask_all(socket, concurrency, bodies))
 
 

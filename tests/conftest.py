@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 
 from megatron_rl import platforms
-from megatron_rl.platforms.base import KNOWN_WARNINGS
+from megatron_rl.platforms import KNOWN_WARNINGS
 
 
 def pytest_configure(config: pytest.Config) -> None:

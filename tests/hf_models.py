@@ -73,7 +73,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     )
 
 
-def log_probs_of(model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0) -> list[torch.Tensor]:
+def decode_log_probs(
+    model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0
+) -> list[torch.Tensor]:
     """Of each token of each sequence but the first, with gradients, the softmax in float32 at least."""
     # No token sees what fills the shorter ones up behind it.
     ids_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
@@ -88,7 +90,7 @@ def log_probs(
 ) -> list[torch.Tensor]:
     """transformers' log-prob of each token of each sequence but the first."""
     with torch.no_grad(), everything_in(dtype):
-        return log_probs_of(load(folder, dtype), sequences, temperature)
+        return decode_log_probs(load(folder, dtype), sequences, temperature)
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -6,11 +6,10 @@ Letters: N targets, E hidden size, V columns of the vocabulary.
 import torch
 
 
-def log_probs_and_entropy(
+def naive_log_probs(
     hidden_NE: torch.Tensor, weight_VE: torch.Tensor, targets_N: torch.Tensor, vocab_size: int, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """At each row's target, and of each row; of the columns below `vocab_size`, in float32 at least."""
+) -> torch.Tensor:
+    """At each row's target, of the columns below `vocab_size`, in float32 at least."""
     logits_NV = torch.nn.functional.linear(hidden_NE, weight_VE[:vocab_size])
     log_probs_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(dim=1)
-    entropy_N = -(log_probs_NV.detach().exp() * log_probs_NV.detach()).sum(dim=1)
-    return log_probs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+    return log_probs_NV.gather(1, targets_N[:, None])[:, 0]

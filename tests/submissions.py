@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import derive_group_seed
 from megatron_rl.protocol.wire import (
     Group,
     Plan,
@@ -14,8 +14,8 @@ from megatron_rl.protocol.wire import (
     Sampling,
     Span,
     Submission,
-    log_prob_bytes,
-    token_bytes,
+    encode_log_probs,
+    encode_tokens,
 )
 
 FINGERPRINT = "f" * 64
@@ -47,7 +47,7 @@ def make_plan(**changes: Any) -> Plan:
 def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
     """Prompt i is the tokens [i, i + 1]."""
     plan = plan or make_plan()
-    prompts = [Prompt(index=i, row=f"row-{i}", tokens=token_bytes([i, i + 1])) for i in range(plan.num_prompts)]
+    prompts = [Prompt(index=i, row=f"row-{i}", tokens=encode_tokens([i, i + 1])) for i in range(plan.num_prompts)]
     values = {
         "run": "run",
         "version": 3,
@@ -63,11 +63,11 @@ def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
 
 def make_group(submission: Submission, prompt: int, num_tokens: int = 3, engine: str = "engine-0") -> Group:
     """The group that answers a prompt; response j has reward j."""
-    seed = group_seed(submission.run, submission.version, prompt)
+    seed = derive_group_seed(submission.run, submission.version, prompt)
     responses = [
         Response(
-            tokens=token_bytes(range(prompt + j, prompt + j + num_tokens)),
-            log_probs=log_prob_bytes([-0.5 - j] * num_tokens),
+            tokens=encode_tokens(range(prompt + j, prompt + j + num_tokens)),
+            log_probs=encode_log_probs([-0.5 - j] * num_tokens),
             finish_reason="stop",
             seed=seed + j,
             engine=engine,

@@ -16,7 +16,7 @@ from megatron_rl.arguments.table import Given
 from megatron_rl.config.flag import Flag, Kind, flags_of, index, meant, nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops.shared_prompt import Choice, Conditions, choose
+from megatron_rl.ops.shared_prompt import Choice, Conditions, choose_backend
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
@@ -252,7 +252,7 @@ def _choice_of(settings: Settings) -> Choice:
     """What `--shared-prompt-backend` comes to on this platform, in this precision, for this model."""
     device = platforms.select(settings.platform).device_type
     conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
-    return choose(settings.attention.backend, conditions)
+    return choose_backend(settings.attention.backend, conditions)
 
 
 def _world_size() -> int | None:

@@ -8,7 +8,7 @@ from megatron_rl.arguments import generated, resolve, table
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, text_of
 from megatron_rl.config.settings import Subjects
-from megatron_rl.sidecar.child import words_of
+from megatron_rl.sidecar.child import write_words
 
 # The name of a value, the value, and where it came from.
 Row = tuple[str, str, str]
@@ -35,7 +35,7 @@ def _sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
         yield name, _built_rows(name, getattr(settings, name), settings.sources)
     yield "iteration", _iteration_rows(settings)
     if settings.sidecar is not None:
-        words = words_of(settings.sidecar)
+        words = write_words(settings.sidecar)
         yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
 
 

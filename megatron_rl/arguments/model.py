@@ -80,7 +80,7 @@ def from_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     architecture = Architecture(family="", **fields)
     if problems:
         return architecture, problems
-    return dataclasses.replace(architecture, family=families.infer(architecture)), []
+    return dataclasses.replace(architecture, family=families.infer_family(architecture)), []
 
 
 def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
@@ -188,8 +188,8 @@ def _key(architecture: Architecture, path: str) -> str:
     if subject == "rope":
         return _ROPE_KEYS.get(field, field)
     if subject != "experts":
-        return families.config_key(path)
-    keys = families.family(architecture.family).experts
+        return families.find_config_key(path)
+    keys = families.find_family(architecture.family).experts
     if keys is None or field == "num_experts":
         return keys.num_experts[0] if keys else "num_experts"
     return {"num_active": keys.num_active, "ffn_hidden_size": keys.ffn_hidden_size}.get(

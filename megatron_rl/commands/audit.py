@@ -20,7 +20,7 @@ from megatron_rl.observe.run_folder import find_run
 from megatron_rl.records.audit_chain import Breach
 from megatron_rl.records.audit_check import Report, verify
 from megatron_rl.records.audit_log import FILE_NAME
-from megatron_rl.records.audit_samples import kept
+from megatron_rl.records.audit_samples import read_kept
 
 if TYPE_CHECKING:
     from megatron_rl.commands.rescore import Outcome
@@ -74,7 +74,7 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
 
     # Who samples does not know the head of a log that is not finished, and so not which responses will be chosen.
     outcome = rescore(
-        kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
+        read_kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
     )
     _print_outcome(report, outcome)
     if not outcome.versions and not outcome.breaches:

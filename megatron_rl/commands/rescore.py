@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import log_probs_of, tokens_of
+from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.records.audit_chain import Breach, BreachName
-from megatron_rl.records.audit_samples import Kept, Sample, choose
+from megatron_rl.records.audit_samples import Kept, Sample, choose_samples
 from megatron_rl.weights.families import read_architecture
-from megatron_rl.weights.fingerprint import digest, fingerprint
+from megatron_rl.weights.files import Checkpoint
+from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.weights.mapping import Mapping
-from megatron_rl.weights.reader import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,9 +61,9 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
     reasons, breaches = dict(kept.reasons), list(kept.breaches)
     folders: dict[int, Path] = {}
     for version in kept.samples:
-        folder = _folder_of(checkpoints, version)
+        folder = _find_folder(checkpoints, version)
         try:
-            held = _fingerprint_of(folder)
+            held = _read_fingerprint(folder)
         except InputError as error:
             reasons[version] = str(error) if folder.exists() else f"there is no checkpoint {folder}"
             continue
@@ -72,7 +72,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
         else:
             reasons[version] = f"{folder} holds other weights"
             breaches.append(_other_checkpoint(kept, version, folder, held))
-    chosen = choose({version: kept.samples[version] for version in folders}, count, seed)
+    chosen = choose_samples({version: kept.samples[version] for version in folders}, count, seed)
     results = []
     for version, folder in folders.items():
         samples = [sample for sample in chosen if sample.version == version]
@@ -96,24 +96,24 @@ def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray
     return (chosen_T - logits_TV.logsumexp(-1)).numpy()
 
 
-def _fingerprint_of(folder: Path) -> str:
+def _read_fingerprint(folder: Path) -> str:
     """The fingerprint of the weights in a folder, as a publish of them would have it."""
     mapping = Mapping(read_architecture(folder))
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(mapping)
         specs = mapping.manifest()
-        return fingerprint(specs, {spec.name: digest(checkpoint.tensor(spec.name)).tolist() for spec in specs})
+        return compute_fingerprint(specs, {spec.name: digest(checkpoint.tensor(spec.name)).tolist() for spec in specs})
 
 
-def _folder_of(checkpoints: Path, version: int) -> Path:
+def _find_folder(checkpoints: Path, version: int) -> Path:
     return checkpoints / f"iter_{version:07d}"
 
 
 def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
     """The checkpoint of the version before, where there is one and it is another policy."""
-    folder, published = _folder_of(checkpoints, version - 1), kept.fingerprints.get(version - 1)
+    folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
-        held = _fingerprint_of(folder)
+        held = _read_fingerprint(folder)
     except InputError:
         return None
     return folder if held == published != kept.fingerprints[version] else None
@@ -157,8 +157,8 @@ def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray
 
 def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
     """Of each token; infinite where what the engine reported cannot be of this model at all."""
-    prompt, response = tokens_of(sample.prompt_tokens), tokens_of(sample.response.tokens)
-    reported = log_probs_of(sample.response.log_probs)
+    prompt, response = decode_tokens(sample.prompt_tokens), decode_tokens(sample.response.tokens)
+    reported = decode_log_probs(sample.response.log_probs)
     everything = np.concatenate([prompt, response])
     if len(reported) != len(response) or everything.min() < 0 or everything.max() >= model.config.vocab_size:
         return np.full(len(response), math.inf)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.data.packing import Pack, Tokens, pack_groups, separated
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.protocol.wire import GroupPart, Slot, log_probs_of, tokens_of
+from megatron_rl.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Batcher:
         """The slot's groups in one pack, in their order."""
         responses = [response for part in slot.parts for response in part.responses]
         groups: list[tuple[Tokens, list[Tokens]]] = [
-            (tokens_of(part.prompt_tokens), [tokens_of(response.tokens) for response in part.responses])
+            (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])
             for part in slot.parts
         ]
         pack = pack_groups(
@@ -79,13 +79,13 @@ class Batcher:
             ]
             for part in slot.parts
         ]
-        engine = np.concatenate([log_probs_of(response.log_probs) for response in responses])
+        engine = np.concatenate([decode_log_probs(response.log_probs) for response in responses])
         return Batch(
             replica=slot.replica,
             index=slot.index,
             pack=pack,
             engine_log_probs_N=torch.from_numpy(engine.astype(np.float32)),
             advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
-            lengths_S=torch.tensor([len(tokens_of(response.tokens)) for response in responses]),
+            lengths_S=torch.tensor([len(decode_tokens(response.tokens)) for response in responses]),
             parts=tuple(slot.parts),
         )

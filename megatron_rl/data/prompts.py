@@ -13,7 +13,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.protocol.wire import Prompt, tokens_of
+from megatron_rl.protocol.wire import Prompt, decode_tokens
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class PromptSource:
         """What a person should know of the data, each said once."""
         self.fingerprint = _fingerprint(self._prompts)
         """Of the rows to train on: their identities and tokens, in order."""
-        self.longest_prompt = max(len(tokens_of(prompt.tokens)) for prompt in (*prompts, *held_out))
+        self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
         """The most tokens of a prompt, those held out included."""
 
     @property
@@ -197,7 +197,7 @@ def _fitting(
     limit = config.max_prompt_tokens
     prompts = []
     for row, prompt in zip(rows, tokenizer.prompts(rows), strict=True):
-        length = len(tokens_of(prompt.tokens))
+        length = len(decode_tokens(prompt.tokens))
         if limit is not None and length > limit:
             continue
         if length > longest:

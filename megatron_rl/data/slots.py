@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol.provenance import version_tag
+from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Slot
 
@@ -135,7 +135,7 @@ def check(slot: Slot, identity: Identity) -> None:
     found = Identity(slot.run, slot.version, slot.fingerprint)
     if found != identity:
         raise SlotRefused(f"{name} is of {found}, wanted {identity}")
-    tag = version_tag(identity.version)
+    tag = tag_version(identity.version)
     for part in slot.parts:
         for response in part.responses:
             num_tokens = len(response.tokens) // 4

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompt_files import Row
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.protocol.wire import JSON, Prompt, token_bytes
+from megatron_rl.protocol.wire import JSON, Prompt, encode_tokens
 
 _ROWS_AT_A_TIME = 1024
 
@@ -55,7 +55,7 @@ class PromptTokenizer:
             batch = rows[start : start + _ROWS_AT_A_TIME]
             texts = [self._text(row) for row in batch]
             for row, text, tokens in zip(batch, texts, self._tokens(batch, texts), strict=True):
-                yield Prompt(index=0, row=row.identity, tokens=token_bytes(tokens), text=text, columns=row.columns)
+                yield Prompt(index=0, row=row.identity, tokens=encode_tokens(tokens), text=text, columns=row.columns)
 
     def _text(self, row: Row) -> str | list[JSON]:
         """The prompt as the model gets it: text, or all messages of a chat."""

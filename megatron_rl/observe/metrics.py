@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.observe.line_file import LineFile, read_lines
 from megatron_rl.observe.timeline import START, WHOLE
+from megatron_rl.records.append_file import LineFile, read_lines
 
 FILE_NAME = "metrics.jsonl"
 # The object that holds durations and throughputs: all that differs between two runs of the same thing.

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.observe.line_file import LineFile
 from megatron_rl.observe.metrics import plain
+from megatron_rl.records.append_file import LineFile
 
 FILE_NAME = "samples.jsonl"
 

@@ -54,37 +54,14 @@ def output_log_probs(
     vocabulary gives NaN: what is not a token has no probability. `block_columns` is for tests; the results differ
     by rounding.
     """
-    return _apply(hidden_NE, weight_VE, targets_N, shard, temperature, block_columns, with_entropy=False)[0]
-
-
-def output_log_probs_and_entropy(
-    hidden_NE: torch.Tensor,
-    weight_VE: torch.Tensor,
-    targets_N: torch.Tensor,
-    shard: VocabularyShard,
-    temperature: float = 1.0,
-    block_columns: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and each row's entropy in nats, through which no gradient flows."""
-    return _apply(hidden_NE, weight_VE, targets_N, shard, temperature, block_columns, with_entropy=True)
-
-
-def _apply(
-    hidden_NE: torch.Tensor,
-    weight_VE: torch.Tensor,
-    targets_N: torch.Tensor,
-    shard: VocabularyShard,
-    temperature: float,
-    block_columns: int | None,
-    with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it must be above 0")
     if block_columns is None:
         # Whole multiples of 128 suit matrix units.
         block_columns = max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, len(hidden_NE)) // 128 * 128)
     columns = _Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns, temperature)
-    return _LogProbs.apply(hidden_NE, weight_VE, columns, with_entropy)
+    log_probs_N: torch.Tensor = _LogProbs.apply(hidden_NE, weight_VE, columns)
+    return log_probs_N
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +93,12 @@ class _Columns:
 class _Statistics:
     """What the columns that were added so far amount to, a number a row."""
 
-    def __init__(self, like_NE: torch.Tensor, with_entropy: bool) -> None:
+    def __init__(self, like_NE: torch.Tensor) -> None:
         dtype = _statistics_dtype(like_NE)
-        self.with_entropy = with_entropy
         # Finite, so that a rank without a real column contributes zeros and not NaN.
         self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
-        # Sums over columns of exp(logit - max), and of that times (logit - max).
+        # The sum over columns of exp(logit - max).
         self.sum_N = torch.zeros_like(self.max_N)
-        self.weighted_N = torch.zeros_like(self.max_N)
         self.chosen_N = torch.zeros_like(self.max_N)
         self.num_holders_N = torch.zeros_like(self.max_N)
 
@@ -132,55 +107,37 @@ class _Statistics:
         self.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
         self.num_holders_N += is_here_N1[:, 0]
         self._raise_max(torch.maximum(self.max_N, scaled_NC.amax(dim=1)))
-        if not self.with_entropy:
-            self.sum_N += scaled_NC.sub_(self.max_N[:, None]).exp_().sum(dim=1)
-            return
-        below_max_NC = scaled_NC.sub_(self.max_N[:, None])
-        exp_NC = below_max_NC.exp()
-        self.sum_N += exp_NC.sum(dim=1)
-        self.weighted_N += exp_NC.mul_(below_max_NC).sum(dim=1)
+        self.sum_N += scaled_NC.sub_(self.max_N[:, None]).exp_().sum(dim=1)
 
     def reduce(self, shard: VocabularyShard) -> None:
         """Add the columns of all ranks: two reductions, however many blocks there were."""
         self._raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
         # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
-        sums = (self.sum_N, self.chosen_N, self.num_holders_N, *((self.weighted_N,) if self.with_entropy else ()))
-        self.sum_N, self.chosen_N, self.num_holders_N, *rest = shard.all_reduce(torch.stack(sums)).unbind()
-        if rest:
-            self.weighted_N = rest[0]
+        sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N))
+        self.sum_N, self.chosen_N, self.num_holders_N = shard.all_reduce(sums).unbind()
 
     def log_probs(self) -> torch.Tensor:
         log_probs_N = (self.chosen_N - self.max_N) - self.sum_N.log()
         return log_probs_N.masked_fill(self.num_holders_N == 0, float("nan"))
 
-    def entropy(self) -> torch.Tensor:
-        return self.sum_N.log() - self.weighted_N / self.sum_N
-
     def _raise_max(self, max_N: torch.Tensor) -> None:
-        change_N = self.max_N - max_N
-        scale_N = change_N.exp()
-        self.weighted_N = (self.weighted_N + change_N * self.sum_N) * scale_N
-        self.sum_N = self.sum_N * scale_N
+        self.sum_N = self.sum_N * (self.max_N - max_N).exp()
         self.max_N = max_N
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, columns: _Columns, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        statistics = _Statistics(hidden_NE, with_entropy)
+    def forward(ctx: Any, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, columns: _Columns) -> torch.Tensor:
+        statistics = _Statistics(hidden_NE)
         for block in columns.blocks():
             statistics.add(columns.scaled_logits(hidden_NE, weight_VE, block), *columns.targets_in(block))
         statistics.reduce(columns.shard)
         ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N)
         ctx.columns = columns
-        entropy_N = statistics.entropy() if with_entropy else statistics.max_N.new_empty(0)
-        ctx.mark_non_differentiable(entropy_N)
-        return statistics.log_probs(), entropy_N
+        return statistics.log_probs()
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Blocks are of columns because each then has the whole gradient of its rows of the weight.
 
         That is written once, in the weight's dtype, where blocks of targets would need a sum of the weight's size in
@@ -207,7 +164,7 @@ class _LogProbs(torch.autograd.Function):
             del grad_NC
         if grad_weight_VE is not None:
             grad_weight_VE[columns.num_real :] = 0
-        return grad_hidden_NE.to(hidden_NE.dtype) if grad_hidden_NE is not None else None, grad_weight_VE, None, None
+        return grad_hidden_NE.to(hidden_NE.dtype) if grad_hidden_NE is not None else None, grad_weight_VE, None
 
 
 def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -3,13 +3,153 @@
 This is the one place that changes torch or megatron, and the only one beside ops/ that knows CUDA and NPU by name.
 """
 
+import abc
+import dataclasses
 import functools
 import importlib.util
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
-from megatron_rl.errors import UsageError
-from megatron_rl.platforms.base import MemoryFigures, Platform
+import torch
 
-__all__ = ["NAMES", "MemoryFigures", "Platform", "select"]
+from megatron_rl import versions
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
+
+# The platform that this process is set up for; a process can be set up for one only.
+_installed: "Platform | None" = None
+
+# What megatron says at every import where an optional package is missing (`megatron-rl doctor` says it once), of
+# defaults of its own, and of modules and functions of its own and of torch that it still uses. Beginnings of messages.
+KNOWN_WARNINGS = (
+    ".*(Apex|Transformer Engine).*not installed.*",
+    "full scope is deprecated.*",
+    "Please use DTensor instead.*",
+    "`load_state_dict` is deprecated.*",
+    "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    "The following imports from `dynamic_context.py` will be removed",
+    "The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "If you are using transformer_engine as the transformer implementation, the core_attn is from",
+    "MLP requires ffn_hidden_size, but it was not provided",
+    "Warning. tp_group is None, using default tp group",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes of the memory that tensors of this process live in."""
+
+    allocated: int
+    peak: int
+    total: int
+
+
+class Platform(abc.ABC):
+    """The operations on a kind of device that the rest of the package calls, and no others."""
+
+    name: ClassVar[str]
+    # The type of a torch.device here.
+    device_type: ClassVar[str]
+    collective_backend: ClassVar[str]
+    # The ways in which weights can reach an engine, the one that needs least first.
+    weight_transports: ClassVar[tuple[str, ...]]
+
+    def install(self) -> None:
+        """Make megatron usable here. Call it before the first import of megatron; a second call does nothing."""
+        global _installed
+        if _installed is self:
+            return
+        if _installed is not None:
+            raise PlatformError(
+                f"this process is already set up for the platform {_installed.name!r} and cannot change to "
+                f"{self.name!r}; start another process"
+            )
+        if any(name == "megatron" or name.startswith("megatron.") for name in sys.modules):
+            raise PlatformError(
+                f"megatron was imported before the platform {self.name!r} was installed; call "
+                f"megatron_rl.platforms.select({self.name!r}).install() before the first import of megatron"
+            )
+        versions.check()
+        for message in KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        self._prepare()
+        install_patches([*FIXES, *self._megatron_patches()])
+        self._after_install()
+        _installed = self
+
+    def patches(self) -> list[tuple[str, str]]:
+        """What `install` changes, each with its reason, for people to read."""
+        return [(patch.name, patch.reason) for patch in (*FIXES, *self._megatron_patches())]
+
+    def _prepare(self) -> None:
+        """What must happen before any hook into megatron's import stands."""
+
+    def _megatron_patches(self) -> tuple[Patch, ...]:
+        return ()
+
+    def _after_install(self) -> None:
+        """What must happen once the hooks stand."""
+
+    @property
+    @abc.abstractmethod
+    def unsupported_fusions(self) -> Mapping[str, bool]:
+        """Fields of megatron's TransformerConfig that ask for a kernel which is not here, with the value to give."""
+
+    @abc.abstractmethod
+    def set_device(self, local_rank: int) -> None:
+        """Bind this process to its device."""
+
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """The device this process is bound to."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was queued on the device is done."""
+
+    @abc.abstractmethod
+    def stream(self) -> Any:
+        """A new queue of work beside the current one."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Any:
+        """The queue that operations go to."""
+
+    @abc.abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager:
+        """Operations inside go to that queue."""
+
+    @abc.abstractmethod
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        """The same in the host's memory, from where the device copies it while it computes."""
+
+    @abc.abstractmethod
+    def event(self) -> Any:
+        """A new marker that can be recorded in a queue and waited for."""
+
+    @abc.abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """The state of the device's random numbers."""
+
+    @abc.abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Continue the device's random numbers from a state of `rng_state`."""
+
+    @abc.abstractmethod
+    def seed(self, seed: int) -> None:
+        """Start the device's random numbers anew."""
+
+    @abc.abstractmethod
+    def memory(self) -> MemoryFigures:
+        """How much memory this process uses now, has used at most since `reset_peak_memory`, and could use."""
+
+    @abc.abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start `MemoryFigures.peak` anew."""
+
 
 NAMES = ("cpu", "cuda", "npu")
 
@@ -40,8 +180,6 @@ def _platform(name: str) -> Platform:
 
 
 def _detect() -> str:
-    import torch
-
     if importlib.util.find_spec("torch_npu") is not None:
         from megatron_rl.platforms.npu import has_device
 

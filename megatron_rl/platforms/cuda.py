@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms.base import MemoryFigures, Platform
+from megatron_rl.platforms import MemoryFigures, Platform
 
 # A field of TransformerConfig, and the modules of which any one brings the kernel that it asks for.
 _KERNELS = {

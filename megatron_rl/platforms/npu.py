@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms.base import MemoryFigures, Platform
+from megatron_rl.platforms import MemoryFigures, Platform
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version that this branch's setup.py gives
 # itself: later branches still call themselves 0.12.1.

@@ -22,15 +22,15 @@ class RolloutError(MegatronRLError):
 
 
 class IterationFailed(RolloutError):
-    """The iteration cannot be finished, for the reason that the sidecar gives to every rank."""
+    """`sidecar.iteration.IterationFailed`, as it reaches a rank: all of them get the same reason."""
 
 
 class OtherWorkers(RolloutError):
-    """The engines have not as many workers as a stream was opened for."""
+    """`sidecar.supervisor.OtherWorkers`, as it reaches a rank."""
 
 
 class EvaluationFailed(RolloutError):
-    """The evaluation cannot be finished; the iteration that runs goes on."""
+    """`sidecar.evaluation.EvaluationFailed`, as it reaches a rank; the iteration that runs goes on."""
 
 
 class RolloutClient:
@@ -95,11 +95,6 @@ class RolloutClient:
             f"ask {self.endpoint}/v1/status who waits for what"
         )
 
-    def failure(self, version: int, patience: float = _POLL_SECONDS) -> str | None:
-        """Why the iteration failed, or None if it has not within `patience` seconds."""
-        answer = self._call("GET", f"/v1/iterations/{version}/failure", params={"patience": patience})
-        return wire.decode(answer.content, wire.Failure).reason if answer.status_code == 200 else None
-
     def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
         """Have prompts answered and scored by the version that engines hold, and wait for it, to its deadline.
 
@@ -124,10 +119,6 @@ class RolloutClient:
         """The iteration will not be trained on, and why."""
         content = wire.encode(wire.Trained(version=version, mismatch=mismatch))
         self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
-
-    def abort(self, version: int, reason: str) -> None:
-        """The iteration is not wanted any more."""
-        self._call("POST", f"/v1/iterations/{version}/abort", params={"reason": reason})
 
     def status(self) -> dict[str, Any]:
         """Who waits for what."""
@@ -167,7 +158,7 @@ class RolloutClient:
                 time.sleep(_RETRY_SECONDS)
         if answer.is_success:
             return answer
-        raise _error_of(answer, f"{method} {path}")
+        raise _build_error(answer, f"{method} {path}")
 
 
 def read_token(path: Path) -> str:
@@ -178,7 +169,7 @@ def read_token(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _error_of(answer: httpx.Response, what: str) -> RolloutError:
+def _build_error(answer: httpx.Response, what: str) -> RolloutError:
     kind = ""
     try:
         text, kind = answer.json()["error"], answer.json().get("kind", "")

@@ -32,39 +32,39 @@ class Difference(NamedTuple):
     largest: float
 
 
-def num_tokens(num_experts: int = 0, num_active: int = 1) -> int:
+def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:
     """As many as it takes for each expert of a layer to be chosen by some, were they chosen evenly."""
     if num_experts == 0:
         return LEAST_TOKENS
     return max(LEAST_TOKENS, math.ceil(2 * num_experts * math.log(num_experts + 1) / num_active))
 
 
-def tokens_of(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:
+def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:
     """The tokens of a version's probe."""
     stream = np.random.Generator(np.random.Philox(key=version))
     return stream.integers(0, vocab_size, count).tolist()
 
 
-def difference(engine: Sequence[float], trainer: Sequence[float]) -> Difference:
+def measure_difference(engine: Sequence[float], trainer: Sequence[float]) -> Difference:
     """Of the tokens that the engine has taken: a prompt's first ones, whose log-probs do not depend on the others."""
     distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(trainer[: len(engine)], dtype=np.float64))
     return Difference(float(distances.mean()), float(distances.max()))
 
 
-def coarsest(*dtypes: str) -> str:
+def find_coarsest_dtype(*dtypes: str) -> str:
     """The dtype with the fewest bits of precision."""
     return max(dtypes, key=_COARSER.index)
 
 
-def bound(kind: EngineKind, *dtypes: str) -> float:
+def find_bound(kind: EngineKind, *dtypes: str) -> float:
     """The mean difference that is borne, given the dtypes in which the trainer computes and weights travel."""
-    dtype = coarsest(kind.dtype, *dtypes)
+    dtype = find_coarsest_dtype(kind.dtype, *dtypes)
     is_device = dtype == "float32" and kind.device != "cpu"
     experts = _EXPERTS if kind.has_experts else 1.0
     return (_BOUND_FLOAT32_DEVICE if is_device else _BOUNDS[dtype]) * experts * _quantized(kind)
 
 
-def allowance(kind: EngineKind) -> float:
+def find_allowance(kind: EngineKind) -> float:
     """How much farther than by rounding alone an iteration's log-probs may be from the trainer's."""
     return (_EXPERTS_OF_ITERATION if kind.has_experts else 1.0) * _quantized(kind)
 

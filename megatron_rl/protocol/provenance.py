@@ -1,13 +1,29 @@
-"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration."""
+"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration.
 
+Whoever makes a group checks it here; whoever trains on it checks its spans once more (`data/slots.py`).
+"""
+
+import hashlib
 from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol.seeds import evaluation_seed, group_seed
-from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response, Submission, log_probs_of
+from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response, Submission, decode_log_probs
+
+
+def derive_group_seed(run: str, version: int, prompt_index: int) -> int:
+    """The seed of a group's first response; vLLM gives the i-th one seed + i, so neighbours must lie far apart."""
+    text = f"{run}\0{version}\0{prompt_index}".encode()
+    # Below 2**62, so that adding the number of a sample stays within a signed 64-bit integer.
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+def derive_evaluation_seed(run: str, version: int, prompt_index: int) -> int:
+    """The same for prompts that are only evaluated: never the seeds of training."""
+    return derive_group_seed(f"{run}\0evaluation", version, prompt_index)
+
 
 Asked = Submission | Evaluation
 
@@ -18,25 +34,42 @@ class GroupRefused(MegatronRLError):
     """A group is not what was submitted: it must be sampled again, never trained on."""
 
 
-def version_tag(version: int) -> str:
+def tag_version(version: int) -> str:
     """What `Span.version` holds for tokens that were sampled under this version."""
     return str(version)
 
 
-def first_seed(asked: Asked, prompt_index: int) -> int:
+def derive_first_seed(asked: Asked, prompt_index: int) -> int:
     """The seed of the first response to a prompt: those of evaluations are never those of training."""
-    seed_of = evaluation_seed if isinstance(asked, Evaluation) else group_seed
+    seed_of = derive_evaluation_seed if isinstance(asked, Evaluation) else derive_group_seed
     return seed_of(asked.run, asked.version, prompt_index)
 
 
 def check_group(asked: Asked, group: Group) -> None:
     """GroupRefused, with what is wrong, unless every response is one that was asked for."""
-    problem = next(_problems(asked, group), None)
+    _refuse(asked, group, _find_problems(asked, group))
+
+
+def check_rewards(asked: Asked, group: Group) -> None:
+    """GroupRefused unless every reward of a scored group is finite."""
+    _refuse(
+        asked,
+        group,
+        (
+            f"response {number} of engine {response.engine}: its reward is {response.reward}"
+            for number, response in enumerate(group.responses)
+            if not np.isfinite(response.reward)
+        ),
+    )
+
+
+def _refuse(asked: Asked, group: Group, problems: Iterator[str]) -> None:
+    problem = next(problems, None)
     if problem is not None:
         raise GroupRefused(f"group of prompt {group.prompt.index} of version {asked.version}: {problem}")
 
 
-def _problems(asked: Asked, group: Group) -> Iterator[str]:
+def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
     index = group.prompt.index
     if not 0 <= index < len(asked.prompts):
         yield f"there are {len(asked.prompts)} prompts only"
@@ -45,22 +78,22 @@ def _problems(asked: Asked, group: Group) -> Iterator[str]:
         yield "the tokens of its prompt are not those that were submitted"
     if len(group.responses) != asked.group_size:
         yield f"it has {len(group.responses)} responses, wanted {asked.group_size}"
-    seed = first_seed(asked, index)
+    seed = derive_first_seed(asked, index)
     for number, response in enumerate(group.responses):
-        for problem in _response_problems(asked, response):
+        for problem in _find_response_problems(asked, response):
             yield f"response {number} of engine {response.engine}: {problem}"
         if response.seed != seed + number:
             yield f"response {number} has seed {response.seed}, wanted {seed + number}"
 
 
-def _response_problems(asked: Asked, response: Response) -> Iterator[str]:
+def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
     num_tokens, remainder = divmod(len(response.tokens), 4)
     if remainder or len(response.log_probs) != len(response.tokens):
         yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs, 4 each are wanted"
         return
     if response.fingerprint != asked.fingerprint:
         yield f"its fingerprint is {response.fingerprint!r}, and {asked.fingerprint!r} was submitted"
-    tag, position = version_tag(asked.version), 0
+    tag, position = tag_version(asked.version), 0
     for span in response.spans:
         if span.version != tag:
             yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
@@ -75,7 +108,5 @@ def _response_problems(asked: Asked, response: Response) -> Iterator[str]:
         yield f"it was cut off after {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
     if num_tokens > asked.sampling.max_tokens:
         yield f"it has {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
-    if not np.isfinite(log_probs_of(response.log_probs)).all():
+    if not np.isfinite(decode_log_probs(response.log_probs)).all():
         yield "a log-prob is not finite"
-    if not np.isfinite(response.reward):
-        yield f"its reward is {response.reward}"

@@ -1,6 +1,6 @@
 """What crosses the boundary between trainer, sidecar and engines: typed, versioned, MessagePack, no pickle.
 
-Arrays travel as little-endian bytes; `tokens_of` and `log_probs_of` give them back without a copy.
+Arrays travel as little-endian bytes; `decode_tokens` and `decode_log_probs` give them back without a copy.
 """
 
 import math
@@ -237,14 +237,6 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mismatch: Mismatch
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why an iteration cannot be finished."""
-
-    wire: int = WIRE_VERSION
-    version: int
-    reason: str
-
-
 def encode(message: msgspec.Struct) -> bytes:
     """The bytes of a message."""
     return msgspec.msgpack.encode(message)
@@ -282,21 +274,21 @@ def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allow
         raise InputError(f"deadline_seconds {deadline_seconds:g}: it must be above 0, and finite")
 
 
-def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+def encode_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Tokens as they travel."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def tokens_of(data: bytes) -> np.ndarray:
+def decode_tokens(data: bytes) -> np.ndarray:
     """Tokens that travelled."""
     return np.frombuffer(data, dtype="<i4")
 
 
-def log_prob_bytes(log_probs: Sequence[float] | np.ndarray) -> bytes:
+def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
     """Log-probs as they travel."""
     return np.asarray(log_probs, dtype="<f4").tobytes()
 
 
-def log_probs_of(data: bytes) -> np.ndarray:
+def decode_log_probs(data: bytes) -> np.ndarray:
     """Log-probs that travelled."""
     return np.frombuffer(data, dtype="<f4")

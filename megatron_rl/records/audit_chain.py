@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from megatron_rl.records.audit_log import FIRST_PREV, AnyEvent, hash_of_line, read_links
+from megatron_rl.records.audit_log import FIRST_PREV, AnyEvent, hash_line, read_links
 
 
 class BreachName(enum.StrEnum):
@@ -82,7 +82,7 @@ class Chain:
     def take(self, number: int, line: bytes) -> AnyEvent | None:
         """The event of a line, which comes with its newline; None if there is none, or it was there before."""
         content = line.removesuffix(b"\n")
-        own_hash = hash_of_line(content)
+        own_hash = hash_line(content)
         links = read_links(content)
         if content == line or own_hash is None:
             self._breach(BreachName.TRUNCATED_LINE, number, f"{len(content)} bytes, and no end")

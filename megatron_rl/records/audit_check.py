@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import FINISH_REASONS, version_tag
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
 from megatron_rl.protocol.slots import Claim, Division, Place, divide
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName, Chain
-from megatron_rl.records.audit_log import file_of, files_to_read, first_file, lines_of
+from megatron_rl.records.audit_log import find_files, find_first_file, name_file, read_log_lines
 
 # What is wrong, and a detail of it.
 _Problems = Iterator[tuple[BreachName, str]]
@@ -185,7 +184,7 @@ class _Meaning:
             counts = f"{event.plan.num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
         for prompt, seed in enumerate(event.seeds):
-            wanted = group_seed(self.run or "", event.version, prompt)
+            wanted = derive_group_seed(self.run or "", event.version, prompt)
             if seed != wanted:
                 yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
 
@@ -214,7 +213,7 @@ class _Meaning:
         if len(event.responses) != attempt.submit.plan.group_size:
             count = f"{len(event.responses)} responses of {attempt.submit.plan.group_size}"
             yield BreachName.INCOMPLETE_GROUP, f"prompt {event.prompt} of version {event.version} has {count}"
-        seed = group_seed(self.run or "", event.version, event.prompt)
+        seed = derive_group_seed(self.run or "", event.version, event.prompt)
         for number, response in enumerate(event.responses):
             where = f"response {number} of prompt {event.prompt} of version {event.version}"
             if response.seed != seed + number:
@@ -290,13 +289,13 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
     """Read a log from its first line to its last, through all of its files."""
     chain, meaning, breaches = Chain(heads), _Meaning(), []
     files: list[tuple[str, int]] = []
-    number, expected, first = 0, 0, first_file(path)
-    for index, file in files_to_read(first).items():
+    number, expected, first = 0, 0, find_first_file(path)
+    for index, file in find_files(first).items():
         num_before, link = number, chain.head
         if index != expected:
-            detail = f"there is no {file_of(first, expected).name} before {file.name}"
+            detail = f"there is no {name_file(first, expected).name} before {file.name}"
             breaches.append(Breach(BreachName.MISSING_FILE, number + 1, detail))
-        for number, line in enumerate(lines_of(file), start=num_before + 1):
+        for number, line in enumerate(read_log_lines(file), start=num_before + 1):
             event = chain.take(number, line)
             if event is not None:
                 breaches += [Breach(name, number, detail) for name, detail in meaning.take(event, number)]
@@ -348,7 +347,7 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
         position = span.end if span.start == position and span.end >= span.start else -1
     if len(versions) > 1:
         yield BreachName.TWO_VERSIONS, f"is of versions {' and '.join(versions)}"
-    elif position != response.num_tokens or versions not in ([], [version_tag(submit.version)]):
+    elif position != response.num_tokens or versions not in ([], [tag_version(submit.version)]):
         spans = [(span.version, span.start, span.end) for span in response.spans]
         yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens, and spans {spans}"
     if response.finish_reason not in FINISH_REASONS:

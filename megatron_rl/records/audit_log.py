@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import derive_group_seed
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Sampling, Submission
 from megatron_rl.records.append_file import AppendFile
@@ -26,36 +26,36 @@ FILE_NAME = "audit.jsonl"
 MAX_BYTES = 64 << 20
 
 
-def file_of(first: Path, index: int) -> Path:
+def name_file(first: Path, index: int) -> Path:
     """The file of that number; the first one has number 0 and the log's own name."""
     return first if index == 0 else first.with_name(f"{first.stem}-{index:06d}{first.suffix}")
 
 
-def existing_files(first: Path) -> dict[int, Path]:
+def find_existing_files(first: Path) -> dict[int, Path]:
     """Those that are there, by their numbers, in order."""
     pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
     found = {0: first} if first.exists() else {}
     for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
         match = pattern.fullmatch(path.name)
-        if match and file_of(first, index := int(match[1])) == path:
+        if match and name_file(first, index := int(match[1])) == path:
             found[index] = path
     return dict(sorted(found.items()))
 
 
-def first_file(path: Path) -> Path:
+def find_first_file(path: Path) -> Path:
     """The first file of the log that a person has named, by itself or by its folder."""
     return path / FILE_NAME if path.is_dir() else path
 
 
-def files_to_read(first: Path) -> dict[int, Path]:
+def find_files(first: Path) -> dict[int, Path]:
     """Those that are there; an InputError where there is none."""
-    files = existing_files(first)
+    files = find_existing_files(first)
     if not files:
         raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
     return files
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def read_log_lines(path: Path) -> Iterator[bytes]:
     """The lines, with their newlines."""
     try:
         with path.open("rb") as file:
@@ -73,11 +73,11 @@ class AuditBroken(MegatronRLError):
     """The end of the log is not what was written: nothing is added to it."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What happened; each kind has its fields and its tag."""
 
 
-class Start(Event, frozen=True, kw_only=True, tag="start"):
+class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
     """A sidecar opened the log."""
 
     run: str
@@ -85,13 +85,13 @@ class Start(Event, frozen=True, kw_only=True, tag="start"):
     details: dict[str, Any] = {}
 
 
-class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
     """The last line had been torn by a kill; this many bytes were cut off."""
 
     num_bytes: int
 
 
-class Continued(Event, frozen=True, kw_only=True, tag="continued"):
+class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
     """The first line of every file but the first: the chain goes on here."""
 
     file: int
@@ -119,7 +119,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """None where the trainer's log-probs were not there, or none are to be compared."""
 
 
-class Publish(Event, frozen=True, kw_only=True, tag="publish"):
+class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     """These engines hold a version; again with the same fingerprint when one joins or comes back."""
 
     version: int
@@ -127,7 +127,7 @@ class Publish(Event, frozen=True, kw_only=True, tag="publish"):
     engines: list[EngineReport]
 
 
-class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
+class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
     """An engine was proved to hold something else than the version that it said it held; nobody sampled with it."""
 
     version: int
@@ -136,7 +136,7 @@ class NotProven(Event, frozen=True, kw_only=True, tag="not_proven"):
     reason: str
 
 
-class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
+class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
     """How far the trainer's log-probs of an iteration's tokens were from those that they were sampled with."""
 
     version: int
@@ -147,7 +147,7 @@ class MismatchMeasured(Event, frozen=True, kw_only=True, tag="mismatch"):
     """Of the mean; None where tokens were sampled by chance."""
 
 
-class Submit(Event, frozen=True, kw_only=True, tag="submit"):
+class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
     """An iteration begins, or begins anew after a restart: then all of its groups and claims follow once more."""
 
     version: int
@@ -180,7 +180,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
+class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
     """A group was taken into the iteration."""
 
     version: int
@@ -190,7 +190,7 @@ class GroupFinished(Event, frozen=True, kw_only=True, tag="group"):
     responses: list[ResponseRecord]
 
 
-class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
+class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
     """A replica's slot holds these groups, now and for ever."""
 
     version: int
@@ -199,7 +199,7 @@ class SlotClaimed(Event, frozen=True, kw_only=True, tag="claim"):
     prompts: list[int]
 
 
-class Complete(Event, frozen=True, kw_only=True, tag="complete"):
+class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
     """The trainer says that it has trained on so many."""
 
     version: int
@@ -207,14 +207,14 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
     num_responses: int
 
 
-class Fail(Event, frozen=True, kw_only=True, tag="fail"):
+class Fail(AuditEvent, frozen=True, kw_only=True, tag="fail"):
     """The iteration ended without an update."""
 
     version: int
     reason: str
 
 
-class Evaluate(Event, frozen=True, kw_only=True, tag="evaluation"):
+class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
     """Responses to prompts that are not trained on were sampled from a version, and scored."""
 
     version: int
@@ -310,8 +310,10 @@ class AuditLog:
                 fingerprint=submission.fingerprint,
                 plan=submission.plan,
                 sampling=submission.sampling,
-                prompts=[content_hash(prompt.tokens) for prompt in submission.prompts],
-                seeds=[group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts],
+                prompts=[hash_content(prompt.tokens) for prompt in submission.prompts],
+                seeds=[
+                    derive_group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts
+                ],
             )
         )
 
@@ -319,8 +321,8 @@ class AuditLog:
         """A group was taken into the iteration."""
         responses = [
             ResponseRecord(
-                tokens=content_hash(response.tokens),
-                log_probs=content_hash(response.log_probs),
+                tokens=hash_content(response.tokens),
+                log_probs=hash_content(response.log_probs),
                 num_tokens=len(response.tokens) // 4,
                 finish_reason=response.finish_reason,
                 seed=response.seed,
@@ -335,7 +337,7 @@ class AuditLog:
             GroupFinished(
                 version=version,
                 prompt=group.prompt.index,
-                prompt_hash=content_hash(group.prompt.tokens),
+                prompt_hash=hash_content(group.prompt.tokens),
                 is_restored=is_restored,
                 responses=responses,
             )
@@ -387,7 +389,7 @@ class AuditLog:
 
     def _open(self, index: int) -> None:
         """Go on in the file of that number; the first one stays open."""
-        file = AppendFile(file_of(self._first.path, index), self._sync) if index else self._first
+        file = AppendFile(name_file(self._first.path, index), self._sync) if index else self._first
         if self._file is not self._first:
             self._file.close()
         self._file, self._index = file, index
@@ -396,7 +398,7 @@ class AuditLog:
         """Continue after the last whole line, in whichever file it is; how many bytes of a torn one were cut off."""
         num_bytes_cut = 0
         # One that was begun, and has no line yet, is taken up when the file before it is full.
-        for index in reversed(existing_files(self._first.path)):
+        for index in reversed(find_existing_files(self._first.path)):
             self._open(index)
             num_bytes_cut += self._find_end()
             if self._file.size:
@@ -416,7 +418,7 @@ class AuditLog:
         if whole:
             last = content[content.rfind(b"\n", 0, whole - 1) + 1 : whole - 1]
             links = read_links(last)
-            if links is None or links.hash != hash_of_line(last):
+            if links is None or links.hash != hash_line(last):
                 raise AuditBroken(
                     f"{self._file.path}: its last line is damaged. See `megatron-rl audit {self._file.path}`, move the "
                     "file away, and start again"
@@ -450,7 +452,7 @@ def read_links(line: bytes) -> Links | None:
         return None
 
 
-def hash_of_line(line: bytes) -> str | None:
+def hash_line(line: bytes) -> str | None:
     """The hash that belongs to the content of a line; None if the line does not end in one."""
     match = _HASH_PATTERN.search(line)
     if match is None:
@@ -458,6 +460,6 @@ def hash_of_line(line: bytes) -> str | None:
     return hashlib.blake2b(line[: match.start()] + b"}", digest_size=32).hexdigest()
 
 
-def content_hash(content: bytes) -> str:
+def hash_content(content: bytes) -> str:
     """What stands in the log for tokens or log-probs."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -11,8 +11,8 @@ import msgspec
 from megatron_rl.protocol.wire import Response
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName
-from megatron_rl.records.audit_log import content_hash, files_to_read, first_file, lines_of
-from megatron_rl.records.journal import JournalDamaged, journal_of, read_groups
+from megatron_rl.records.audit_log import find_files, find_first_file, hash_content, read_log_lines
+from megatron_rl.records.journal import JournalDamaged, find_journal, read_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,14 @@ class _Logged:
     """By prompt, with the line."""
 
 
-def kept(run: Path) -> Kept:
+def read_kept(run: Path) -> Kept:
     """Read log and journals of a run, named by its folder or its log."""
-    first = first_file(run)
+    first = find_first_file(run)
     folder = first.parent / "journal"
     result = Kept({}, {}, {}, [])
     for version, logged in sorted(_logged(first, folder).items()):
         result.fingerprints[version] = logged.submit.fingerprint
-        path = journal_of(folder, version)
+        path = find_journal(folder, version)
         try:
             samples, breaches = _samples(path, logged)
         except FileNotFoundError:
@@ -79,7 +79,7 @@ def kept(run: Path) -> Kept:
     return result
 
 
-def choose(samples: Mapping[int, list[Sample]], count: int, seed: str) -> list[Sample]:
+def choose_samples(samples: Mapping[int, list[Sample]], count: int, seed: str) -> list[Sample]:
     """So many, or all, spread evenly over the versions; which ones follows from the seed."""
     queues = [
         random.Random(f"{seed} {version}").sample(of_version, min(count, len(of_version)))
@@ -96,7 +96,7 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
     """Of every version; groups only of those that have a journal, since there may be many."""
     logged: dict[int, _Logged] = {}
     decoder = msgspec.json.Decoder(audit_log.Submit | audit_log.GroupFinished)
-    for number, line in enumerate(_lines(files_to_read(first).values()), start=1):
+    for number, line in enumerate(_lines(find_files(first).values()), start=1):
         if b'"event":"submit"' not in line and b'"event":"group"' not in line:
             continue
         try:
@@ -106,14 +106,14 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
             continue
         if isinstance(event, audit_log.Submit):
             logged[event.version] = _Logged(event)
-        elif event.version in logged and journal_of(journals, event.version).exists():
+        elif event.version in logged and find_journal(journals, event.version).exists():
             logged[event.version].groups[event.prompt] = (number, event)
     return logged
 
 
 def _lines(files: Iterable[Path]) -> Iterable[bytes]:
     for file in files:
-        yield from lines_of(file)
+        yield from read_log_lines(file)
 
 
 def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
@@ -123,7 +123,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
         line, event = logged.groups.get(group.prompt_index, (0, None))
         if event is None or not _is_of_the_same_request(group.responses, event):
             continue
-        if content_hash(group.prompt_tokens) != event.prompt_hash:
+        if hash_content(group.prompt_tokens) != event.prompt_hash:
             others[line].append(f"prompt {event.prompt} has other tokens")
         elif problems := [number for number, pair in enumerate(_pairs(group.responses, event)) if not _is_same(*pair)]:
             others[line].append(f"response {problems[0]} of prompt {event.prompt} is another one")
@@ -163,5 +163,5 @@ def _pairs(
 
 
 def _is_same(response: Response, record: audit_log.ResponseRecord) -> bool:
-    hashes = (content_hash(response.tokens), content_hash(response.log_probs))
+    hashes = (hash_content(response.tokens), hash_content(response.log_probs))
     return hashes == (record.tokens, record.log_probs)

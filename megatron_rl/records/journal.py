@@ -24,7 +24,7 @@ from types import TracebackType
 import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import derive_group_seed
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.protocol.wire import WIRE_VERSION, Group, Response, Submission
 from megatron_rl.records.append_file import AppendFile, make_private_folder
@@ -63,7 +63,7 @@ _Record = _Begun | Finished | _Claimed
 
 
 @dataclasses.dataclass(frozen=True)
-class Recovered:
+class RecoveredJournal:
     """What a journal gave back, in the order in which it was written."""
 
     groups: list[Group]
@@ -98,7 +98,7 @@ class JournalFolder:
 
     def open(self, submission: Submission) -> "Journal":
         """The journal of an iteration, with what an earlier process left in it; too old ones are deleted."""
-        path = journal_of(self._folder, submission.version)
+        path = find_journal(self._folder, submission.version)
         journal = Journal(path, submission, self._sync, self._scoring)
         others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
         for path in others[: max(0, len(others) + 1 - self._retain)]:
@@ -135,7 +135,7 @@ class Journal:
     def append_group(self, group: Group) -> None:
         """Keep a finished group. AppendFailed leaves the journal as it was; so it does below."""
         prompt = group.prompt
-        key = group_key(self._submission, prompt.index, self._scoring)
+        key = make_group_key(self._submission, prompt.index, self._scoring)
         self._append(
             Finished(key=key, prompt_index=prompt.index, prompt_tokens=prompt.tokens, responses=group.responses)
         )
@@ -146,7 +146,7 @@ class Journal:
 
     def forget_recovered(self) -> None:
         """Give back the memory: whoever wants what was recovered has taken it."""
-        self.recovered = Recovered([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
+        self.recovered = RecoveredJournal([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -156,10 +156,10 @@ class Journal:
         payload = msgspec.msgpack.encode(record)
         self._file.append(_head(payload), payload)
 
-    def _recover(self) -> Recovered:
+    def _recover(self) -> RecoveredJournal:
         mine = _claims_key(self._submission, self._scoring)
         prompts = self._submission.prompts
-        keys = {group_key(self._submission, prompt.index, self._scoring): prompt for prompt in prompts}
+        keys = {make_group_key(self._submission, prompt.index, self._scoring): prompt for prompt in prompts}
         groups: dict[int, Group] = {}
         claims: list[Claim] = []
         is_mine, num_stale, end = False, 0, 0
@@ -180,10 +180,10 @@ class Journal:
             self._file.cut(end)
         if not is_mine:
             self._append(_Begun(wire=WIRE_VERSION, submission=mine))
-        return Recovered(list(groups.values()), claims, num_bytes_cut, num_stale)
+        return RecoveredJournal(list(groups.values()), claims, num_bytes_cut, num_stale)
 
 
-def journal_of(folder: Path, version: int) -> Path:
+def find_journal(folder: Path, version: int) -> Path:
     """The journal of an iteration, in the folder of a run's journals."""
     return folder / f"{version:08d}.journal"
 
@@ -210,14 +210,14 @@ class _Stored:
         return os.pread(self.descriptor, size, offset)
 
 
-def group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
+def make_group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
     """What a group was sampled and scored for; the seed is that of its first response."""
     what = (
         submission.run,
         submission.fingerprint,
         submission.version,
         submission.prompts[prompt_index],
-        group_seed(submission.run, submission.version, prompt_index),
+        derive_group_seed(submission.run, submission.version, prompt_index),
         submission.sampling,
         submission.plan.group_size,
         scoring,

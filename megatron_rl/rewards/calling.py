@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, checked_values
+from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, check_values
 
 _LONGEST_MESSAGE = 2000
 # What no completion would mend.
@@ -55,7 +55,7 @@ class Functions:
         result = function(**_arguments(function, request))
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
-        return checked_values(result, num_samples)
+        return check_values(result, num_samples)
 
     @staticmethod
     def is_misfit(error: BaseException) -> bool:

@@ -1,19 +1,22 @@
-"""What a worker may see, and the steps that see to it.
+"""What a worker may see, and the steps that see to it, with the calls of the Linux kernel that they take.
 
 The parent works out the paths (`Confinement`); the worker applies them to itself before it imports anything of anyone's
 (`confine`). Landlock only knows what is allowed: a private folder inside an allowed one is kept out by allowing that
-one's other entries, each for itself.
+one's other entries, each for itself. No call needs root; each raises OSError where the kernel, or the container around
+us, does not have it.
 """
 
+import ctypes
 import dataclasses
+import enum
 import os
+import platform
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards import kernel
-from megatron_rl.rewards.kernel import Access
 
 # Of the environment of every worker, beside its folders.
 _FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
@@ -67,7 +70,7 @@ class Confinement:
     write: tuple[str, ...]
 
 
-def confinement(
+def plan_confinement(
     read: Iterable[Path], private: Iterable[Path], scratch: Path, python_path: Iterable[str]
 ) -> Confinement:
     """What workers may see: the system, Python, what is named here; nothing of what is private."""
@@ -104,7 +107,7 @@ def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[
 
 def confine(limits: Confinement) -> dict[str, str]:
     """Confine the calling process for good; for each thing that could not be done, why."""
-    kernel.no_new_privileges()
+    no_new_privileges()
     missing: dict[str, str] = {}
 
     def attempt(what: str, step: Callable[[], None]) -> None:
@@ -114,16 +117,16 @@ def confine(limits: Confinement) -> dict[str, str]:
             missing[what] = str(error)
 
     attempt(FILES, lambda: _confine_files(limits, missing))
-    attempt(SOCKETS, kernel.forbid_unix_sockets)
-    kernel.drop_capabilities()
+    attempt(SOCKETS, forbid_unix_sockets)
+    drop_capabilities()
     return missing
 
 
 def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
     missing[SIGNALS] = "Landlock scopes signals from Linux 6.12 on"
-    version = kernel.landlock_version()
+    version = landlock_version()
     everything = Access.FIRST_VERSION | Access.REFER | Access.TRUNCATE
-    kernel.restrict_files(
+    restrict_files(
         version,
         [
             *((path, Access.READ) for path in limits.read),
@@ -135,7 +138,7 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
         del missing[SIGNALS]
 
 
-def environment_problems(names: Iterable[str]) -> Iterator[str]:
+def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
     """What is wrong with the variables that functions are to be given."""
     for name in names:
         if name in ("HOME", "TMPDIR", "PYTHONPATH", *_FIXED):
@@ -144,9 +147,9 @@ def environment_problems(names: Iterable[str]) -> Iterator[str]:
             yield f"--reward-environment {name}: it is not set here; export it first, or leave it out"
 
 
-def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
+def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
     """The whole environment of a worker: what a program needs to run, and what was asked for by name."""
-    if found := list(environment_problems(names)):
+    if found := list(find_environment_problems(names)):
         raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
     environment = {name: os.environ[name] for name in kept if name in os.environ}
@@ -159,10 +162,163 @@ def child_environment(names: Sequence[str], scratch: Path, python_path: Iterable
     return environment | fixed
 
 
-def python_path() -> list[str]:
+def find_python_path() -> list[str]:
     """Where a worker finds modules: where we do, without the folder that we happen to have been started in."""
     package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
     standard = (sys.base_prefix, sys.prefix)
     extra = [entry for entry in found if not entry.startswith(standard)]
     return list(dict.fromkeys([package_parent, *extra]))
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_MODE_FILTER = 2
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWPID = 0x20000000
+# The same on every architecture: they came after the numbering was unified.
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_IO_URING_SETUP = 425
+_CAP_DAC_OVERRIDE = 1
+
+
+class Access(enum.IntFlag):
+    """Landlock's rights over files, and the version of its interface that brought those beyond the first."""
+
+    EXECUTE = 1 << 0
+    WRITE_FILE = 1 << 1
+    READ_FILE = 1 << 2
+    READ_DIR = 1 << 3
+    REFER = 1 << 13
+    TRUNCATE = 1 << 14
+    IOCTL_DEV = 1 << 15
+    FIRST_VERSION = (1 << 13) - 1
+    READ = EXECUTE | READ_FILE | READ_DIR
+    OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+
+
+def _libc() -> ctypes.CDLL:
+    if sys.platform != "linux":
+        raise OSError(f"{sys.platform} is not Linux")
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def _prctl(option: int, argument: int, what: str) -> None:
+    _check(_libc().prctl(option, ctypes.c_ulong(argument), *[ctypes.c_ulong(0)] * 3), what)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Have the kernel send this signal to the calling process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, number, "PR_SET_PDEATHSIG")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+
+
+def new_process_namespace() -> None:
+    """Make the next child the first process of a namespace: all processes in it end with that one."""
+    user, group = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWPID if user == 0 else _CLONE_NEWPID | _CLONE_NEWUSER
+    _check(_libc().unshare(flags), "unshare")
+    if flags & _CLONE_NEWUSER:
+        for name, content in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(content)
+
+
+def no_new_privileges() -> None:
+    """Nothing that this process starts can gain privileges that it has not."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+
+
+def drop_capabilities() -> None:
+    """Give up root's powers, except to read files whatever their mode, which root may own none of."""
+    keep = 1 << _CAP_DAC_OVERRIDE if os.geteuid() == 0 else 0
+    header = struct.pack("=Ii", 0x20080522, 0)
+    data = struct.pack("=IIIIII", keep, keep, 0, 0, 0, 0)
+    _check(_libc().capset(header, data), "capset")
+
+
+def landlock_version() -> int:
+    """The version of Landlock's interface; OSError says why there is none."""
+    return _check(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
+
+
+def restrict_files(version: int, allowed: Sequence[tuple[str, Access]]) -> None:
+    """Deny all access to files but these; from version 6 on also signals and abstract sockets to processes outside."""
+    newer = {2: Access.REFER, 3: Access.TRUNCATE, 5: Access.IOCTL_DEV}
+    handled = Access.FIRST_VERSION
+    for since, access in newer.items():
+        handled |= access if version >= since else Access(0)
+    scoped = 3 if version >= 6 else 0
+    attributes = struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8]
+    libc = _libc()
+    rules = _check(
+        libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock's rules"
+    )
+    try:
+        for path, access in allowed:
+            _allow(libc, rules, path, access & handled)
+        _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock")
+    finally:
+        os.close(rules)
+
+
+def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
+    try:
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        # What is not there needs no permission.
+        return
+    try:
+        access = access if os.path.isdir(path) else access & Access.OF_FILES
+        rule = struct.pack("=Qi", access, file)
+        _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"Landlock's rule for {path}")
+    finally:
+        os.close(file)
+
+
+def forbid_unix_sockets() -> None:
+    """Refuse new sockets of the kind that listens at a path, which Landlock's rules about files do not cover.
+
+    Pairs of connected sockets stay. io_uring is refused too, because it makes sockets without the call that is watched.
+    """
+    machines = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
+    if platform.machine() not in machines:
+        raise OSError(f"not written for {platform.machine()}")
+    architecture, socket_call = machines[platform.machine()]
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    allow, denied, missing = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38
+    # Code, steps to skip if true, if false, operand. Calls from 0x40000000 on are x86's second set of numbers.
+    program = [
+        (load, 0, 0, 4),
+        (equal, 0, 7, architecture),
+        (load, 0, 0, 0),
+        (at_least, 5, 0, 0x40000000),
+        (equal, 5, 0, _IO_URING_SETUP),
+        (equal, 0, 2, socket_call),
+        (load, 0, 0, 16),
+        (equal, 1, 0, 1),
+        (answer, 0, 0, allow),
+        (answer, 0, 0, denied),
+        (answer, 0, 0, missing),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
+    header = struct.pack("@HP", len(program), ctypes.addressof(code))
+    libc = _libc()
+    _check(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0), "seccomp")

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError, PlatformError, UsageError
-from megatron_rl.rewards.checks import read_source
-from megatron_rl.rewards.confinement import child_environment, confinement, python_path
-from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.process import Answer, RewardWorker, WorkerFault
+from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
+from megatron_rl.rewards.process import FunctionAnswer, OutputLog, RewardWorker, WorkerFault
+from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -68,8 +67,8 @@ class RewardPool:
         try:
             self._log = OutputLog(self._settings.log)
             self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
-            path = python_path()
-            self._environment = child_environment(self._settings.environment, self._scratch, path)
+            path = find_python_path()
+            self._environment = build_environment(self._settings.environment, self._scratch, path)
             self._setup = self._setup_line(path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
@@ -89,7 +88,7 @@ class RewardPool:
 
     def _setup_line(self, path: list[str]) -> bytes:
         read = [*(Path(file).parent for file in self._sources), *self._settings.readable]
-        limits = confinement(read, self._settings.private, self._scratch, path)
+        limits = plan_confinement(read, self._settings.private, self._scratch, path)
         setup = {
             "specs": [dataclasses.asdict(spec) for spec in self._specs],
             "sources": self._sources,
@@ -136,7 +135,7 @@ class RewardPool:
         assert worker is not None
         functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
         job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, FunctionAnswer] = {}
         try:
             answers = await worker.try_out(job, request.encode(), len(request.completions), _TRIAL_SECONDS)
         except WorkerFault as fault:
@@ -184,7 +183,7 @@ class RewardPool:
             self._free.put_nowait(scoring.worker)
         return self._result(request, answers, begin)
 
-    def _result(self, request: RewardRequest, answers: list[Answer], begin: float) -> RewardResult:
+    def _result(self, request: RewardRequest, answers: list[FunctionAnswer], begin: float) -> RewardResult:
         components, errors = {}, {}
         rewards: list[float | None] = [None] * len(request.completions)
         for spec, answer in zip(self._specs, answers, strict=True):
@@ -241,9 +240,9 @@ class _Scoring:
         self._request = request
         self._line = line
         self._retried = False
-        self._answers: list[Answer] = []
+        self._answers: list[FunctionAnswer] = []
 
-    async def run(self) -> list[Answer]:
+    async def run(self) -> list[FunctionAnswer]:
         """An answer of each function; those up to the first failure where a failure fails the group."""
         while len(self._answers) < len(self._pool._specs):
             try:
@@ -255,7 +254,7 @@ class _Scoring:
                 if fault.whose_is_unclear and not self._retried:
                     self._retried = True
                 else:
-                    self._answers.append(Answer(None, str(fault)))
+                    self._answers.append(FunctionAnswer(None, str(fault)))
             if self._answers and self._answers[-1].values is None and self._stops:
                 spec = self._pool._specs[len(self._answers) - 1]
                 self._pool._failed(spec.name, self._request, self._answers[-1].error)

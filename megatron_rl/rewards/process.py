@@ -4,18 +4,49 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.log import OutputLog
-from megatron_rl.rewards.types import Values, checked_values
+from megatron_rl.rewards.types import Values, check_values
 
 _LONGEST_ANSWER = 1 << 20
 _PIECE = 1 << 16
 _END_SECONDS = 5.0
+_LOGGER = logging.getLogger(__name__)
+_MOST_BYTES = 16 << 20
+
+
+class OutputLog:
+    """Appends to a file until it has taken 16 MiB or has no room, says so, drops the rest; drops all without one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("ab", buffering=0)
+        self._left = _MOST_BYTES
+
+    def write(self, piece: bytes) -> None:
+        if self._file is None or self._left <= 0:
+            return
+        self._left -= len(piece)
+        try:
+            self._file.write(piece)
+            if self._left <= 0:
+                self._file.write(b"\n[16 MiB were printed; what follows is dropped]\n")
+        except OSError as error:
+            # Rewards go on without it: whoever prints must be read, or waits for ever.
+            self._left = 0
+            _LOGGER.warning(
+                "%s cannot be written: %s; what reward functions print is dropped", self._file.name, error.strerror
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class WorkerFault(Exception):
@@ -28,7 +59,7 @@ class WorkerFault(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class FunctionAnswer:
     """What one function said of a group: the values, or the reason why there are none."""
 
     values: Values | None
@@ -97,9 +128,9 @@ class RewardWorker:
 
     async def try_out(
         self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
-    ) -> dict[int, Answer]:
+    ) -> dict[int, FunctionAnswer]:
         """What functions say of a made-up group, by their numbers; those that end the trial say nothing."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, FunctionAnswer] = {}
         try:
             async with asyncio.timeout(timeout):
                 await self._send(json.dumps(job).encode() + b"\n" + group)
@@ -109,7 +140,7 @@ class RewardWorker:
             raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
         return {number: answers[number] for number in job["functions"] if number in answers}
 
-    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> Answer:
+    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
         """What the next function says."""
         try:
             async with asyncio.timeout(timeout):
@@ -120,12 +151,12 @@ class RewardWorker:
             raise self._nonsense()
         return self._read(content, num_samples)
 
-    def _read(self, content: Mapping[str, Any], num_samples: int) -> Answer:
+    def _read(self, content: Mapping[str, Any], num_samples: int) -> FunctionAnswer:
         if "error" in content:
             is_misfit, has_remedy = content.get("misfit") is True, content.get("remedy") is True
-            return Answer(None, str(content["error"]), is_misfit, has_remedy)
+            return FunctionAnswer(None, str(content["error"]), is_misfit, has_remedy)
         try:
-            return Answer(checked_values(content.get("values"), num_samples))
+            return FunctionAnswer(check_values(content.get("values"), num_samples))
         except ValueError:
             raise self._nonsense() from None
 

@@ -122,7 +122,7 @@ class PoolSettings:
     """Give each worker its own process namespace, where the system lets us."""
 
 
-def checked_values(values: object, num_samples: int) -> Values:
+def check_values(values: object, num_samples: int) -> Values:
     """The values that a function returned; ValueError says what is wrong with them, Misfit if it is their type.
 
     Runs in the worker, so that a function's mistake is described where its result still is, and once more on the other
@@ -151,3 +151,19 @@ def _checked_value(index: int, value: object) -> float | None:
     if not math.isfinite(number):
         raise ValueError(f"completion {index} got {repr(value)[:40]}, not a finite number")
     return number
+
+
+def get_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """A completion as text, also where it is a list of chat messages."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def get_column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> Sequence[Any]:
+    """A column of the data; the error says which there are."""
+    if name not in columns:
+        there = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
+        raise MissingColumn(
+            f"the data has no column {name} (it has {there}): write --answer-key COLUMN for the column that holds the "
+            f"answer, or --reward {reward}:COLUMN"
+        )
+    return columns[name]

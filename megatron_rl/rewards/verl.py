@@ -19,10 +19,10 @@ def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         for index, completion in enumerate(completions):
             text = completion if isinstance(completion, str) else completion[-1]["content"]
             score = compute_score(
-                data_source=_of(columns, "data_source", index),
+                data_source=_get(columns, "data_source", index),
                 solution_str=text,
                 ground_truth=_ground_truth(columns, index),
-                extra_info=_of(columns, "extra_info", index),
+                extra_info=_get(columns, "extra_info", index),
             )
             score = await score if inspect.isawaitable(score) else score
             scores.append(score["score"] if isinstance(score, dict) else score)
@@ -31,7 +31,7 @@ def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def _of(columns: dict[str, Any], name: str, index: int) -> Any:
+def _get(columns: dict[str, Any], name: str, index: int) -> Any:
     return columns[name][index] if name in columns else None
 
 

@@ -19,8 +19,14 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
-from megatron_rl.rewards import kernel
-from megatron_rl.rewards.confinement import PROCESSES, Confinement, confine
+from megatron_rl.rewards.confinement import (
+    PROCESSES,
+    Confinement,
+    adopt_orphans,
+    confine,
+    new_process_namespace,
+    signal_at_parents_death,
+)
 from megatron_rl.rewards.types import RewardSpec
 
 # What the keeper waits for; blocked, so that none is lost or comes in the middle of something.
@@ -55,10 +61,10 @@ def _tidy_up() -> None:
 def _become_keeper(namespace: bool) -> dict[str, str]:
     missing = {}
     try:
-        kernel.signal_at_parents_death(signal.SIGTERM)
-        kernel.adopt_orphans()
+        signal_at_parents_death(signal.SIGTERM)
+        adopt_orphans()
         if namespace:
-            kernel.new_process_namespace()
+            new_process_namespace()
         else:
             missing[PROCESSES] = "no namespace of their own was asked for"
     except OSError as error:
@@ -119,7 +125,7 @@ def _work(missing: dict[str, str]) -> NoReturn:
     code = 1
     try:
         if sys.platform == "linux":
-            kernel.signal_at_parents_death(signal.SIGKILL)
+            signal_at_parents_death(signal.SIGKILL)
         os.setpgid(0, 0)
         requests, answers = _take_streams()
         _serve(requests, answers, missing)

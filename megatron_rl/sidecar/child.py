@@ -18,7 +18,7 @@ from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, flags
+from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, list_flags
 from megatron_rl.sidecar.starting import News
 
 _LOG = "sidecar.log"
@@ -60,7 +60,7 @@ def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int |
     """
     if sidecar is None:
         try:
-            given_address(settings)
+            read_given_address(settings)
         except UsageError as error:
             yield from error.problems
         return
@@ -87,7 +87,7 @@ def _problems_of_reach(listen: str) -> Iterator[str]:
         )
 
 
-def given_address(settings: Settings) -> Address:
+def read_given_address(settings: Settings) -> Address:
     """Of the sidecar that flags name."""
     endpoint, folder = settings.service.endpoint, settings.rollout.folder
     assert endpoint is not None
@@ -117,7 +117,7 @@ class OwnSidecar:
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", *words_of(settings)),
+                command=(sys.executable, "-m", "megatron_rl.sidecar", *write_words(settings)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,
@@ -210,10 +210,10 @@ def _environment() -> dict[str, str]:
     }
 
 
-def words_of(sidecar: SidecarSettings) -> list[str]:
+def write_words(sidecar: SidecarSettings) -> list[str]:
     """The sidecar's command line, which says these settings."""
     words = []
-    for flag in flags():
+    for flag in list_flags():
         (target,) = flag.targets
         subject, _, field = target.partition(".")
         holder = sidecar if subject in SHARED else getattr(sidecar, subject)

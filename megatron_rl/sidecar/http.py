@@ -36,7 +36,7 @@ _STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
+def build_application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
     """The ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
     app.add_middleware(_Guard, token=token)
@@ -77,7 +77,7 @@ async def _body(request: Request, kind: type[T]) -> T:
     return wire.decode(bytes(data), kind)
 
 
-def _lease_of(request: Request) -> int:
+def _read_lease(request: Request) -> int:
     text = request.headers.get("x-lease", "")
     if not text.isdigit():
         raise InputError("the header X-Lease is missing or no number: take a lease with POST /v1/lease")
@@ -93,7 +93,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/publish")
     async def publish(request: Request) -> dict[str, Any]:
         """Body: Weights. Answers when every engine holds the version, or none does."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         weights = await _body(request, wire.Weights)
         kind = await service.publish(weights)
         return {
@@ -105,7 +105,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/probe")
     async def probed(request: Request) -> dict[str, int]:
         """Body: ProbeAnswer, what the publish of its version waits for."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         answer = await _body(request, wire.ProbeAnswer)
         service.probed(answer)
         return {"version": answer.version}
@@ -113,7 +113,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/iterations")
     async def submit(request: Request) -> dict[str, int]:
         """Body: Submission. Answers at once; slots come as groups finish."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         submission = await _body(request, wire.Submission)
         await service.submit(submission)
         return {"version": submission.version}
@@ -122,27 +122,18 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/iterations/{version:int}/slots/{replica:int}/{index:int}", openapi_extra=_PATIENCE)
     async def slot(request: Request) -> Response:
         """A Slot; 204 when there was none within `patience` seconds, 410 when the iteration has failed."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         place = request.path_params
         patience = _bounded(_number(request.query_params.get("patience", "30")))
         data = await service.slot(place["version"], place["replica"], place["index"], patience)
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
-
-    @app.get("/v1/iterations/{version}/failure")
-    async def failure(request: Request, version: int, patience: float = 30.0) -> Response:
-        """A Failure as soon as the iteration fails; 204 when it has not within `patience` seconds."""
-        service.renew_lease(_lease_of(request))
-        reason = await service.failure(version, _bounded(patience))
-        if reason is None:
-            return Response(status_code=204)
-        return Response(wire.encode(wire.Failure(version=version, reason=reason)), media_type=wire.MEDIA_TYPE)
 
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
         """The trainer has trained on every slot. Body: Trained, or nothing. Answers with hash and number of the audit
         log's last line.
         """
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
         head, line = service.complete(version, None if trained is None else trained.mismatch)
         return {"version": version, "head": head, "line": line}
@@ -150,16 +141,9 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/iterations/{version}/refuse")
     async def refuse(request: Request, version: int) -> dict[str, int]:
         """Body: Trained. The trainer will not train on what differs so much from its policy."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained)
         await service.refuse(version, trained.mismatch)
-        return {"version": version}
-
-    @app.post("/v1/iterations/{version}/abort")
-    async def abort(request: Request, version: int, reason: str = "the trainer aborted it") -> dict[str, int]:
-        """End the iteration; every wait for it ends with the reason."""
-        service.renew_lease(_lease_of(request))
-        await service.abort(version, reason)
         return {"version": version}
 
 
@@ -167,7 +151,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/evaluations")
     async def evaluate(request: Request) -> dict[str, int]:
         """Body: Evaluation. Answers at once; its groups come after those of the iteration that runs."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         evaluation = await _body(request, wire.Evaluation)
         await service.evaluate(evaluation)
         return {"version": evaluation.version}
@@ -175,7 +159,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/evaluations/{version}")
     async def evaluated(request: Request, version: int, patience: float = 30.0) -> Response:
         """An Evaluated; 204 when it was not finished within `patience` seconds, 410 when it has failed."""
-        service.renew_lease(_lease_of(request))
+        service.renew_lease(_read_lease(request))
         data = await service.evaluated(version, _bounded(patience))
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
@@ -209,7 +193,7 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
     @app.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(exposition(service.status()), media_type="text/plain; version=0.0.4")
+        return Response(format_metrics(service.status()), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/shutdown")
     async def end() -> dict[str, str]:
@@ -259,7 +243,7 @@ async def serve(
 _PREFIX = "megatron_rl_rollout"
 
 
-def exposition(status: dict[str, Any]) -> bytes:
+def format_metrics(status: dict[str, Any]) -> bytes:
     """One gauge a number; what is counted over the sidecar's life only grows."""
     registry = CollectorRegistry()
 

@@ -14,14 +14,13 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
    over: what raises when it is recorded has not happened, and the iteration has failed.
-9. A group is waiting, running, finished or claimed, one of them; it is finished once, and only when it is what was
-   submitted.
+9. A group is waiting, running, finished or claimed, one of them, and it is finished once. Whoever makes it has checked
+   that it is what was submitted.
 10. An iteration that failed answers nothing but its failure.
 """
 
 import dataclasses
 import enum
-import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,6 @@ from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import check_group
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Group, GroupPart, Prompt, Slot, Submission
 
@@ -58,8 +56,8 @@ class ClaimConflict(MegatronRLError):
     """A claim to be restored contradicts the groups or the claims that are there."""
 
 
-class Progress(enum.StrEnum):
-    """How far a group is."""
+class GroupState(enum.StrEnum):
+    """How far a group of an iteration is."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -85,12 +83,8 @@ class Iteration:
         record_group: Callable[[Group], None] = lambda group: None,
         record_claim: Callable[[Claim], None] = lambda claim: None,
         record_end: Callable[[], None] = lambda: None,
-        dispatch: Sequence[int] | None = None,
     ) -> None:
-        """`record_group`, `record_claim` and `record_end` are called before a group, a claim or the end takes effect.
-
-        `dispatch` is the order in which prompts are wanted, within each update; by index if not given.
-        """
+        """Each `record_` function is called before a group, a claim or the end takes effect."""
         self.submission = submission
         self.division = divide(submission.plan)
         self.failure: str | None = None
@@ -102,14 +96,9 @@ class Iteration:
         num_prompts = submission.plan.num_prompts
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
-        order = range(num_prompts) if dispatch is None else dispatch
-        if sorted(order) != list(range(num_prompts)):
-            raise InputError(f"the order of dispatch must name each of the {num_prompts} prompts once")
-        self._order = sorted(order, key=self.division.update_of_prompt)
-        self._rank = {prompt: rank for rank, prompt in enumerate(self._order)}
-        self._wanted = list(range(num_prompts))
-        self._progress = [Progress.WAITING] * num_prompts
-        self._counts = dict.fromkeys(Progress, 0) | {Progress.WAITING: num_prompts}
+        self._wanted = iter(range(num_prompts))
+        self._states = [GroupState.WAITING] * num_prompts
+        self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
         self._pools: defaultdict[int | Place, _Pool] = defaultdict(_Pool)
         self._answers: dict[Place, bytes] = {}
@@ -121,7 +110,7 @@ class Iteration:
     @property
     def is_claimed(self) -> bool:
         """Whether every group was claimed."""
-        return self._counts[Progress.CLAIMED] == self.submission.plan.num_prompts
+        return self._counts[GroupState.CLAIMED] == self.submission.plan.num_prompts
 
     @property
     def is_over(self) -> bool:
@@ -148,23 +137,16 @@ class Iteration:
 
     def next_prompt(self) -> Prompt | None:
         """The next prompt to sample, which counts as running from now on; None if all are running or finished."""
-        while self._wanted:
-            prompt = self._order[heapq.heappop(self._wanted)]
-            if self._progress[prompt] is Progress.WAITING:
-                self._move(prompt, Progress.RUNNING)
+        for prompt in self._wanted:
+            if self._states[prompt] is GroupState.WAITING:
+                self._move(prompt, GroupState.RUNNING)
                 return self.submission.prompts[prompt]
         return None
-
-    def requeue(self, prompt: int) -> None:
-        """A running group was lost with its engine, or refused: it is wanted again, at its place in the order."""
-        if self._progress[prompt] is Progress.RUNNING:
-            self._move(prompt, Progress.WAITING)
-            heapq.heappush(self._wanted, self._rank[prompt])
 
     def finished(self, group: Group) -> list[Place]:
         """Take a finished group; the slots that were asked for before and can be answered now.
 
-        GroupRefused if it is not what was submitted, GroupFinishedTwice if it was there already: nothing changes then.
+        GroupFinishedTwice if it was there already: nothing changes then.
         """
         self._check_failure()
         self._check_finished(group)
@@ -195,20 +177,11 @@ class Iteration:
             self._serve(pool)
         return self._answers.get(place)
 
-    def ready(self, replica: int, index: int, version: int | None = None) -> bool:
-        """Whether a request for this slot would be answered now; asks for nothing."""
-        unit = self._checked_unit(replica, index, version)
-        return unit in self._answers or len(self._pool_of_unit(unit).finished) >= self.division.groups_per_unit
+    def prompts_in(self, state: GroupState) -> list[int]:
+        """The prompts that are so far."""
+        return [prompt for prompt, reached in enumerate(self._states) if reached is state]
 
-    def wants(self) -> list[Prompt]:
-        """What `next_prompt` will give, in that order."""
-        return [self.submission.prompts[prompt] for prompt in self.prompts_in(Progress.WAITING)]
-
-    def prompts_in(self, progress: Progress) -> list[int]:
-        """The prompts that are so far, in the order of dispatch."""
-        return [prompt for prompt in self._order if self._progress[prompt] is progress]
-
-    def counts(self) -> dict[Progress, int]:
+    def counts(self) -> dict[GroupState, int]:
         """How many groups are how far."""
         return dict(self._counts)
 
@@ -218,12 +191,12 @@ class Iteration:
 
     def missing(self) -> str:
         """What keeps the iteration from its end, for people."""
-        unfinished = self.prompts_in(Progress.RUNNING) + self.prompts_in(Progress.WAITING)
+        unfinished = self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
         return (
             f"{len(unfinished)} of {self.submission.plan.num_prompts} groups are not finished{which}, "
-            f"{self._counts[Progress.FINISHED]} finished ones are not claimed"
+            f"{self._counts[GroupState.FINISHED]} finished ones are not claimed"
         )
 
     def status(self) -> dict[str, Any]:
@@ -232,8 +205,8 @@ class Iteration:
             "version": self.version,
             "failure": self.failure,
             "is_complete": self._is_complete,
-            "groups": {progress.value: count for progress, count in self._counts.items()},
-            "running": self.prompts_in(Progress.RUNNING),
+            "groups": {state.value: count for state, count in self._counts.items()},
+            "running": self.prompts_in(GroupState.RUNNING),
             "slots_waiting": [list(unit) for unit in self.asked()],
             "num_units_claimed": len(self.claims),
             "num_units": self.division.num_units,
@@ -244,9 +217,8 @@ class Iteration:
             raise IterationFailed(f"iteration {self.version} failed: {self.failure}")
 
     def _check_finished(self, group: Group) -> None:
-        check_group(self.submission, group)
         prompt = group.prompt.index
-        if self._progress[prompt] in (Progress.FINISHED, Progress.CLAIMED):
+        if self._states[prompt] in (GroupState.FINISHED, GroupState.CLAIMED):
             raise GroupFinishedTwice(f"the group of prompt {prompt} of version {self.version} finished twice")
 
     def _checked_unit(self, replica: int, index: int, version: int | None) -> Place:
@@ -269,16 +241,16 @@ class Iteration:
         is_bound = self.submission.plan.order == "prompt"
         return self._pools[self.division.bound_unit(prompt) if is_bound else self.division.update_of_prompt(prompt)]
 
-    def _move(self, prompt: int, progress: Progress) -> None:
-        self._counts[self._progress[prompt]] -= 1
-        self._counts[progress] += 1
-        self._progress[prompt] = progress
+    def _move(self, prompt: int, state: GroupState) -> None:
+        self._counts[self._states[prompt]] -= 1
+        self._counts[state] += 1
+        self._states[prompt] = state
 
     def _finish(self, group: Group) -> None:
         prompt = group.prompt.index
         self._groups[prompt] = group
         self._pool_of_prompt(prompt).finished[prompt] = None
-        self._move(prompt, Progress.FINISHED)
+        self._move(prompt, GroupState.FINISHED)
 
     def _record(self, record: Callable[..., None], *what: object) -> None:
         try:
@@ -306,8 +278,8 @@ class Iteration:
             return f"slot ({claim.replica}, {claim.index}) is claimed twice"
         for prompt in claim.prompts:
             problem = f"slot ({claim.replica}, {claim.index}) takes the group of prompt {prompt}"
-            if self._progress[prompt] is not Progress.FINISHED:
-                return f"{problem}, which is {self._progress[prompt]}"
+            if self._states[prompt] is not GroupState.FINISHED:
+                return f"{problem}, which is {self._states[prompt]}"
             if claim.prompts.count(prompt) > 1:
                 return f"{problem} more than once"
         return None
@@ -330,7 +302,7 @@ class Iteration:
         pool.asked.pop(claim.place, None)
         for prompt in claim.prompts:
             del self._groups[prompt], pool.finished[prompt]
-            self._move(prompt, Progress.CLAIMED)
+            self._move(prompt, GroupState.CLAIMED)
         self.claims.append(claim)
 
     def _parts(self, groups: Sequence[Group]) -> list[list[GroupPart]]:

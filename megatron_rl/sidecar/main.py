@@ -23,9 +23,9 @@ from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.engines.engine import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
-from megatron_rl.sidecar.http import application, serve
+from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.making import Decode, PoolScorer, tokenizer_decoder
+from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
@@ -128,7 +128,7 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
     try:
-        await serve(application(service, token, ended.set), listener=listener, until=ended)
+        await serve(build_application(service, token, ended.set), listener=listener, until=ended)
     finally:
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 
@@ -195,7 +195,7 @@ def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
 def _decoder(settings: SidecarSettings) -> Decode:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return lambda tokens: " ".join(map(str, tokens))
-    return tokenizer_decoder(str(settings.hf_model))
+    return build_decoder(str(settings.hf_model))
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:

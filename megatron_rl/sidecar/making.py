@@ -10,10 +10,10 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, first_seed
+from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, check_rewards, derive_first_seed
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
-from megatron_rl.sidecar.engines.engine import GroupRequest
+from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class GroupMaker:
             # Scoring overlaps with the next group's sampling.
             in_flight.release()
         group = await self._scorer.score(group)
+        check_rewards(asked, group)
         try:
             finished(group)
         except OSError as error:
@@ -123,9 +124,9 @@ class GroupMaker:
         is_evaluation = isinstance(asked, wire.Evaluation)
         request = GroupRequest(
             request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
-            prompt_tokens=tuple(wire.tokens_of(prompt.tokens).tolist()),
+            prompt_tokens=tuple(wire.decode_tokens(prompt.tokens).tolist()),
             group_size=asked.group_size,
-            seed=first_seed(asked, prompt.index),
+            seed=derive_first_seed(asked, prompt.index),
             sampling=asked.sampling,
             can_wait=is_evaluation,
         )
@@ -153,7 +154,7 @@ class PoolScorer:
 
     async def score(self, group: wire.Group) -> wire.Group:
         """The same group with rewards and their components."""
-        completion_ids = [wire.tokens_of(response.tokens).tolist() for response in group.responses]
+        completion_ids = [wire.decode_tokens(response.tokens).tolist() for response in group.responses]
         request = RewardRequest(
             index=group.prompt.index,
             prompt=group.prompt.text,
@@ -173,7 +174,7 @@ class PoolScorer:
         return wire.Group(prompt=group.prompt, responses=responses)
 
 
-def tokenizer_decoder(folder: str) -> Decode:
+def build_decoder(folder: str) -> Decode:
     """The tokenizer of a checkpoint, special tokens left out."""
     # Imported here: it costs a second, and scripted rehearsals do without it.
     from transformers import AutoTokenizer

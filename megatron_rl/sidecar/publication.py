@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.probe import Difference
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Sampling, Weights, decode_log_probs, decode_tokens
+from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
     EngineRefused,
@@ -74,10 +74,10 @@ class Published:
     kinds: tuple[EngineKind, ...]
 
 
-def coarsest(kinds: Sequence[EngineKind]) -> EngineKind:
+def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
     """What the log-probs of any of these may be as coarse as."""
     return EngineKind(
-        dtype=probe.coarsest(*(kind.dtype for kind in kinds)),
+        dtype=probe.find_coarsest_dtype(*(kind.dtype for kind in kinds)),
         device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
         is_quantized=any(kind.is_quantized for kind in kinds),
         has_experts=any(kind.has_experts for kind in kinds),
@@ -131,7 +131,7 @@ class Steps:
         await self._all("commit", engines, lambda engine: engine.commit(reports[engine.name]))
         tags = await self._all("verify", engines, lambda engine: engine.verify())
         _must_equal("verify", tags, wanted)
-        tokens = tokens_of(weights.probe).tolist()
+        tokens = decode_tokens(weights.probe).tolist()
         probes = await self._all("probe", engines, lambda engine: engine.probe(tokens))
         of_trainer = None if answer is None else await self._answer(answer, weights)
         proofs = [Proof(name, reports[name]) for name in probes]
@@ -254,8 +254,8 @@ def _compared(
         return proof
     bound = of_trainer.bound
     if bound is None:
-        bound = probe.bound(kind, of_trainer.dtype, weights.dtype)
-    found = probe.difference(of_engine, log_probs_of(of_trainer.log_probs).tolist())
+        bound = probe.find_bound(kind, of_trainer.dtype, weights.dtype)
+    found = probe.measure_difference(of_engine, decode_log_probs(of_trainer.log_probs).tolist())
     return dataclasses.replace(proof, difference=found, bound=bound)
 
 

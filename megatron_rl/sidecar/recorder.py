@@ -38,7 +38,7 @@ class RunRecorder:
 
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """These engines hold a version too."""
-        self.audit.publish(weights.version, weights.fingerprint, [_report_of(proof) for proof in proofs])
+        self.audit.publish(weights.version, weights.fingerprint, [_build_report(proof) for proof in proofs])
         self._reported |= {proof.engine for proof in proofs}
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ class RunRecorder:
             self._journal = None
 
 
-def _report_of(proof: Proof) -> EngineReport:
+def _build_report(proof: Proof) -> EngineReport:
     record = None
     if proof.difference is not None and proof.bound is not None:
         record = ProbeRecord(mean=proof.difference.mean, largest=proof.difference.largest, bound=proof.bound)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
@@ -20,8 +20,8 @@ from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
-from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, coarsest
-from megatron_rl.sidecar.supervisor import NotProven
+from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, find_coarsest_kind
+from megatron_rl.sidecar.supervisor import WeightsNotProven
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class RolloutService:
         self._probe = _Awaited()
         # One future for all ranks of a replica that wait for the same slot.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
-        self._failed = asyncio.Event()
+        self._has_failed = False
         self._next = asyncio.Event()
         """Set, and replaced, when the next iteration is submitted."""
 
@@ -170,14 +170,14 @@ class RolloutService:
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
-            except NotProven as error:
+            except WeightsNotProven as error:
                 self._recorder.not_proven(weights, error.wrong)
                 raise
             self._recorder.published(weights, published.proofs)
             self.weights = weights
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
-            return coarsest(published.kinds)
+            return find_coarsest_kind(published.kinds)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
         """The trainer's log-probs of a version's probe; they may come before its publish does."""
@@ -187,7 +187,7 @@ class RolloutService:
 
     def _await_probe(self, weights: wire.Weights) -> AwaitAnswer:
         async def wait() -> wire.ProbeAnswer:
-            return await self._probe.of(weights)
+            return await self._probe.wait_for(weights)
 
         return wait
 
@@ -207,7 +207,7 @@ class RolloutService:
         self._recorder.restored()
         self.counters.reused += len(groups)
         self.iteration = iteration
-        self._failed.clear()
+        self._has_failed = False
         self._next, reached = asyncio.Event(), self._next
         reached.set()
         self._task = asyncio.create_task(self._run(iteration))
@@ -254,20 +254,10 @@ class RolloutService:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
-    async def failure(self, version: int, patience: float) -> str | None:
-        """Why the iteration failed, as soon as it does; None when it has not within `patience` seconds."""
-        deadline = time.monotonic() + patience
-        iteration = await self._submitted(version, patience)
-        if iteration is None:
-            return None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._failed.wait(), max(0.0, deadline - time.monotonic()))
-        return iteration.failure
-
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
         """The trainer says that it has trained on all of it, and what it measured. Hash and number of the audit log's
         last line come back: kept by the trainer, the hash proves later that nothing up to that line was changed."""
-        iteration = self._iteration_of(version)
+        iteration = self._find_iteration(version)
         try:
             if mismatch is not None and not iteration.is_over:
                 self._recorder.judged(version, mismatch)
@@ -279,17 +269,10 @@ class RolloutService:
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """The trainer will not train on an iteration: its tokens are not of the policy that it was to train."""
-        iteration = self._iteration_of(version)
+        iteration = self._find_iteration(version)
         if not iteration.is_over:
             self._recorder.judged(version, mismatch)
             self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on the average, beyond {mismatch.bound}")
-        await self._stop()
-
-    async def abort(self, version: int, reason: str) -> None:
-        """End an iteration that is not wanted any more."""
-        iteration = self._iteration_of(version)
-        if not iteration.is_over:
-            self._fail(iteration, reason)
         await self._stop()
 
     async def close(self) -> None:
@@ -328,7 +311,7 @@ class RolloutService:
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:
-            raise Conflict(f"iteration {self.iteration.version} is running: complete or abort it before {before}")
+            raise Conflict(f"iteration {self.iteration.version} is running: complete or refuse it before {before}")
 
     def _must_not_evaluate(self, before: str) -> None:
         if self.evaluation is not None and not self.evaluation.is_over:
@@ -348,9 +331,9 @@ class RolloutService:
                 await asyncio.wait_for(self._next.wait(), remaining)
             if self.lease is not lease:
                 raise Conflict(f"lease {lease.number} is over: another trainer has taken this sidecar")
-        return self._iteration_of(version)
+        return self._find_iteration(version)
 
-    def _iteration_of(self, version: int) -> Iteration:
+    def _find_iteration(self, version: int) -> Iteration:
         if self.iteration is None:
             raise Conflict(f"there is no iteration {version}: submit it first")
         if self.iteration.version != version:
@@ -385,12 +368,12 @@ class RolloutService:
             future.set_result(None)
 
     def _fail(self, iteration: Iteration, reason: str) -> None:
-        if not self._failed.is_set():
+        if not self._has_failed:
+            self._has_failed = True
             iteration.failed(reason)
             # The log may be what failed; the reason reaches the trainer all the same.
             with contextlib.suppress(OSError, MegatronRLError):
                 self._recorder.failed(iteration.version, iteration.failure or reason)
-        self._failed.set()
         for place in list(self._waiting):
             self._answer(place)
 
@@ -421,7 +404,7 @@ class _Awaited:
             self._called_off = reason
             self._changed.set()
 
-    async def of(self, weights: wire.Weights) -> wire.ProbeAnswer:
+    async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
         """Wait for the answer to the probe of these weights; one of others is another publish's."""
         self._waiting += 1
         try:
@@ -439,12 +422,3 @@ class _Awaited:
         finally:
             self._waiting -= 1
             self._called_off = ""
-
-
-@contextlib.asynccontextmanager
-async def running(service: RolloutService) -> AsyncIterator[RolloutService]:
-    """The service, closed at the end."""
-    try:
-        yield service
-    finally:
-        await service.close()

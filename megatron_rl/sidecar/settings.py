@@ -11,8 +11,8 @@ from typing import Any, Literal, NoReturn
 from megatron_rl.config.flag import Flag, flags_of, nearest
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.rewards import checks as reward_checks
-from megatron_rl.sidecar.vllm import support
+from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 
@@ -57,7 +57,7 @@ class SidecarSettings:
     @property
     def device(self) -> Literal["cpu", "cuda", "npu"]:
         """What the engines compute on."""
-        return self.platform if self.platform != "auto" else detect()
+        return self.platform if self.platform != "auto" else detect_device()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -66,14 +66,14 @@ class SidecarSettings:
         return host, int(port)
 
 
-def detect() -> Literal["cpu", "cuda", "npu"]:
+def detect_device() -> Literal["cpu", "cuda", "npu"]:
     """The kind of device of this host; the engines' environment may be another, so nothing is imported for it."""
     if glob.glob("/dev/davinci[0-9]*"):
         return "npu"
     return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
 
 
-def flags() -> list[Flag]:
+def list_flags() -> list[Flag]:
     """The flags that a sidecar takes, under the names that the trainer has for them."""
     return [
         flag
@@ -111,7 +111,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
 
 def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The values by subject and field, and what is wrong with the words."""
-    known = flags()
+    known = list_flags()
     values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     namespace, rest = _parser(known).parse_known_args(list(words))
     names = {name: None for flag in known for name in flag.names}
@@ -168,7 +168,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     host, _, port = settings.rollout.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         yield f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
-    yield from reward_checks.problems(settings.reward)
+    yield from reward_spec.problems(settings.reward)
 
 
 def _missing(settings: SidecarSettings) -> Iterator[str]:
@@ -233,7 +233,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             "installed in, its bin/python"
         )
     if architecture is not None:
-        yield from support.problems(architecture, settings.device, rollout.tensor_parallel_size, length)
+        yield from find_vllm_problems(architecture, settings.device, rollout.tensor_parallel_size, length)
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:

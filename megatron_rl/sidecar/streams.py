@@ -1,18 +1,26 @@
-"""Weights that stream from the trainer's devices to the engines': what vLLM's own `nccl` backend is told.
+"""Weights that stream from the trainer's devices to the engines': the trainer's end, and what engines are told.
 
 The trainer is rank 0 of one group; the workers of the engines follow, engine after engine. vllm-ascend registers its
 HCCL backend under the same name and takes the same calls. None of this has run: no machine of ours has either.
+The sidecar tells the engines to join and to receive, so vLLM's client of them has nothing to do in the trainer.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.protocol.wire import Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_rl.weights.mapping import TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """Where an engine's workers stand in the group."""
 
     first_rank: int
@@ -23,21 +31,21 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One POST to an engine."""
 
     route: str
     content: dict[str, object] | None = None
 
 
-def places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[Place]:
+def assign_places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
     """The places of engines with these numbers of workers."""
     world_size = 1 + sum(num_workers)
     firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
-    return [Place(first, world_size, packed_in_update) for first in firsts]
+    return [StreamPlace(first, world_size, packed_in_update) for first in firsts]
 
 
-def before(weights: Weights, place: Place) -> Iterator[Call]:
+def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Join the group. Each publish makes its own: an engine that was started again has no place in an old one."""
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
@@ -52,16 +60,86 @@ def before(weights: Weights, place: Place) -> Iterator[Call]:
     }
     if not place.packed_in_update:
         init["packed"] = True
-    yield Call("/init_weight_transfer_engine", {"init_info": init})
+    yield EngineCall("/init_weight_transfer_engine", {"init_info": init})
 
 
-def during(weights: Weights, place: Place) -> Iterator[Call]:
+def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
     """Receive the tensors while the trainer sends them, then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
     if place.packed_in_update:
         update["packed"] = True
-    yield Call("/start_weight_update")
-    yield Call("/update_weights", {"update_info": update})
-    yield Call("/finish_weight_update")
-    yield Call("/shutdown_weight_transfer_engine")
+    yield EngineCall("/start_weight_update")
+    yield EngineCall("/update_weights", {"update_info": update})
+    yield EngineCall("/finish_weight_update")
+    yield EngineCall("/shutdown_weight_transfer_engine")
+
+
+# The module of each transport, and its classes of the trainer's end.
+_LIBRARIES = {
+    "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"),
+    "hccl": (
+        "vllm_ascend.distributed.weight_transfer.hccl_engine",
+        "HCCLTrainerInitInfo",
+        "HCCLTrainerWeightTransferEngine",
+    ),
+}
+
+
+class Tensors(Protocol):
+    """What is sent, in the order of its manifest."""
+
+    @property
+    def manifest(self) -> list["TensorSpec"]: ...
+
+    def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]: ...
+
+
+def find_library(transport: str) -> tuple[Any, Any]:
+    """What opens a sender is made of; a PlatformError where it is not installed."""
+    module, info, sender = _LIBRARIES[transport]
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, info), getattr(found, sender)
+    except (ImportError, AttributeError) as error:
+        package = module.partition(".")[0].replace("_", "-")
+        raise PlatformError(
+            f"--rollout-transport {transport} sends with {package}, which the trainer's environment does not have "
+            f"({error}): install the version that the engines run there too, or write --rollout-transport shm"
+        ) from None
+
+
+def open_sender(transport: str, host: str, port: int, world_size: int, tensors: Tensors) -> Any:
+    """Wait for all workers at that address; what this returns has `send_weights` and `shutdown`."""
+    make_info, make_sender = find_library(transport)
+    # Rank 0 is the one that sends.
+    info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
+    return make_sender.trainer_init(info, client=_ToldBySidecar(), source=_make_source(tensors))
+
+
+class _ToldBySidecar:
+    """vLLM's client of the engines."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+def _make_source(tensors: Tensors) -> Any:
+    # Imported here: the sidecar does without torch.
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    from megatron_rl.weights.fingerprint import DTYPES
+
+    class Source(WeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]
+
+        def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+            return iter(tensors)
+
+    return Source()

@@ -16,14 +16,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import Engine, EngineLost, EngineState, GroupRequest
+from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.publication import (
     AwaitAnswer,
@@ -46,7 +46,7 @@ class PublishFailed(MegatronRLError):
     """A version could not be brought to the engines; none of them samples."""
 
 
-class NotProven(PublishFailed):
+class WeightsNotProven(PublishFailed):
     """Engines were proved to hold something else than the version that they say they hold."""
 
     def __init__(self, text: str, weights: Weights, wrong: dict[str, str]) -> None:
@@ -62,7 +62,7 @@ class OtherWorkers(PublishFailed):
 class SupervisedEngine(Engine, Protocol):
     """An engine that can be started and ended."""
 
-    stream_place: streams.Place | None
+    stream_place: streams.StreamPlace | None
 
     @property
     def num_workers(self) -> int: ...
@@ -145,9 +145,9 @@ class Supervisor:
         self._watcher: asyncio.Task[None] | None = None
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
 
-    async def start(self, num_engines: int, adopted: Iterable[str] = ()) -> None:
-        """Start engines, all at once, and take in those that somebody else has started. The first error ends all."""
-        members = [self._make() for _ in range(num_engines)] + [self._make(address) for address in adopted]
+    async def start(self, num_engines: int) -> None:
+        """Start engines, all at once. The first error ends all."""
+        members = [self._make() for _ in range(num_engines)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for member in members:
@@ -266,7 +266,7 @@ class Supervisor:
                 self._withdraw()
                 if failure.wrong:
                     text = f"version {weights.version} was not published: {failure}"
-                    raise NotProven(text, weights, failure.wrong) from None
+                    raise WeightsNotProven(text, weights, failure.wrong) from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
                     # A stream is sent again by the trainer, or by nobody.
@@ -279,7 +279,7 @@ class Supervisor:
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
         """Give each engine its place in the stream that the trainer has opened."""
-        places = streams.places([engine.num_workers for engine in engines])
+        places = streams.assign_places([engine.num_workers for engine in engines])
         if places[0].world_size != weights.world_size:
             raise OtherWorkers(
                 f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines have "

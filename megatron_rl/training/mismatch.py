@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.protocol.probe import allowance, coarsest
+from megatron_rl.protocol.probe import find_allowance, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -52,7 +52,7 @@ class MismatchBounds:
             return None
         if self.given is not None:
             return self.given
-        healthy = HEALTHY[coarsest(kind.dtype, *self.dtypes)] * allowance(kind)
+        healthy = HEALTHY[find_coarsest_dtype(kind.dtype, *self.dtypes)] * find_allowance(kind)
         # Log-probs are of logits over the temperature, and so are their differences.
         return _ERROR * healthy / min(1.0, self.temperature)
 

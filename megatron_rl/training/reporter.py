@@ -16,7 +16,7 @@ from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sinks, sinks_of
-from megatron_rl.protocol.wire import Group, Response, tokens_of
+from megatron_rl.protocol.wire import Group, Response, decode_tokens
 from megatron_rl.training.mismatch import HEALTHY
 
 Decode = Callable[[list[int]], str]
@@ -93,7 +93,7 @@ class Reporter:
             left = self._samples.left(version, "evaluation")
             if left <= 0:
                 return
-            prompt = self._decode(tokens_of(group.prompt.tokens).tolist())
+            prompt = self._decode(decode_tokens(group.prompt.tokens).tolist())
             sampled = [self._sampled(response) for response in group.responses[:left]]
             self._samples.write(version, [SampledGroup(group.prompt.row, prompt, sampled)], "evaluation")
 
@@ -124,13 +124,13 @@ class Reporter:
                 return
             first, *others = of_group
             responses = [response for part in (first, *others) for response in part.responses]
-            prompt = self._decode(tokens_of(first.prompt_tokens).tolist())
+            prompt = self._decode(decode_tokens(first.prompt_tokens).tolist())
             sampled = [self._sampled(response) for response in responses[:left]]
             self._samples.write(version, [SampledGroup(first.row, prompt, sampled)])
 
     def _sampled(self, response: Response) -> SampledResponse:
         return SampledResponse(
-            self._decode(tokens_of(response.tokens).tolist()),
+            self._decode(decode_tokens(response.tokens).tolist()),
             response.reward,
             {name: value for name, value in response.components.items() if value is not None},
         )

@@ -13,7 +13,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session
-from megatron_rl.ops.shared_prompt import backend
+from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Submission
@@ -26,28 +26,22 @@ class PromptSource(Protocol):
     def take(self, count: int) -> list[Prompt]: ...
 
 
-class Schedule(Protocol):
-    """When training may begin with the slots of an iteration."""
-
-    def wait(self, slots: IterationSlots) -> None: ...
+Schedule = Callable[[IterationSlots, Session], None]
+"""Waits until training may start with the slots of an iteration."""
 
 
-class Periodic:
-    """At once: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
-
-    def wait(self, slots: IterationSlots) -> None:
-        return
+def start_at_once(slots: IterationSlots, session: Session) -> None:
+    """Do not wait: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
 
 
-class Sync:
-    """When all groups are there: what is not overlapped, to be compared with."""
+def wait_for_all(slots: IterationSlots, session: Session) -> None:
+    """Wait until all groups are there: nothing is overlapped, to be compared with."""
+    slots.wait_for_all()
+    session.barrier()
 
-    def __init__(self, session: Session):
-        self._session = session
 
-    def wait(self, slots: IterationSlots) -> None:
-        slots.wait_for_all()
-        self._session.barrier()
+SCHEDULES: dict[str, Schedule] = {"periodic": start_at_once, "sync": wait_for_all}
+"""By the names of --schedule."""
 
 
 class Rollouts:
@@ -95,7 +89,7 @@ class Rollouts:
             self._waiting,
         )
         try:
-            self._schedule.wait(slots)
+            self._schedule(slots, self._session)
             yield slots
         except MismatchBeyond as error:
             refused = error.mismatch
@@ -131,7 +125,7 @@ class Rollouts:
 
 def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """What the settings say of packs."""
-    attention = backend(settings.attention.backend)
+    attention = find_backend(settings.attention.backend)
     return Batcher(
         ADVANTAGES[settings.algorithm.advantage],
         multiple_of=pack_multiple(settings),

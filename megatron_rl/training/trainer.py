@@ -9,13 +9,13 @@ from megatron_rl.mcore.publish.shared_memory import Publisher
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learned, Learner
 from megatron_rl.training.measures import Measures, compute_metrics
 from megatron_rl.training.mismatch import MismatchBounds
 from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
+from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import StopRequest
 
 
@@ -32,7 +32,7 @@ class Trainer:
         publisher: Publisher,
         rollouts: Rollouts,
         learner: Learner,
-        checkpoints: Checkpoints,
+        saver: Saver,
         evaluator: Evaluator | None,
         reporter: Reporter | None,
         timeline: Timeline,
@@ -40,28 +40,34 @@ class Trainer:
         reference: Reference | None,
         largest_micro_batch: int,
         mismatch_bounds: MismatchBounds,
+        version: int,
+        num_iterations: int,
     ):
+        """It goes on from a version until there have been so many iterations."""
         self._session = session
         self._policy = policy
         self._publisher = publisher
         self._rollouts = rollouts
         self._learner = learner
-        self._checkpoints = checkpoints
+        self.saver = saver
         self._evaluator = evaluator
-        self._reporter = reporter
+        self.reporter = reporter
         self._timeline = timeline
         self._stop = stop
         self._reference = reference
         self._largest_micro_batch = largest_micro_batch
         self._mismatch_bounds = mismatch_bounds
+        self._version = version
+        self._num_iterations = num_iterations
 
-    def train(self, version: int, num_iterations: int) -> int:
-        """Go on from a version; returns the one that was reached, which is less than asked for after SIGTERM."""
+    def train(self) -> int:
+        """Returns the version that was reached, which is less than asked for after SIGTERM."""
+        version, num_iterations = self._version, self._num_iterations
         is_stopped = False
         self._stop.begin()
         while version < num_iterations and not is_stopped:
-            if self._reporter is not None:
-                self._reporter.begin(version)
+            if self.reporter is not None:
+                self.reporter.begin(version)
             fingerprint = self._publish(version)
             evaluation = self._evaluate(version, fingerprint)
             reference_is_policy = self._compare_reference(version, fingerprint)
@@ -74,17 +80,25 @@ class Trainer:
             version += 1
             with self._during("save"):
                 is_last = is_stopped or version == num_iterations
-                self._checkpoints.save_if_due(version, is_last, self._rollouts.audit_head)
+                self.saver.save_if_due(version, is_last, self._rollouts.audit_head)
         if not is_stopped:
             self._evaluate_last(version)
         with self._during("save"):
-            self._checkpoints.finish()
+            self.saver.finish()
         return version
+
+    def tidy(self) -> None:
+        """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
+        try:
+            if self.reporter is not None:
+                self.reporter.close()
+        finally:
+            self._publisher.close()
 
     @contextlib.contextmanager
     def _during(self, phase: str) -> Iterator[None]:
-        if self._reporter is not None:
-            self._reporter.phase(phase)
+        if self.reporter is not None:
+            self.reporter.phase(phase)
         with self._timeline.span(phase):
             yield
 
@@ -105,8 +119,8 @@ class Trainer:
             return None
         with self._during("evaluate"):
             evaluated = self._evaluator.evaluate(version, fingerprint)
-            if self._reporter is not None:
-                self._reporter.evaluation(version, evaluated.groups)
+            if self.reporter is not None:
+                self.reporter.evaluation(version, evaluated.groups)
             return self._evaluator.summary(evaluated)
 
     def _evaluate_last(self, version: int) -> None:
@@ -116,15 +130,15 @@ class Trainer:
             return
         fingerprint = self._publish(version)
         evaluation = self._evaluate(version, fingerprint, is_last=True)
-        if self._reporter is not None:
-            self._reporter.write(version, {"version": version, "fingerprint": fingerprint, "evaluation": evaluation})
+        if self.reporter is not None:
+            self.reporter.write(version, {"version": version, "fingerprint": fingerprint, "evaluation": evaluation})
 
     def _report(
         self, version: int, fingerprint: str, slots: IterationSlots, learned: Learned, evaluation: dict | None
     ) -> bool:
         """Write the iteration down; returns whether any rank was asked to stop."""
         handed_in = self._session.gather((learned.measures, self._stop.is_asked))
-        if self._reporter is not None:
+        if self.reporter is not None:
             measures = Measures()
             for of_rank, _ in handed_in:
                 measures.merge(of_rank)
@@ -136,5 +150,5 @@ class Trainer:
             times = self._timeline.take()
             times["generated_tokens_per_second"] = measures.sums["tokens.response"] / times["iteration"]
             times["trained_tokens_per_second"] = measures.sums["tokens.computed"] / times["iteration"]
-            self._reporter.iteration(version, metrics | {"time": times}, slots)
+            self.reporter.iteration(version, metrics | {"time": times}, slots)
         return any(is_asked for _, is_asked in handed_in)

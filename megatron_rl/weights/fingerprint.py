@@ -104,7 +104,7 @@ def _unsigned(bits_RC: torch.Tensor) -> torch.Tensor:
     return bits_RC.to(torch.int64) & ((1 << (8 * bits_RC.element_size())) - 1)
 
 
-def fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:
+def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:
     """The fingerprint of a whole model, from the digest of each of its tensors."""
     whole = hashlib.sha256()
     for spec in sorted(specs, key=lambda spec: spec.name):

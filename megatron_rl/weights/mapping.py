@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import family
-from megatron_rl.weights.families.names import Name, Split
+from megatron_rl.weights.families import find_family
+from megatron_rl.weights.families.family import Name, Split
 
 Shape = tuple[int, ...]
 
@@ -77,7 +77,7 @@ class Mapping:
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
-        self._names = [name for name in family(architecture.family).names if name.when(architecture)]
+        self._names = [name for name in find_family(architecture.family).names if name.when(architecture)]
         self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
+from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest
 from megatron_rl.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 
 # Blocks this large amortize a call's cost and, on a CPU, are still in cache when they are digested.
 _BLOCK_ELEMENTS_CPU = 1 << 20
@@ -62,7 +62,7 @@ class Shard:
             yield first_row + start, first_column, values[start : start + step]
 
 
-def shards_of(
+def map_shards(
     mapping: Mapping,
     coordinates: Coordinates,
     padded_vocab_size: int,
@@ -134,7 +134,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class StageRank:
     """A rank of the stage, and what it holds: known without asking, but for the names of its parameters."""
 
     rank: int
@@ -142,13 +142,13 @@ class Peer:
     parameter_names: tuple[str, ...]
 
 
-class Stream:
+class WeightStream:
     """The buckets of one stage, laid out once and walked through at every export."""
 
     def __init__(
         self,
         mapping: Mapping,
-        peers: Sequence[Peer],
+        peers: Sequence[StageRank],
         padded_vocab_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -211,7 +211,7 @@ class Stream:
         return buckets
 
 
-def _owned_pieces(mapping: Mapping, peer: Peer, padded_vocab_size: int) -> list[tuple[str, Piece]]:
+def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
     maps: list[tuple[str, ShardMap]] = [
         (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
     ]

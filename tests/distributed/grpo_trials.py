@@ -17,11 +17,11 @@ from megatron_rl.arguments.plan import sizes_of
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.forward_step import is_reporter
 from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
-from megatron_rl.mcore.step.roles import is_reporter
-from megatron_rl.mcore.step.tri_model import build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import version_tag
+from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
 from megatron_rl.training import learner
 from megatron_rl.training.measures import Measures, UpdateOutcome, compute_metrics
@@ -183,7 +183,7 @@ class Source:
         return wire.GroupPart(
             prompt_index=prompt,
             row=f"row-{prompt}",
-            prompt_tokens=wire.token_bytes(group.prompt),
+            prompt_tokens=wire.encode_tokens(group.prompt),
             first_response=first,
             responses=[self._response(group, number) for number in range(first, first + size)],
             rewards=group.rewards,
@@ -192,12 +192,12 @@ class Source:
     def _response(self, group: Group, number: int) -> wire.Response:
         tokens = group.responses[number]
         return wire.Response(
-            tokens=wire.token_bytes(tokens),
-            log_probs=wire.log_prob_bytes(group.engine[number]),
+            tokens=wire.encode_tokens(tokens),
+            log_probs=wire.encode_log_probs(group.engine[number]),
             finish_reason="stop",
             seed=number,
             engine="0",
-            spans=[wire.Span(version=version_tag(self._identity.version), start=0, end=len(tokens))],
+            spans=[wire.Span(version=tag_version(self._identity.version), start=0, end=len(tokens))],
             fingerprint=self._identity.fingerprint,
             reward=group.rewards[number],
         )
@@ -249,7 +249,7 @@ def _without_other_denominators(parts: Parts) -> None:
 
 
 def _without_temperature(parts: Parts) -> None:
-    parts.roles._temperature = 1.0
+    parts.roles.temperature = 1.0
 
 
 def _without_correction(parts: Parts) -> None:

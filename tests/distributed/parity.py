@@ -117,7 +117,7 @@ def _of_responses(model: torch.nn.Module, groups: Groups, temperature: float) ->
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     if not pairs:
         return torch.zeros(0, dtype=model.dtype)
-    found = hf_models.log_probs_of(model, [prompt + response for prompt, response in pairs], temperature)
+    found = hf_models.decode_log_probs(model, [prompt + response for prompt, response in pairs], temperature)
     return torch.cat([values[len(prompt) - 1 :] for values, (prompt, _) in zip(found, pairs, strict=True)])
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.publish.probe import Probe, ReplicasDiffer
 from megatron_rl.protocol import probe
-from megatron_rl.protocol.wire import ProbeAnswer, log_probs_of, tokens_of
+from megatron_rl.protocol.wire import ProbeAnswer, decode_log_probs, decode_tokens
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.ranks import run_ranks
@@ -68,23 +68,23 @@ def test_the_answer_is_that_of_the_weights_whatever_the_layout(folders):
     for family, layouts in LAYOUTS.items():
         for layout in layouts:
             tokens, (answer,) = found[family, layout]
-            asked = tokens_of(tokens).tolist()
+            asked = decode_tokens(tokens).tolist()
             assert (answer.version, answer.fingerprint, answer.dtype, answer.bound) == (
                 3,
                 "fingerprint",
                 "float32",
                 None,
             )
-            assert len(asked) == probe.num_tokens()
+            assert len(asked) == probe.count_tokens()
             (theirs,), (truth,) = (
                 hf_models.log_probs(folders[family], [asked], dtype=dtype) for dtype in (torch.float32, torch.float64)
             )
-            ours = torch.from_numpy(log_probs_of(answer.log_probs).copy())
+            ours = torch.from_numpy(decode_log_probs(answer.log_probs).copy())
             assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
     assert "replica 1 is not replica 0: with version 3" in found["error", "DP2+distopt"]
 
 
 def test_probes_are_of_their_version_within_the_vocabulary_and_longer_where_there_are_experts():
-    assert probe.tokens_of(5, 100) == probe.tokens_of(5, 100) != probe.tokens_of(6, 100)
-    assert {token for version in range(40) for token in probe.tokens_of(version, 100)} == set(range(100))
-    assert probe.num_tokens() == 64 == probe.num_tokens(8, 4) < probe.num_tokens(128, 8)
+    assert probe.draw_tokens(5, 100) == probe.draw_tokens(5, 100) != probe.draw_tokens(6, 100)
+    assert {token for version in range(40) for token in probe.draw_tokens(version, 100)} == set(range(100))
+    assert probe.count_tokens() == 64 == probe.count_tokens(8, 4) < probe.count_tokens(128, 8)

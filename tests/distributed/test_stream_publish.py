@@ -16,8 +16,8 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.mcore.publish.stream import StreamPublisher, WholeModel
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
 from megatron_rl.protocol.wire import EngineKind, Weights
-from megatron_rl.sidecar.vllm import sender
-from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
+from megatron_rl.sidecar.streams import find_library, open_sender
+from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
@@ -129,7 +129,7 @@ def test_what_is_sent_is_the_announced_model_in_the_announced_order(world_size, 
             assert torch.equal(tensor, given[name].to(tensor.dtype)), (layout, model, dtype, name)
             specs.append(TensorSpec(name, tuple(shape), named_dtype))
         digests = {name: digest(tensor).tolist() for name, tensor in sent["tensors"].items()}
-        assert fingerprint(specs, digests) == sent["fingerprint"]
+        assert compute_fingerprint(specs, digests) == sent["fingerprint"]
 
 
 def faults(folder: Path) -> dict[str, str]:
@@ -193,7 +193,7 @@ def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:
     torch.distributed.init_process_group("gloo")
     with start_session(CASES["TP1"]) as session:
         model = WholeModel(build(session, CASES["TP1"], folder).weights, session, None)
-        opened_sender = sender.open_sender("nccl", "127.0.0.1", 7000, 3, model)
+        opened_sender = open_sender("nccl", "127.0.0.1", 7000, 3, model)
         opened_sender.send_weights()
         opened_sender.shutdown()
     return sent, opened
@@ -209,4 +209,4 @@ def test_vllm_sends_what_it_is_given(folders):
 
 def test_without_the_library_of_the_engines_the_error_says_what_to_install():
     with pytest.raises(PlatformError, match="--rollout-transport hccl sends with vllm-ascend"):
-        sender.library("hccl")
+        find_library("hccl")

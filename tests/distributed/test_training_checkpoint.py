@@ -17,14 +17,14 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.mcore.checkpoint import state as training_state
+from megatron_rl.mcore.checkpoint import state_dict
 from megatron_rl.mcore.checkpoint.checkpointer import Loaded
 from megatron_rl.mcore.checkpoint.folders import TRACKER
-from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.checkpoint.state_dict import TrainState
 from megatron_rl.mcore.model.gpt import named_shards
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.step.policy import Policy
-from megatron_rl.training.checkpoints import Checkpoints
+from megatron_rl.training.saver import Saver
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
@@ -105,7 +105,7 @@ def go_on(trained: Training) -> dict[str, Any]:
     for chunk in trained.wrapped:
         chunk.zero_grad_buffer()
     reports = [trained.update() for _ in range(2)]
-    training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+    state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
     return {
         "drawn": drawn, "weights": weights, "remembered": memory, "gradients": gradients, "reports": reports,
         "after": trained.parameters(),
@@ -232,7 +232,7 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
     with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
         saver = checkpointer(trained, save=out, keep_last=1)
         trained.update()
-        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
         results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
         gate = folder.parent / "write"
         original = write_late(gate)
@@ -256,7 +256,7 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
         results["no space"] = error_of(saver.finish)
         FileSystemWriterAsync.write_preloaded_data = original
         if trained.session.rank == 1:
-            training_state.rng_state = crash
+            state_dict.get_rng_state = crash
         results["crash"] = error_of(lambda: saver.save(2, {"version": 2}))
         results["seen"].append(latest(out))
         results["left"] = sorted(path.name for path in out.iterdir())
@@ -392,7 +392,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
         raise Killed
 
     with training(folder, words) as trained:
-        saver = checkpoints(trained)
+        saver = build_saver(trained)
         saver.load(results["said"].append)
         trained.update()
         saver.save_if_due(1, False, "")
@@ -405,19 +405,19 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
             with pytest.raises(Killed):
                 saver.save_if_due(2, True, "")
         results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
-        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
         results["trained"] = trained.weights.fingerprint()
         trained.session.barrier()
     with training(folder, words) as trained:
-        results["versions"] = [checkpoints(trained).load(results["said"].append) for _ in range(2)]
+        results["versions"] = [build_saver(trained).load(results["said"].append) for _ in range(2)]
         trained.weights.load_hf(out / "hf" / "iter_0000002")
         results["written"] = trained.weights.fingerprint()
     return results
 
 
-def checkpoints(trained: Training) -> Checkpoints:
+def build_saver(trained: Training) -> Saver:
     policy = Policy(trained.chunks, trained.wrapped, trained.optimizer, trained.schedule, trained.weights)
-    return Checkpoints(trained.settings, trained.session, policy, "run", None, None)
+    return Saver(trained.settings, trained.session, policy, "run", None, None)
 
 
 def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:

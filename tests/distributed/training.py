@@ -9,13 +9,12 @@ from typing import Any
 from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.checkpoint.state_dict import TrainState
 from megatron_rl.mcore.model.gpt import build_model, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
-from megatron_rl.mcore.step.schedule import forward_backward
-from tests.distributed.layouts import Model, divisor, gather_reduced_shards
+from tests.distributed.layouts import Model, divisor, forward_backward, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 
 LAYOUTS = {

@@ -12,7 +12,7 @@ from megatron_rl.data.packing import pack_groups
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step.forward_step import compute_log_probs
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient, read_token
 from megatron_rl.records.audit_check import verify
@@ -76,7 +76,7 @@ def perturb(built: Any, version: int) -> None:
 
 def submission(run: str, version: int, fingerprint: str, temperature: float) -> wire.Submission:
     tokens = hf_models.sequences([9, 30, 4, 17, 2, 50], seed=version)
-    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.token_bytes(t)) for i, t in enumerate(tokens)]
+    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.encode_tokens(t)) for i, t in enumerate(tokens)]
     return wire.Submission(
         run=run, version=version, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=100,
         sampling=wire.Sampling(max_tokens=40, temperature=temperature, ignore_eos=True),
@@ -90,13 +90,13 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
         batches.append(
             [
                 (
-                    wire.tokens_of(part.prompt_tokens).tolist(),
-                    [wire.tokens_of(response.tokens).tolist() for response in part.responses],
+                    wire.decode_tokens(part.prompt_tokens).tolist(),
+                    [wire.decode_tokens(response.tokens).tolist() for response in part.responses],
                 )
                 for part in slot.parts
             ]
         )
-        log_probs = [wire.log_probs_of(r.log_probs).copy() for part in slot.parts for r in part.responses]
+        log_probs = [wire.decode_log_probs(r.log_probs).copy() for part in slot.parts for r in part.responses]
         engine.append(torch.cat([torch.from_numpy(values) for values in log_probs]))
     packs = [pack_groups(groups, multiple_of=2, vocab_size=VOCAB_SIZE) for groups in batches]
     return {
@@ -105,7 +105,7 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
         # On the first rank.
         "weights": built.parameters(),
         # The first pipeline stage computes no log-probs.
-        "trainer": schedule.forward(built.wrapped, packs, temperature),
+        "trainer": compute_log_probs(built.wrapped, packs, temperature),
         "engine": engine,
         "fingerprints": {r.fingerprint for slot in slots for part in slot.parts for r in part.responses},
     }

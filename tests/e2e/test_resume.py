@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.observe.line_file import read_lines
 from megatron_rl.observe.metrics import read, without_times
+from megatron_rl.records.append_file import read_lines
 from tests.e2e import loop
 
 ITERATIONS = 4
@@ -34,7 +34,7 @@ AT = {
         name = "update"
     """,
     "save": """
-        from megatron_rl.mcore.checkpoint import sharded as Owner
+        from megatron_rl.mcore.checkpoint import serialization as Owner
         name = "_plan"
     """,
     "latest": """

@@ -22,8 +22,7 @@ from megatron_rl.mcore.publish.stream import StreamPublisher
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.publication import Steps, coarsest
-from megatron_rl.sidecar.vllm import sender
+from megatron_rl.sidecar.publication import Steps, find_coarsest_kind
 from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.distributed.layouts import CASES, build, start_session
@@ -52,7 +51,7 @@ class Engines:
         return sum(engine.num_workers for engine in self._engines)
 
     def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
-        places = streams.places([engine.num_workers for engine in self._engines])
+        places = streams.assign_places([engine.num_workers for engine in self._engines])
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
         self._published = self.run(Steps().publish(self._engines, weights, self._published, self._answer))
@@ -60,7 +59,7 @@ class Engines:
         for proof in self._published.proofs:
             assert proof.report.num_compared == proof.report.num_parameters > 0
             assert proof.difference.mean < 1e-4
-        return coarsest(self._published.kinds)
+        return find_coarsest_kind(self._published.kinds)
 
     def probed(self, answer: ProbeAnswer) -> None:
         self._answers.put(answer)
@@ -119,7 +118,7 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
             with start_session(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
                 probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
-                make = sender.open_sender
+                make = streams.open_sender
                 publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", make, probe=probe)
                 for attempt in range(2):
                     version = 2 * number + attempt

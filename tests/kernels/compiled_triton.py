@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from megatron_rl.ops.shared_prompt.backends import triton_fused, triton_kernels
 from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks
-from megatron_rl.ops.shared_prompt.backends.triton_plan import TILE
+from megatron_rl.ops.shared_prompt.backends.triton_tables import TILE
 
 CAPABILITY = 90
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for dtype in arguments.dtypes:
         for head_dim in arguments.head_dims:
-            blocks = triton_fused.blocks_of(triton_fused.width_of(head_dim), DTYPES[dtype])
+            blocks = triton_fused.choose_blocks(triton_fused.compute_width(head_dim), DTYPES[dtype])
             for name, sizes in (*blocks._asdict().items(), ("sum", Blocks(0, triton_fused.SUMMED, 4, 3))):
                 print(
                     json.dumps(dataclasses.asdict(compile_kernel(f"{name}_kernel", dtype, head_dim, sizes))), flush=True
@@ -64,7 +64,7 @@ def compile_kernel(name: str, dtype: str, head_dim: int, blocks: Blocks) -> Comp
     heads = dict.fromkeys(("Q", "GRAD"), 32) | dict.fromkeys(("K", "V"), 8)
     sizes = {
         "HEAD_DIM": head_dim,
-        "WIDTH": triton_fused.width_of(head_dim),
+        "WIDTH": triton_fused.compute_width(head_dim),
         "TILE": TILE,
         "QUERIES": blocks.queries,
         "KEYS": blocks.keys,

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import triton_fused
-from megatron_rl.ops.shared_prompt.backends.backend import Attention
-from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, Kernels
-from megatron_rl.ops.shared_prompt.backends.triton_plan import Plan
+from megatron_rl.ops.shared_prompt.backends import Attention, triton_fused
+from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, KernelBlocks
+from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import NAMES, Case, errors
@@ -38,7 +37,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 SHAPES = list(zip(itertools.cycle((RAGGED, BRANCHED)), HEADS, HEAD_DIMS))
 SHORT_SHAPES = list(zip(itertools.cycle((SHORT_RAGGED, SHORT_BRANCHED)), HEADS, HEAD_DIMS))
 # Blocks that divide a tile in several ways, and reach over each other's ends.
-SMALL = Kernels(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
+SMALL = KernelBlocks(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +49,12 @@ def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_tiles() -> Iterator[None]:
-    def small_plan(layout: Layout, device: torch.device) -> Plan:
-        return Plan.of(layout, device, tile=16, short_item=16)
+    def small_tables(layout: Layout, device: torch.device) -> Tables:
+        return Tables.of(layout, device, tile=16, short_item=16)
 
     with (
-        mock.patch.object(triton_fused, "prepare", small_plan),
-        mock.patch.object(triton_fused, "blocks_of", return_value=SMALL),
+        mock.patch.object(triton_fused, "prepare", small_tables),
+        mock.patch.object(triton_fused, "choose_blocks", return_value=SMALL),
     ):
         yield
 
@@ -135,12 +134,12 @@ def test_a_buffer_without_tokens_has_gradients() -> None:
 def test_the_order_in_which_programs_run_does_not_show() -> None:
     case = Case.draw(Layout.of_groups([(30, [20, 17])]), (2, 1), 16, torch.float32)
     with small_tiles():
-        plan = triton_fused.prepare(case.layout, torch.device("cpu"))
+        tables = triton_fused.prepare(case.layout, torch.device("cpu"))
         shuffled = dataclasses.replace(
-            plan,
-            query_tiles=plan.query_tiles[torch.randperm(len(plan.query_tiles))],
-            key_items=plan.key_items[torch.randperm(len(plan.key_items))],
-            sums=plan.sums.flip(0),
+            tables,
+            query_tiles=tables.query_tiles[torch.randperm(len(tables.query_tiles))],
+            key_items=tables.key_items[torch.randperm(len(tables.key_items))],
+            sums=tables.sums.flip(0),
         )
         first = case.run(attention)
         with mock.patch.object(triton_fused, "prepare", return_value=shuffled):

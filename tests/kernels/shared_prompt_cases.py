@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends.backend import Attention
+from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 NAMES = ("out", "queries", "keys", "values")

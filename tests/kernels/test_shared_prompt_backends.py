@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, backend
+from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, find_backend
 from megatron_rl.ops.shared_prompt.backends import flash_cpu, merge
-from megatron_rl.ops.shared_prompt.backends.flash_cpu import Call, CpuFlash, Sequences
-from megatron_rl.ops.shared_prompt.layout import ROOT, Layout, strands
+from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash, FlashCall, RowRanges
+from megatron_rl.ops.shared_prompt.layout import ROOT, Layout, find_strands
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
 from tests.truth import worst_of
@@ -28,7 +28,7 @@ SHAPES = list(itertools.product((RAGGED, BRANCHED), ((4, 4), (4, 2), (4, 1)), (6
 @given(layout=layouts(), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
 def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: tuple[int, int]) -> None:
     case = Case.draw(layout, heads, head_dim=8)
-    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+    assert max(errors(case.run(find_backend(name).attention), case.exact()).values()) <= 1e-12
 
 
 @pytest.mark.each_change
@@ -37,7 +37,7 @@ def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: 
 @given(layout=layouts(), heads=st.sampled_from([(4, 2), (2, 2)]), window=st.integers(1, 9))
 def test_a_window_hides_what_is_further_away(name: str, layout: Layout, heads: tuple[int, int], window: int) -> None:
     case = Case.draw(layout, heads, head_dim=8, window=window)
-    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+    assert max(errors(case.run(find_backend(name).attention), case.exact()).values()) <= 1e-12
 
 
 @pytest.mark.each_change
@@ -45,7 +45,7 @@ def test_a_window_hides_what_is_further_away(name: str, layout: Layout, heads: t
 def test_fp32_is_as_near_to_the_truth_as_the_definition_in_fp32(name: str) -> None:
     for layout, heads, head_dim in SHAPES:
         case = Case.draw(layout, heads, head_dim, torch.float32)
-        found = (case.run(backend(name).attention), case.run(BACKENDS["naive"].attention), case.exact())
+        found = (case.run(find_backend(name).attention), case.run(BACKENDS["naive"].attention), case.exact())
         error, tensor = worst_of(*(dict(zip(NAMES, tensors, strict=True)) for tensors in found))
         assert error <= 1, (tensor, heads, head_dim)
 
@@ -58,7 +58,7 @@ def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision
         case = Case.draw(layout, heads, head_dim, dtype)
         exact = case.exact()
         naive = errors(case.run(BACKENDS["naive"].attention), exact)
-        for tensor, error in errors(case.run(backend(name).attention), exact).items():
+        for tensor, error in errors(case.run(find_backend(name).attention), exact).items():
             assert error <= 2 * naive[tensor], (tensor, heads, head_dim, error, naive[tensor])
 
 
@@ -67,7 +67,7 @@ def test_inputs_and_gradients_may_lie_in_memory_as_views_do(name: str) -> None:
     case = Case.draw(RAGGED, (4, 4), head_dim=16)
     # As the three are cut from one product, and as the gradient of a sum is one number.
     mixed = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
-    backend(name).attention(*mixed.unbind(-1), case.layout, case.scale, None).sum().backward()
+    find_backend(name).attention(*mixed.unbind(-1), case.layout, case.scale, None).sum().backward()
     plain = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
     BACKENDS["naive"].attention(*plain.unbind(-1), case.layout, case.scale, None).sum().backward()
     torch.testing.assert_close(mixed.grad, plain.grad, rtol=0, atol=1e-12)
@@ -79,9 +79,9 @@ def test_two_threads_give_the_same_bits_every_time(name: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first = case.run(backend(name).attention)
+        first = case.run(find_backend(name).attention)
         for _ in range(5):
-            again = case.run(backend(name).attention)
+            again = case.run(find_backend(name).attention)
             assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     finally:
         torch.set_num_threads(before)
@@ -91,7 +91,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
     true_gradients = flash_cpu._gradients
 
     def of_its_own_results(
-        call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+        call: FlashCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
         grad_out_THD, *merged = outputs
         own = [tensor.clone() for tensor in merged]
@@ -110,7 +110,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
 @pytest.mark.parametrize("name", FAST)
 def test_long_strands_too(name: str) -> None:
     case = Case.draw(Layout.of_groups([(700, [193, 400, 400, 20]), (1, [385])]), (2, 1), head_dim=8)
-    assert max(errors(case.run(backend(name).attention), case.exact()).values()) <= 1e-12
+    assert max(errors(case.run(find_backend(name).attention), case.exact()).values()) <= 1e-12
 
 
 @pytest.mark.each_change
@@ -126,9 +126,9 @@ def test_tiles_of_any_size_add_up(layout: Layout, tile: int) -> None:
 @given(length=st.integers(1, 900), count=st.integers(1, 2))
 def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
     rows = torch.arange(count * length)
-    sequences = Sequences(0, length, count, length)
+    sequences = RowRanges(0, length, count, length)
     seen = torch.zeros(count * length, count * length, dtype=torch.int8)
-    for tile in Call(sequences, sequences).tiles():
+    for tile in FlashCall(sequences, sequences).tiles():
         if not tile.is_causal:
             assert all(seen[row, row] for row in tile.queries.of(rows).flatten()), "a causal one comes first"
         for queries, keys in zip(tile.queries.of(rows), tile.keys.of(rows), strict=True):
@@ -141,7 +141,7 @@ def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
 
 @given(layouts())
 def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> None:
-    found = strands(layout)
+    found = find_strands(layout)
     assert [row for strand in found for row in range(*strand.rows)] == list(range(layout.num_tokens))
     visible = layout.visible()
     for strand in found:
@@ -161,5 +161,5 @@ def test_a_group_is_three_calls_and_a_chain_is_one() -> None:
 def test_what_is_made_of_a_layout_is_made_once() -> None:
     layout = Layout.of_groups([(5, [3, 2])])
     for name in FAST:
-        prepare = backend(name).prepare
+        prepare = find_backend(name).prepare
         assert prepare(layout, torch.device("cpu")) is prepare(layout, torch.device("cpu"))

@@ -31,7 +31,7 @@ def test_blocks_that_see_each_other_are_listed_and_whole_ones_see_everything(
     if layout.num_tokens == 0:
         return
     visible = layout.visible(window)
-    mask = flex.block_mask(layout, CPU, window)
+    mask = flex.build_block_mask(layout, CPU, window)
     tokens = torch.arange(layout.num_tokens)
     assert mask.mask_mod(0, 0, tokens[:, None], tokens[None, :]).numpy().tolist() == visible.tolist()
     some = _listed(mask.kv_num_blocks, mask.kv_indices, layout.num_tokens)
@@ -43,7 +43,7 @@ def test_blocks_that_see_each_other_are_listed_and_whole_ones_see_everything(
 
 def test_a_groups_responses_do_not_look_at_each_others_blocks() -> None:
     layout = Layout.of_groups([(256, [256, 256, 256])])
-    mask = flex.block_mask(layout, CPU, None)
+    mask = flex.build_block_mask(layout, CPU, None)
     assert mask.kv_num_blocks[0, 0].tolist() == [1] * 8
     assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 2, 3, 2, 3]
 

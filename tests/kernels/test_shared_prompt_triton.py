@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import Conditions
 from megatron_rl.ops.shared_prompt.backends import triton_fused
-from megatron_rl.ops.shared_prompt.backends.triton_plan import MOST_PARTS, TILE, Plan
+from megatron_rl.ops.shared_prompt.backends.triton_tables import MOST_PARTS, TILE, Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.processes import ROOT, run_python
@@ -29,10 +29,10 @@ tile_sizes = st.integers(1, 5)
 @settings(max_examples=200)
 @given(layouts(), tile_sizes)
 def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> None:
-    plan = Plan.of(layout, CPU, tile)
+    tables = Tables.of(layout, CPU, tile)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
-    for first, strand_start, strand_end, first_range, end_range in plan.query_tiles.tolist():
-        ranges = [*plan.ranges[first_range:end_range].tolist(), [strand_start, min(first + tile, strand_end)]]
+    for first, strand_start, strand_end, first_range, end_range in tables.query_tiles.tolist():
+        ranges = [*tables.ranges[first_range:end_range].tolist(), [strand_start, min(first + tile, strand_end)]]
         for row in range(first, min(first + tile, strand_end)):
             for start, end in ranges:
                 met[row, start : min(end, row + 1)] += 1
@@ -42,9 +42,9 @@ def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> 
 @settings(max_examples=200)
 @given(layouts(), tile_sizes, st.integers(1, 9))
 def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int) -> None:
-    plan = Plan.of(layout, CPU, tile, short_item)
+    tables = Tables.of(layout, CPU, tile, short_item)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
-    for first, num_keys, start, end, _ in plan.key_items.tolist():
+    for first, num_keys, start, end, _ in tables.key_items.tolist():
         assert 0 < num_keys <= tile
         assert start < end
         for key in range(first, first + num_keys):
@@ -55,53 +55,53 @@ def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, sho
 @settings(max_examples=200)
 @given(layouts(), tile_sizes, st.integers(1, 9))
 def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) -> None:
-    plan = Plan.of(layout, CPU, tile, short_item)
-    items = plan.key_items.tolist()
+    tables = Tables.of(layout, CPU, tile, short_item)
+    items = tables.key_items.tolist()
     writes = [(first, num_keys) for first, num_keys, _, _, slot in items if slot == -1]
     slots = {slot: (first, num_keys) for first, num_keys, _, _, slot in items if slot != -1}
-    assert sorted(slots) == list(range(plan.num_slots))
+    assert sorted(slots) == list(range(tables.num_slots))
     summed = []
-    for first, num_keys, start_slot, end_slot in plan.sums.tolist():
+    for first, num_keys, start_slot, end_slot in tables.sums.tolist():
         # Whose rows behind the keys that were seen are zeros.
         assert end_slot - start_slot > 1
         assert all(slots[slot][0] == first and slots[slot][1] <= num_keys for slot in range(start_slot, end_slot))
         summed += range(start_slot, end_slot)
         writes.append((first, num_keys))
-    assert summed == list(range(plan.num_slots))
+    assert summed == list(range(tables.num_slots))
     assert [row for first, num in sorted(writes) for row in range(first, first + num)] == [*range(layout.num_tokens)]
 
 
 def test_the_longest_work_is_first() -> None:
-    plan = Plan.of(Layout.of_groups([(700, [300, 900]), (90, [20])]), CPU)
-    lengths = (plan.key_items[:, 3] - plan.key_items[:, 2]).tolist()
+    tables = Tables.of(Layout.of_groups([(700, [300, 900]), (90, [20])]), CPU)
+    lengths = (tables.key_items[:, 3] - tables.key_items[:, 2]).tolist()
     assert lengths == sorted(lengths, reverse=True)
-    above = [sum(end - start for start, end in plan.ranges[a:b].tolist()) for *_, a, b in plan.query_tiles.tolist()]
-    keys = [first - start + num for (first, start, *_), num in zip(plan.query_tiles.tolist(), above, strict=True)]
+    above = [sum(end - start for start, end in tables.ranges[a:b].tolist()) for *_, a, b in tables.query_tiles.tolist()]
+    keys = [first - start + num for (first, start, *_), num in zip(tables.query_tiles.tolist(), above, strict=True)]
     assert keys == sorted(keys, reverse=True)
 
 
 def test_responses_that_lie_side_by_side_are_one_range_of_queries() -> None:
-    plan = Plan.of(Layout.of_groups([(TILE, [TILE] * 4)]), CPU)
-    assert plan.key_items.tolist() == [
+    tables = Tables.of(Layout.of_groups([(TILE, [TILE] * 4)]), CPU)
+    assert tables.key_items.tolist() == [
         [0, TILE, 0, 5 * TILE, -1],
         *([start * TILE, TILE, start * TILE, (start + 1) * TILE, -1] for start in (1, 2, 3, 4)),
     ]
-    assert plan.num_slots == 0
+    assert tables.num_slots == 0
 
 
 def test_partial_sums_take_bounded_memory() -> None:
-    plan = Plan.of(Layout.of_groups([(32768, [4096] * 16)]), CPU)
-    assert MOST_PARTS / 2 < plan.num_slots <= 2 * MOST_PARTS
+    tables = Tables.of(Layout.of_groups([(32768, [4096] * 16)]), CPU)
+    assert MOST_PARTS / 2 < tables.num_slots <= 2 * MOST_PARTS
 
 
 def test_tables_begin_where_compiled_kernels_expect_it() -> None:
     for num_responses in range(6):
-        plan = Plan.of(Layout.of_groups([(300, [40] * num_responses)]), CPU)
-        for table in (plan.query_tiles, plan.ranges, plan.key_items, plan.sums):
+        tables = Tables.of(Layout.of_groups([(300, [40] * num_responses)]), CPU)
+        for table in (tables.query_tiles, tables.ranges, tables.key_items, tables.sums):
             assert table.dtype == torch.int32
             assert table.is_contiguous()
             assert table.data_ptr() % 16 == 0
-            assert table.untyped_storage().data_ptr() == plan.query_tiles.untyped_storage().data_ptr()
+            assert table.untyped_storage().data_ptr() == tables.query_tiles.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.mcore.model import offload
-from megatron_rl.platforms.cpu.stand_ins import Event, Stream
+from megatron_rl.platforms.cpu_torch import Event, Stream
 
 NUM_LAYERS, WIDTH, VOCAB = 5, 4, 11
 

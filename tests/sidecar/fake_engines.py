@@ -4,9 +4,9 @@ import asyncio
 import collections
 from typing import Any
 
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, log_prob_bytes
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,
@@ -25,7 +25,7 @@ class FakeEngine(ScriptedEngine):
     def __init__(self, name: str, factory: "FakeFactory") -> None:
         super().__init__(name, Script(lengths=(4, 4)))
         self.state = EngineState.STARTING
-        self.stream_place: streams.Place | None = None
+        self.stream_place: streams.StreamPlace | None = None
         self.num_workers = 2
         self.is_closed = False
         self.steps: list[str] = []
@@ -143,5 +143,5 @@ def answer(weights: Weights, sampled_with: str = "", bound: float | None = None)
     log_probs = asyncio.run(of_weights.probe(()))
     return ProbeAnswer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
-        log_probs=log_prob_bytes(log_probs),
+        log_probs=encode_log_probs(log_probs),
     )  # fmt: skip

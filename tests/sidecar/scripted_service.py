@@ -9,7 +9,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.records.append_file import AppendFailed
-from megatron_rl.sidecar.engines.engine import EngineLost, GroupRequest
+from megatron_rl.sidecar.engines import EngineLost, GroupRequest
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 
@@ -123,7 +123,7 @@ class Memory:
 
 def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
     prompts = [
-        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
+        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
         for index in range(plan.num_prompts)
     ]
     return wire.Submission(
@@ -134,7 +134,7 @@ def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0)
 
 def evaluation(version: int = 0, num_prompts: int = 6, **changes: Any) -> wire.Evaluation:
     prompts = [
-        wire.Prompt(index=index, row=f"held-out-{index}", tokens=wire.token_bytes([7, 8, index]))
+        wire.Prompt(index=index, row=f"held-out-{index}", tokens=wire.encode_tokens([7, 8, index]))
         for index in range(num_prompts)
     ]
     values = {

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from megatron_rl.protocol.wire import ProbeAnswer
-from megatron_rl.sidecar.engines.engine import EngineState
+from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.publication import AwaitAnswer, StepDeadlines
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import FakeFactory

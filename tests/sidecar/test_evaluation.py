@@ -10,9 +10,9 @@ from megatron_rl.errors import InputError
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import EvaluationFailed as ClientEvaluationFailed
 from megatron_rl.protocol.client import RolloutError
-from megatron_rl.protocol.seeds import evaluation_seed
+from megatron_rl.protocol.provenance import derive_evaluation_seed
 from megatron_rl.records.audit_check import verify
-from megatron_rl.sidecar.engines.engine import EngineState, GroupRequest
+from megatron_rl.sidecar.engines import EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
@@ -47,7 +47,7 @@ def test_an_evaluation_answers_every_prompt_in_order_scored_and_with_seeds_of_it
         assert (answer.run, answer.version, answer.fingerprint) == ("run", 0, "weights-0")
         assert [group.prompt for group in answer.groups] == asked.prompts
         for index, group in enumerate(answer.groups):
-            seed = evaluation_seed("run", 0, index)
+            seed = derive_evaluation_seed("run", 0, index)
             assert [response.seed for response in group.responses] == [seed, seed + 1, seed + 2]
             assert [r.reward for r in group.responses] == [len(r.tokens) / 4 for r in group.responses]
 
@@ -276,9 +276,9 @@ def test_a_greedy_evaluation_on_vllm_gives_the_tokens_that_transformers_would_ch
     for group in answer.groups:
         (response,) = group.responses
         asked = GroupRequest(
-            "", tuple(wire.tokens_of(group.prompt.tokens)), 1, response.seed, wire.Sampling(max_tokens=8)
+            "", tuple(wire.decode_tokens(group.prompt.tokens)), 1, response.seed, wire.Sampling(max_tokens=8)
         )
-        assert reference.num_greedy(asked, response) == len(wire.tokens_of(response.tokens))
+        assert reference.num_greedy(asked, response) == len(wire.decode_tokens(response.tokens))
         pairs.append((asked, response))
     assert reference.error_over_bound(pairs) <= 1
 

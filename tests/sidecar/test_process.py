@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import RolloutClient, RolloutError
+from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError
 from tests.ranks import ROOT
 from tests.sidecar.scripted_service import submission, weights
 from tests.sidecar.sidecar_process import alive, sidecar
@@ -164,7 +164,7 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
         client.submit(submission())
         for place in PLACES:
             for part in client.slot(0, *place, 10).parts:
-                assert part.rewards == [2.0 * len(wire.tokens_of(response.tokens)) for response in part.responses]
+                assert part.rewards == [2.0 * len(wire.decode_tokens(response.tokens)) for response in part.responses]
 
 
 @pytest.mark.each_change
@@ -210,7 +210,7 @@ def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_s
             assert {response.engine for response in responses} == {"engine-0", "engine-1"}
             assert {response.finish_reason for response in responses} == {"stop", "length"}
             for response in responses:
-                tokens = wire.tokens_of(response.tokens)
+                tokens = wire.decode_tokens(response.tokens)
                 assert 3 <= len(tokens) <= 8
                 assert (len(tokens) == 8) == (response.finish_reason == "length")
                 assert tokens.max() < 50
@@ -267,8 +267,9 @@ def test_without_the_flags_rewards_reach_neither_and_the_failure_names_function_
         client.take_lease("run")
         client.publish(weights(), 10)
         client.submit(submission())
-        reason = client.failure(0, 10)
-        assert reason is not None
+        with pytest.raises(IterationFailed) as caught:
+            client.slot(0, 0, 0, 10)
+        reason = str(caught.value)
         assert "reward reaches failed for prompt" in reason
         assert "JUDGE_KEY" in reason
 
@@ -282,7 +283,8 @@ def test_a_reward_that_takes_longer_than_the_flag_says_fails_its_group_by_name(t
         client.take_lease("run")
         client.publish(weights(), 10)
         client.submit(submission())
-        reason = client.failure(0, 10)
-        assert reason is not None
+        with pytest.raises(IterationFailed) as caught:
+            client.slot(0, 0, 0, 10)
+        reason = str(caught.value)
         assert "reward slow failed for prompt" in reason
         assert "did not end within 0.5 seconds" in reason

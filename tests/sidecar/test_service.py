@@ -18,6 +18,8 @@ from megatron_rl.sidecar.making import Scorer
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, evaluation, submission, weights
 
+FAR_OFF = wire.Mismatch(mean=0.25, largest=1.0, bound=5e-3)
+
 
 def serve(
     check: Callable[..., Awaitable[None]],
@@ -55,6 +57,13 @@ async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 
     await asyncio.gather(*(rank(seed) for seed in range(num_ranks)))
     assert all(len(different) == 1 for different in answers.values())
     return {place: wire.decode(different.pop(), wire.Slot) for place, different in answers.items()}
+
+
+async def failure_of(service: RolloutService, version: int = 0) -> str:
+    """Why the iteration failed, as ranks are told that ask for all of it."""
+    with pytest.raises(IterationFailed) as caught:
+        await all_slots(service, version)
+    return str(caught.value).removeprefix(f"iteration {version} failed: ")
 
 
 def trained(slots: dict[tuple[int, int], wire.Slot]) -> list[int]:
@@ -107,12 +116,10 @@ def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
         await service.submit(submission())
         waits = await asyncio.gather(
             *(service.slot(0, replica, index, 10) for replica in range(2) for index in range(2)),
-            service.failure(0, 10),
             return_exceptions=True,
         )
-        *slots, reason = waits
-        assert "no engine is left" in reason
-        assert all(isinstance(slot, IterationFailed) and "no engine is left" in str(slot) for slot in slots)
+        assert all(isinstance(wait, IterationFailed) and "no engine is left" in str(wait) for wait in waits)
+        assert len(set(map(str, waits))) == 1
 
     serve(check, engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)}))
 
@@ -120,9 +127,7 @@ def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
 def test_an_iteration_that_takes_too_long_fails_by_name() -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission(deadline=0.3))
-        reason = await service.failure(0, 10)
-        assert reason is not None
-        assert "after 0.3 s, its deadline" in reason
+        assert "after 0.3 s, its deadline" in await failure_of(service)
 
     serve(check, engine("0", group_faults={"run-0-1": "hang"}))
 
@@ -130,9 +135,7 @@ def test_an_iteration_that_takes_too_long_fails_by_name() -> None:
 def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
-        reason = await service.failure(0, 10)
-        assert reason is not None
-        assert "the journal cannot be written" in reason
+        assert "the journal cannot be written" in await failure_of(service)
 
     serve(check, memory=Memory(full=True))
 
@@ -144,11 +147,27 @@ def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
 
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
-        assert await service.failure(0, 10) == (
+        assert await failure_of(service) == (
             "a fault of the sidecar: OSError(24, 'Too many open files'); its log has the traceback"
         )
 
     serve(check, scorer=Faulty())
+
+
+def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
+    class Infinite:
+        async def score(self, group: wire.Group) -> wire.Group:
+            responses = [msgspec.structs.replace(response, reward=float("inf")) for response in group.responses]
+            return wire.Group(prompt=group.prompt, responses=responses)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        assert "response 0 of engine 0: its reward is inf" in await failure_of(service)
+        await service.evaluate(evaluation())
+        with pytest.raises(EvaluationFailed, match="its reward is inf"):
+            await service.evaluated(0, 10)
+
+    assert serve(check, scorer=Infinite()).groups == []
 
 
 def test_a_group_whose_making_was_cancelled_is_missed() -> None:
@@ -160,8 +179,7 @@ def test_a_group_whose_making_was_cancelled_is_missed() -> None:
 
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
-        reason = await service.failure(0, 10)
-        assert reason is not None
+        reason = await failure_of(service)
         assert "the making of 1 was cancelled, and 1 of 8 groups are not finished (prompts 3)" in reason
         await service.evaluate(evaluation())
         with pytest.raises(EvaluationFailed, match="the making of 1 was cancelled, and 1 of 6 groups are not finished"):
@@ -174,8 +192,9 @@ def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         waits = (service.slot(0, replica, 0, 10) for replica in range(2))
-        answers = await asyncio.gather(*waits, service.failure(0, 10), return_exceptions=True)
+        answers = await asyncio.gather(*waits, return_exceptions=True)
         assert all("no room for claims" in str(answer) for answer in answers)
+        assert "no room for claims" in await failure_of(service)
 
     memory = serve(check, memory=Memory(refuses_claims=True))
     assert ("failed", 0) in memory.events
@@ -231,11 +250,11 @@ def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: s
         early = asyncio.create_task(service.slot(0, 1, 0, 10))
         await asyncio.sleep(0.02)
         own = submission()
-        prompts = [msgspec.structs.replace(prompt, tokens=wire.token_bytes([9])) for prompt in own.prompts]
+        prompts = [msgspec.structs.replace(prompt, tokens=wire.encode_tokens([9])) for prompt in own.prompts]
         await service.submit(msgspec.structs.replace(own, prompts=prompts))
         data = await early
         assert data is not None
-        assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.token_bytes([9])}
+        assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.encode_tokens([9])}
 
     serve(check, memory=Memory(keeps=False))
 
@@ -279,20 +298,20 @@ def test_an_iteration_is_complete_once_that_is_recorded_and_what_failed_never_is
     memory = serve(unrecorded, memory=Memory(refuses_end=True))
     assert ("completed", 0) not in memory.events
 
-    async def aborted(service: RolloutService) -> None:
+    async def refused(service: RolloutService) -> None:
         await service.submit(submission())
         await all_slots(service)
-        await service.abort(0, "not wanted")
-        with pytest.raises(IterationFailed, match="not wanted"):
+        await service.refuse(0, FAR_OFF)
+        with pytest.raises(IterationFailed, match=r"beyond 0\.005"):
             service.complete(0)
 
-    assert serve(aborted).events[-1] == ("failed", 0)
+    assert serve(refused).events[-1] == ("failed", 0)
 
     async def late(service: RolloutService) -> None:
         await service.submit(submission())
         await all_slots(service)
         service.complete(0)
-        await service.abort(0, "not wanted")
+        await service.refuse(0, FAR_OFF)
         service.complete(0)
 
     assert serve(late).events[-1] == ("completed", 0)
@@ -327,11 +346,11 @@ def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         await service.submit(submission())
-        with pytest.raises(Conflict, match="complete or abort it before publishing"):
+        with pytest.raises(Conflict, match="complete or refuse it before publishing"):
             await service.publish(weights(1))
         with pytest.raises(NotAllClaimed, match="8 of 8 groups are not finished"):
             service.complete(0)
-        await service.abort(0, "enough")
+        await service.refuse(0, FAR_OFF)
         await service.publish(weights(1))
         await service.submit(submission(1))
         assert trained(await all_slots(service, 1)) == list(range(8))
@@ -345,11 +364,9 @@ def test_a_rank_may_ask_before_another_has_submitted() -> None:
     async def check(service: RolloutService) -> None:
         assert await service.slot(0, 0, 0, 0.05) is None
         early = asyncio.create_task(all_slots(service))
-        failure = asyncio.create_task(service.failure(0, 1.0))
         await asyncio.sleep(0.05)
         await service.submit(submission())
         assert trained(await early) == list(range(8))
-        assert await failure is None
 
     serve(check)
 
@@ -364,7 +381,7 @@ def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:
 
 
 ANSWER = wire.ProbeAnswer(run="run", version=1, fingerprint="weights-1", log_probs=b"", dtype="float32")
-PROBED = msgspec.structs.replace(weights(1), probe=wire.token_bytes([3, 4, 5]))
+PROBED = msgspec.structs.replace(weights(1), probe=wire.encode_tokens([3, 4, 5]))
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -421,15 +438,13 @@ def test_what_the_trainer_measured_is_recorded_before_the_iteration_is_complete_
 
 
 def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:
-    mismatch = wire.Mismatch(mean=0.25, largest=1.0, bound=5e-3)
-
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         await all_slots(service)
         for _ in range(2):
-            await service.refuse(0, mismatch)
-        assert await service.failure(0, 10) == "log-probs differ by 0.25 on the average, beyond 0.005"
+            await service.refuse(0, FAR_OFF)
+        assert await failure_of(service) == "log-probs differ by 0.25 on the average, beyond 0.005"
         with pytest.raises(IterationFailed, match="beyond 0.005"):
-            service.complete(0, mismatch)
+            service.complete(0, FAR_OFF)
 
-    assert serve(check).events[-2:] == [("judged", 0, mismatch), ("failed", 0)]
+    assert serve(check).events[-2:] == [("judged", 0, FAR_OFF), ("failed", 0)]

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineState
+from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
-from megatron_rl.sidecar.supervisor import NotProven, OtherWorkers, PublishFailed, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.supervisor import OtherWorkers, PublishFailed, Supervisor, SupervisorConfig, WeightsNotProven
 from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, weights
 from tests.sidecar.supervised import CONFIG, given, states, supervised, until
 
@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_hold_what_it_claims_ends_the_publish_and_is_nam
             factory.keeps["engine-0"] = "weights-1"
             if is_found_by == "digests":
                 factory.found_out = {"engine-0"}
-            with pytest.raises(NotProven, match="version 2 was not published: engine engine-0.*") as caught:
+            with pytest.raises(WeightsNotProven, match="version 2 was not published: engine engine-0.*") as caught:
                 await supervisor.publish(second, given(answers[2]))
             assert list(caught.value.wrong) == ["engine-0"]
             assert is_found_by == "digests" or "(--publish-probe-bound): it does not hold version 2" in str(
@@ -154,7 +154,7 @@ def test_the_bound_of_the_difference_from_the_trainer_is_the_given_one_or_follow
         async with supervised(factory, 1) as supervisor:
             (proof,) = (await supervisor.publish(held, given(near))).proofs
             assert 0 < proof.difference.mean <= proof.difference.largest
-            with pytest.raises(NotProven, match="beyond 0.001"):
+            with pytest.raises(WeightsNotProven, match="beyond 0.001"):
                 await supervisor.publish(held, given(far))
 
     asyncio.run(check())
@@ -361,7 +361,7 @@ def test_a_stream_gives_every_engine_its_place_and_is_not_tried_twice():
             stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=5)
             await supervisor.publish(stream)
             assert [factory.engine(f"engine-{number}").stream_place for number in range(2)] == [
-                streams.Place(1, 5), streams.Place(3, 5)
+                streams.StreamPlace(1, 5), streams.StreamPlace(3, 5)
             ]  # fmt: skip
             factory.fail("engine-1", "load", "refused")
             with pytest.raises(PublishFailed, match="engine-1 refuses load"):

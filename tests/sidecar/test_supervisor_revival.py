@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineState
+from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import _UP, PublishFailed, Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
+from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
+from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
@@ -76,7 +76,7 @@ def test_a_response_says_where_it_comes_from(run, engine, models):
         assert response.seed == request(1).seed + sample
         assert (response.engine, response.fingerprint) == (engine.name, weights.fingerprint)
         assert [(span.version, span.start, span.end) for span in response.spans] == [("7", 0, 16)]
-        assert len(log_probs_of(response.log_probs)) == len(tokens_of(response.tokens)) == 16
+        assert len(decode_log_probs(response.log_probs)) == len(decode_tokens(response.tokens)) == 16
 
 
 def test_a_group_sampled_again_is_the_same_alone_or_among_others(run, engine, models):
@@ -102,7 +102,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(run, engine, models):
     reasons = {response.finish_reason for response in group}
     assert "stop" in reasons
     for response in group:
-        tokens = tokens_of(response.tokens).tolist()
+        tokens = decode_tokens(response.tokens).tolist()
         assert (tokens[-1] in stops) == (response.finish_reason == "stop")
         assert not set(tokens[:-1]) & set(stops)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineRefused, EngineState
+from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig

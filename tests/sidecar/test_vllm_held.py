@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm.answers import wrongly_shared
+from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
 from megatron_rl.sidecar.vllm.held import Held, NotHeld, compare, digesting, learn_order, looking
 from megatron_rl.weights.fingerprint import digest
 from megatron_rl.weights.mapping import TensorSpec
@@ -127,9 +127,9 @@ def test_workers_that_share_a_tensor_prove_it_together():
             found.append({"shares": {name: {"whole": whole[name], "parts": shares[name]} for name in shares}})
         return found
 
-    assert list(wrongly_shared(answers(new, new))) == []
+    assert list(find_wrongly_shared(answers(new, new))) == []
     for name in ("q", "down", *(name for name in SHAPES if "." in name)):
-        assert set(wrongly_shared(answers(new, new | {name: old[name]}))) == {name}
+        assert set(find_wrongly_shared(answers(new, new | {name: old[name]}))) == {name}
     # What each holds whole it finds itself.
     with pytest.raises(NotHeld, match=": k$"):
         answers(new, new | {"k": old["k"]})

@@ -61,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 
 
 def submission(fingerprint: str) -> wire.Submission:
-    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.token_bytes([i + 1, 2, 3])) for i in range(4)]
+    prompts = [wire.Prompt(index=i, row=str(i), tokens=wire.encode_tokens([i + 1, 2, 3])) for i in range(4)]
     return wire.Submission(
         run="run", version=0, fingerprint=fingerprint, plan=PLAN, prompts=prompts, deadline_seconds=300,
         sampling=wire.Sampling(max_tokens=8, ignore_eos=True),
@@ -206,7 +206,7 @@ def test_killed_in_mid_generation_it_leaves_no_process_and_no_shared_memory(runn
     """The last one: it ends the sidecar of all of them."""
     with running.process.client() as client:
         client.use_lease(1)
-        client.abort(0, "another follows")
+        client.refuse(0, wire.Mismatch(mean=1.0, largest=1.0, bound=0.1))
         long = msgspec.structs.replace(running.submission, sampling=wire.Sampling(max_tokens=400, ignore_eos=True))
         client.submit(long)
         deadline = time.monotonic() + 60

@@ -12,11 +12,11 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_rl.protocol.wire import Response, Sampling, Weights, log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import Engine, GroupRequest
+from megatron_rl.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
+from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _mapped, _specs
-from megatron_rl.weights.fingerprint import digest, fingerprint
+from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in
 
@@ -72,7 +72,7 @@ def described(folder: Path, version: int) -> Weights:
     return Weights(
         run="test",
         version=version,
-        fingerprint=fingerprint(_specs(tensors), digests),
+        fingerprint=compute_fingerprint(_specs(tensors), digests),
         transport="shm",
         dtype="float32",
         location=str(folder),
@@ -115,24 +115,24 @@ class Reference:
 
     def num_greedy(self, request: GroupRequest, response: Response) -> int:
         """How many of the response's tokens transformers would have chosen in their place."""
-        tokens = torch.from_numpy(tokens_of(response.tokens).copy())
+        tokens = torch.from_numpy(decode_tokens(response.tokens).copy())
         return int((self._logits(request, response, torch.float64).argmax(-1) == tokens).sum())
 
     def error_over_bound(self, pairs: Iterable[tuple[GroupRequest, Response]]) -> float:
         """Of the engine's log-probs, which are those of logits/T."""
         pairs = list(pairs)
-        ours = [torch.from_numpy(log_probs_of(response.log_probs).copy()) for _, response in pairs]
+        ours = [torch.from_numpy(decode_log_probs(response.log_probs).copy()) for _, response in pairs]
         theirs, truth = (torch.cat([self._log_probs(*pair, dtype) for pair in pairs]) for dtype in self._models)
         error = error_over_bound(torch.cat(ours), theirs, truth)
         print(f"log-probs of {len(truth)} tokens: error / bound: {error:.2f}")
         return error
 
     def _log_probs(self, request: GroupRequest, response: Response, dtype: torch.dtype) -> torch.Tensor:
-        tokens = torch.from_numpy(tokens_of(response.tokens).copy()).long()
+        tokens = torch.from_numpy(decode_tokens(response.tokens).copy()).long()
         logits = self._logits(request, response, dtype) / request.sampling.temperature
         return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     def _logits(self, request: GroupRequest, response: Response, dtype: torch.dtype) -> torch.Tensor:
-        ids = torch.tensor([[*request.prompt_tokens, *tokens_of(response.tokens).tolist()]])
+        ids = torch.tensor([[*request.prompt_tokens, *decode_tokens(response.tokens).tolist()]])
         with torch.no_grad(), everything_in(dtype):
             return self._models[dtype](ids).logits[0, len(request.prompt_tokens) - 1 : -1]

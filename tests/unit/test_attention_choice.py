@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose
+from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose_backend
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
@@ -33,7 +33,7 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
     ],
 )
 def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, name: str) -> None:
-    choice = choose("auto", conditions)
+    choice = choose_backend("auto", conditions)
     assert choice.name == name
     (note,) = choice.notes
     assert note.startswith(f"--shared-prompt-backend auto takes {name}")
@@ -44,21 +44,21 @@ def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, 
 def test_a_backend_that_was_asked_for_is_taken() -> None:
     for name, one in BACKENDS.items():
         if one.refusal(CPU) is None:
-            assert choose(name, CPU) == Choice(name)
-    assert choose("flex", CUDA) == Choice("flex")
+            assert choose_backend(name, CPU) == Choice(name)
+    assert choose_backend("flex", CUDA) == Choice("flex")
 
 
 def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
     with pytest.raises(UsageError, match=r"merge cannot run here \(it has no sliding window\): write gather, or auto"):
-        choose("merge", dataclasses.replace(CPU, window=4))
+        choose_backend("merge", dataclasses.replace(CPU, window=4))
     with pytest.raises(UsageError, match="on cuda it needs --bf16 or --fp16"):
-        choose("merge", Conditions("cuda", torch.float32))
+        choose_backend("merge", Conditions("cuda", torch.float32))
     with pytest.raises(UsageError, match="flash-attn is not installed"):
-        choose("flash", CUDA)
+        choose_backend("flash", CUDA)
     with pytest.raises(UsageError, match="FlexAttention does not train on cpu"):
-        choose("flex", CPU)
+        choose_backend("flex", CPU)
 
 
 def test_an_unknown_one_is_an_error_that_names_the_others() -> None:
     with pytest.raises(UsageError, match="choose one of auto, merge, gather, triton, flash, flex, naive"):
-        choose("fast", CPU)
+        choose_backend("fast", CPU)

@@ -20,7 +20,7 @@ from megatron_rl.protocol.wire import Mismatch, Plan, Submission
 from megatron_rl.records.append_file import FileInUse
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import Report, verify
-from megatron_rl.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_of_line
+from megatron_rl.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_line
 from megatron_rl.sidecar.iteration import Iteration
 from tests.killing import kill_while_appending
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
@@ -82,7 +82,7 @@ def chained(events: Lines) -> bytes:
     for seq, event in enumerate(events):
         body = json.dumps({**{key: value for key, value in event.items() if key != "hash"}, "seq": seq, "prev": prev})
         unsealed = f'{body[:-1]},"hash":"{"0" * 64}"}}'.encode()
-        prev = hash_of_line(unsealed)
+        prev = hash_line(unsealed)
         lines.append(unsealed.replace(b"0" * 64 + b'"}', prev.encode() + b'"}'))
     return b"".join(line + b"\n" for line in lines)
 
@@ -165,7 +165,7 @@ def test_a_line_whose_hash_was_made_anew_breaks_the_chain_behind_it(path: Path) 
     lines = path.read_bytes().splitlines(keepends=True)
     forged = lines[3].replace(b'"reward":1', b'"reward":2')
     assert forged != lines[3]
-    sealed = forged.replace(forged[-67:-3], hash_of_line(forged[:-1]).encode())
+    sealed = forged.replace(forged[-67:-3], hash_line(forged[:-1]).encode())
     path.write_bytes(b"".join([*lines[:3], sealed, *lines[4:]]))
     report = verify(path)
     assert [(breach.name, breach.line) for breach in report.breaches] == [(BreachName.BROKEN_CHAIN, 5)]

@@ -10,7 +10,7 @@ from megatron_rl.errors import ExitCode
 from megatron_rl.records.append_file import FileInUse
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import verify
-from megatron_rl.records.audit_log import AuditLog, existing_files
+from megatron_rl.records.audit_log import AuditLog, find_existing_files
 from tests.submissions import make_plan, make_submission
 from tests.unit.test_audit import names, run_iteration
 
@@ -27,7 +27,7 @@ def write_files(path: Path, versions: tuple[int, ...] = (3, 4, 5), max_bytes: in
         with AuditLog(path, "run", max_bytes=max_bytes) as log:
             run_iteration(log, make_submission(plan, version=version), [1, 0])
             head = log.head
-    return head, list(existing_files(path).values())
+    return head, list(find_existing_files(path).values())
 
 
 def test_a_log_goes_on_in_another_file_when_one_is_full_and_the_chain_with_it(path: Path, capsys) -> None:
@@ -102,7 +102,7 @@ def test_a_file_that_a_kill_left_begun_is_taken_up_again(path: Path, keep: int) 
     report = verify(path, [head])
     assert report.breaches == []
     assert report.num_recovered == (keep > 0)
-    assert list(existing_files(path).values()) == files
+    assert list(find_existing_files(path).values()) == files
 
 
 def test_a_log_that_is_open_is_locked_whichever_file_is_written_to(path: Path) -> None:
@@ -110,5 +110,5 @@ def test_a_log_that_is_open_is_locked_whichever_file_is_written_to(path: Path) -
         log.fail(1, "reason")
         with pytest.raises(FileInUse):
             AuditLog(path, "run")
-        assert len(existing_files(path)) > 1
+        assert len(find_existing_files(path)) > 1
     AuditLog(path, "run").close()

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl import cli
-from megatron_rl.commands.rescore import _fingerprint_of
+from megatron_rl.commands.rescore import _read_fingerprint
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.seeds import group_seed
+from megatron_rl.protocol.provenance import derive_group_seed
 from megatron_rl.records.audit_log import FILE_NAME
-from megatron_rl.records.audit_samples import choose, kept
-from megatron_rl.sidecar.engines.engine import WeightReport
+from megatron_rl.records.audit_samples import choose_samples, read_kept
+from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder
@@ -45,20 +45,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder = tmp_path_factory.mktemp("checkpoints")
     for version in (3, 4, 5):
         hf_models.draw("qwen3", folder / f"iter_{version:07d}", seed=version, num_hidden_layers=2)
-    return Checkpoints(folder, {version: _fingerprint_of(folder / f"iter_{version:07d}") for version in (3, 4, 5)})
+    return Checkpoints(folder, {version: _read_fingerprint(folder / f"iter_{version:07d}") for version in (3, 4, 5)})
 
 
 def sampled(
     checkpoint: Path, submission: wire.Submission, prompts: list[wire.Prompt], engine: str, noise: float = 0.0
 ) -> list[wire.Group]:
     """Groups whose log-probs are those of this checkpoint, whatever the submission says."""
-    seeds = [group_seed(submission.run, submission.version, prompt.index) for prompt in prompts]
+    seeds = [derive_group_seed(submission.run, submission.version, prompt.index) for prompt in prompts]
     tokens = [
         hf_models.sequences([3 + prompt.index % 4 + number for number in range(GROUP_SIZE)], seed=seed % 2**31)
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     whole = [
-        [*wire.tokens_of(prompt.tokens).tolist(), *response]
+        [*wire.decode_tokens(prompt.tokens).tolist(), *response]
         for prompt, responses in zip(prompts, tokens, strict=True)
         for response in responses
     ]
@@ -68,8 +68,8 @@ def sampled(
             prompt=prompt,
             responses=[
                 wire.Response(
-                    tokens=wire.token_bytes(response),
-                    log_probs=wire.log_prob_bytes(
+                    tokens=wire.encode_tokens(response),
+                    log_probs=wire.encode_log_probs(
                         (next(found)[-len(response) :] + noise * torch.linspace(-1, 1, len(response))).numpy()
                     ),
                     finish_reason="stop",
@@ -101,7 +101,7 @@ def record(
         weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
         recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
         prompts = [
-            wire.Prompt(index=index, row=f"row-{index}", tokens=wire.token_bytes([5, 6, index]))
+            wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
             for index in range(num_prompts)
         ]
         submission = wire.Submission(
@@ -143,12 +143,12 @@ def test_log_probs_of_the_weights_that_were_published_pass_and_the_differences_a
 
 
 def test_fewer_responses_are_spread_over_the_versions_and_always_the_same(honest: Path) -> None:
-    samples = kept(honest).samples
-    chosen = choose(samples, 5, "seed")
+    samples = read_kept(honest).samples
+    chosen = choose_samples(samples, 5, "seed")
     assert sorted(sample.version for sample in chosen) == [3, 3, 3, 4, 4]
     assert len({(sample.version, sample.prompt, sample.number) for sample in chosen}) == 5
-    assert choose(samples, 5, "seed") == chosen != choose(samples, 5, "another")
-    assert len(choose(samples, 100, "seed")) == 16
+    assert choose_samples(samples, 5, "seed") == chosen != choose_samples(samples, 5, "another")
+    assert len(choose_samples(samples, 100, "seed")) == 16
 
 
 def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name(tmp_path, checkpoints, capsys) -> None:
@@ -172,7 +172,7 @@ def test_old_weights_are_found_out_though_a_step_changes_less_than_the_bound(tmp
         for parameter in model.parameters():
             parameter.mul_(1 + STEP)
     model.save_pretrained(folder / "iter_0000004")
-    steps = Checkpoints(folder, {version: _fingerprint_of(folder / f"iter_{version:07d}") for version in (3, 4)})
+    steps = Checkpoints(folder, {version: _read_fingerprint(folder / f"iter_{version:07d}") for version in (3, 4)})
     honest = record(tmp_path / "honest" / "run", steps, noise=noise, num_prompts=8)
     assert audit(honest, folder, count=32) == 0
     lying = record(tmp_path / "lying" / "run", steps, lying="engine-1", noise=noise, num_prompts=8)
@@ -239,7 +239,7 @@ def test_a_journal_that_holds_other_responses_than_the_log_is_a_breach(honest, c
 
 def test_a_journal_that_a_sidecar_writes_to_can_be_read(tmp_path, checkpoints) -> None:
     recorder = RunRecorder(record(tmp_path / "run", checkpoints, versions=(3,)), "run")
-    assert len(kept(tmp_path / "run").samples[3]) == 8
+    assert len(read_kept(tmp_path / "run").samples[3]) == 8
     recorder.close()
 
 

@@ -24,7 +24,7 @@ def save(
     staged = folders.stage(folder, iteration, loaded)
     (staged / "__0_0.distcp").write_text(str(iteration))
     (staged / "metadata.json").write_text("{}")
-    folders.publish(staged, folder, iteration, loaded)
+    folders.put_in_place(staged, folder, iteration, loaded)
     folders.prune(folder, iteration, keep_last, retain_interval)
 
 

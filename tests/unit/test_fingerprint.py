@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.weights.fingerprint import NUM_LANES, digest, digests_by_row, fingerprint
+from megatron_rl.weights.fingerprint import NUM_LANES, compute_fingerprint, digest, digests_by_row
 from megatron_rl.weights.mapping import TensorSpec
 from megatron_rl.weights.shards import Digests
 
@@ -87,14 +87,14 @@ def test_slices_under_each_other_are_digested_as_each_alone(parts: list[tuple[in
 def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -> None:
     specs = [TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (6,), "float32")]
     digests = {"a": [1, 2], "b": [3, -4]}
-    value = fingerprint(specs, digests)
-    assert value == fingerprint(reversed(specs), digests)
+    value = compute_fingerprint(specs, digests)
+    assert value == compute_fingerprint(reversed(specs), digests)
     for changed in (
         [TensorSpec("a", (3, 2), "float32"), specs[1]],
         [TensorSpec("a", (2, 3), "bfloat16"), specs[1]],
     ):
-        assert fingerprint(changed, digests) != value
-    assert fingerprint(specs, {"a": [3, -4], "b": [1, 2]}) != value
+        assert compute_fingerprint(changed, digests) != value
+    assert compute_fingerprint(specs, {"a": [3, -4], "b": [1, 2]}) != value
 
 
 def test_a_slice_left_out_or_counted_twice_is_an_error_that_names_the_tensor() -> None:

@@ -12,7 +12,7 @@ import torch
 from benchmarks import gpu_check, gpu_times
 from benchmarks.gpu_times import Row, Shape, Times
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends.backend import Backend
+from megatron_rl.ops.shared_prompt.backends import Backend
 from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.each_change

@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import GroupRefused
-from megatron_rl.protocol.slots import Claim, Place, divide
-from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, log_prob_bytes, token_bytes
+from megatron_rl.protocol.provenance import GroupRefused, check_group, check_rewards
+from megatron_rl.protocol.slots import Claim, Division, Place, divide
+from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, encode_log_probs, encode_tokens
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,
+    GroupState,
     Iteration,
     IterationFailed,
     NoSuchSlot,
     NotAllClaimed,
-    Progress,
     WrongVersion,
 )
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
@@ -80,15 +80,19 @@ def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
         for unit in asked:
             if unit in claims:
                 continue
-            update = unit.slot // division.slots_per_update
-            if plan.order == "prompt":
-                fitting = [prompt for prompt in division.bound_prompts(unit) if prompt in finished]
-            else:
-                fitting = [prompt for prompt in finished if prompt // division.prompts_per_update == update]
+            fitting = fitting_groups(division, unit, finished)
             if len(fitting) >= division.groups_per_unit:
                 claims[unit] = fitting[: division.groups_per_unit]
                 finished = [prompt for prompt in finished if prompt not in claims[unit]]
     return claims
+
+
+def fitting_groups(division: Division, unit: Place, finished: list[int]) -> list[int]:
+    """Of the groups that finished and are not claimed, those that a unit may take."""
+    if division.plan.order == "prompt":
+        return [prompt for prompt in division.bound_prompts(unit) if prompt in finished]
+    update = unit.slot // division.slots_per_update
+    return [prompt for prompt in finished if prompt // division.prompts_per_update == update]
 
 
 @at_any_speed
@@ -191,17 +195,25 @@ def test_a_slot_asked_for_twice_gives_the_same_bytes(history) -> None:
 def test_no_slot_waits_while_what_it_would_take_is_finished_and_those_served_are_told(history) -> None:
     plan, events = history
     iteration = Iteration(make_submission(plan))
+    division = iteration.division
+    finished: list[int] = []
+
+    def could_be_served(unit: Place) -> bool:
+        claimed = {prompt for claim in iteration.claims for prompt in claim.prompts}
+        unclaimed = [prompt for prompt in finished if prompt not in claimed]
+        return len(fitting_groups(division, unit, unclaimed)) >= division.groups_per_unit
+
     for kind, what in events:
         waiting = set(iteration.asked())
         if kind == "finish":
+            finished.append(what)
             served = iteration.finished(make_group(iteration.submission, what))
-            assert set(served) == {
-                s for unit in waiting - set(iteration.asked()) for s in iteration.division.slots(unit)
-            }
+            assert set(served) == {s for unit in waiting - set(iteration.asked()) for s in division.slots(unit)}
         else:
-            was_ready = iteration.ready(*what)
-            assert was_ready == (iteration.claim(*what) is not None)
-        assert not any(iteration.ready(*unit) for unit in iteration.asked())
+            unit = division.unit(*what)
+            is_expected = unit in {claim.place for claim in iteration.claims} or could_be_served(unit)
+            assert is_expected == (iteration.claim(*what) is not None)
+        assert not any(map(could_be_served, iteration.asked()))
 
 
 @at_any_speed
@@ -246,9 +258,8 @@ def test_an_iteration_restored_from_what_was_recorded_answers_the_same_bytes(his
     restored.restore(list(groups), list(claims))
     assert not recorded
     assert {place: restored.claim(*place) for place in before} == before
-    assert restored.counts()[Progress.CLAIMED] == iteration.counts()[Progress.CLAIMED]
+    assert restored.counts()[GroupState.CLAIMED] == iteration.counts()[GroupState.CLAIMED]
     missing = set(range(plan.num_prompts)) - {group.prompt.index for group in groups}
-    assert [prompt.index for prompt in restored.wants()] == sorted(missing)
     assert [restored.next_prompt().index for _ in missing] == sorted(missing)
     assert restored.next_prompt() is None
 
@@ -281,9 +292,8 @@ def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
 def test_requests_for_what_is_not_there_are_errors_of_their_own() -> None:
     iteration = Iteration(make_submission())
     for replica, index in [(2, 0), (0, 4), (-1, 0), (0, -1)]:
-        for ask in (iteration.claim, iteration.ready):
-            with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
-                ask(replica, index)
+        with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
+            iteration.claim(replica, index)
     with pytest.raises(WrongVersion, match="of version 4 was asked for, the iteration is of version 3"):
         iteration.claim(0, 0, version=4)
     assert iteration.asked() == []
@@ -300,7 +310,7 @@ def test_an_iteration_that_failed_answers_nothing_but_its_first_failure() -> Non
     iteration.failed("and the disk is full")
     for act in (
         lambda: iteration.claim(0, 0),
-        lambda: iteration.ready(0, 1),
+        lambda: iteration.claim(0, 1),
         lambda: iteration.finished(make_group(iteration.submission, 1)),
         iteration.complete,
     ):
@@ -325,14 +335,10 @@ def test_it_is_complete_only_when_every_group_was_claimed() -> None:
 
 @at_any_speed
 @given(plans(), st.data())
-def test_a_prompt_is_wanted_until_it_runs_and_again_when_it_is_lost_in_the_order_of_dispatch(plan, data) -> None:
-    order = data.draw(st.permutations(range(plan.num_prompts)))
-    iteration = Iteration(make_submission(plan), dispatch=order)
-    update_of = iteration.division.update_of_prompt
-    waiting = sorted(order, key=update_of)
-    running: list[int] = []
-    rank = {prompt: place for place, prompt in enumerate(waiting)}
-    for action in data.draw(st.lists(st.sampled_from(["next", "next", "lose", "finish"]), max_size=30)):
+def test_prompts_are_given_to_run_once_each_in_their_order(plan, data) -> None:
+    iteration = Iteration(make_submission(plan))
+    waiting, running = list(range(plan.num_prompts)), list[int]()
+    for action in data.draw(st.lists(st.sampled_from(["next", "next", "finish"]), max_size=30)):
         if action == "next":
             prompt = iteration.next_prompt()
             assert (prompt.index if prompt else None) == (waiting[0] if waiting else None)
@@ -340,17 +346,12 @@ def test_a_prompt_is_wanted_until_it_runs_and_again_when_it_is_lost_in_the_order
             waiting = waiting[1:]
         elif running:
             prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            if action == "lose":
-                iteration.requeue(prompt)
-                waiting = sorted([*waiting, prompt], key=rank.__getitem__)
-            else:
-                iteration.finished(make_group(iteration.submission, prompt))
-                iteration.requeue(prompt)
-        assert [prompt.index for prompt in iteration.wants()] == waiting
-        assert sorted(iteration.prompts_in(Progress.RUNNING)) == sorted(running)
+            iteration.finished(make_group(iteration.submission, prompt))
+        assert iteration.prompts_in(GroupState.WAITING) == waiting
+        assert iteration.prompts_in(GroupState.RUNNING) == sorted(running)
         counts = iteration.counts()
         assert sum(counts.values()) == plan.num_prompts
-        assert all(count == len(iteration.prompts_in(progress)) for progress, count in counts.items())
+        assert all(count == len(iteration.prompts_in(state)) for state, count in counts.items())
 
 
 def test_a_group_that_finishes_twice_is_said_and_the_first_is_kept() -> None:
@@ -383,9 +384,8 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, fingerprint="e" * 64), "response 1 of engine engine-0: its fingerprint"),
         (with_response(GROUP, 1, seed=7), "response 1 has seed 7"),
         (with_response(GROUP, 1, tokens=b"abc"), "3 bytes of tokens"),
-        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0])), "12 bytes of tokens and 4 of log-probs"),
-        (with_response(GROUP, 1, log_probs=log_prob_bytes([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
-        (with_response(GROUP, 1, reward=float("inf")), "its reward is inf"),
+        (with_response(GROUP, 1, log_probs=encode_log_probs([0.0])), "12 bytes of tokens and 4 of log-probs"),
+        (with_response(GROUP, 1, log_probs=encode_log_probs([0.0, float("nan"), 0.0])), "a log-prob is not finite"),
         (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
@@ -404,25 +404,27 @@ def moved(index: int) -> Group:
         ),
     ],
 )
-def test_a_group_that_is_not_what_was_submitted_is_refused_by_name_and_changes_nothing(group, message) -> None:
-    recorded: list = []
-    iteration = Iteration(SUBMISSION, recorded.append)
+def test_a_group_that_is_not_what_was_submitted_is_refused_by_name(group, message) -> None:
+    check_group(SUBMISSION, GROUP)
     with pytest.raises(GroupRefused) as caught:
-        iteration.finished(group)
+        check_group(SUBMISSION, group)
     assert message in str(caught.value)
-    assert not recorded
-    assert len(iteration.wants()) == 8
-    iteration.finished(GROUP)
+
+
+def test_a_reward_that_is_not_finite_is_refused_by_name() -> None:
+    check_rewards(SUBMISSION, GROUP)
+    for reward in (float("inf"), float("nan")):
+        with pytest.raises(GroupRefused, match=f"response 1 of engine engine-0: its reward is {reward}"):
+            check_rewards(SUBMISSION, with_response(GROUP, 1, reward=reward))
 
 
 def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() -> None:
     submission = make_submission(sampling=Sampling(max_tokens=2))
-    iteration = Iteration(submission)
     with pytest.raises(GroupRefused, match="it has 3 tokens, and 2 were allowed"):
-        iteration.finished(make_group(submission, 0))
+        check_group(submission, make_group(submission, 0))
     cut = make_group(submission, 0, num_tokens=2)
     empty = with_response(cut, 0, tokens=b"", log_probs=b"", spans=[])
-    iteration.finished(with_response(empty, 1, finish_reason="length"))
+    check_group(submission, with_response(empty, 1, finish_reason="length"))
 
 
 def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_iteration_has_failed() -> None:
@@ -432,7 +434,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
     iteration = Iteration(make_submission(), record_group=record)
     with pytest.raises(OSError, match="no space"):
         iteration.finished(make_group(iteration.submission, 0))
-    assert iteration.counts()[Progress.FINISHED] == 0
+    assert iteration.counts()[GroupState.FINISHED] == 0
     assert iteration.failure == "the journal cannot be written: no space left on device"
 
     asked, unasked = (Iteration(make_submission(), record_claim=record) for _ in range(2))
@@ -444,7 +446,7 @@ def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_itera
         unasked.claim(0, 0)
     for iteration in (asked, unasked):
         assert iteration.claims == []
-        assert iteration.counts()[Progress.FINISHED] == 1
+        assert iteration.counts()[GroupState.FINISHED] == 1
         with pytest.raises(IterationFailed, match="the journal cannot be written"):
             iteration.claim(0, 0)
 
@@ -491,7 +493,7 @@ def test_tokens_and_log_probs_reach_the_slot_unchanged() -> None:
     iteration = Iteration(make_submission())
     iteration.finished(make_group(iteration.submission, 0))
     part = decode(iteration.claim(1, 3), Slot).parts[0]
-    assert part.responses[2].tokens == token_bytes([2, 3, 4])
-    assert part.responses[2].log_probs == log_prob_bytes([-2.5] * 3)
+    assert part.responses[2].tokens == encode_tokens([2, 3, 4])
+    assert part.responses[2].log_probs == encode_log_probs([-2.5] * 3)
     assert part.responses[2].components == {"exact": 2.0, "other": None}
-    assert (part.row, part.prompt_tokens) == ("row-0", token_bytes([0, 1]))
+    assert (part.row, part.prompt_tokens) == ("row-0", encode_tokens([0, 1]))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.slots import Claim
-from megatron_rl.protocol.wire import Sampling, token_bytes
+from megatron_rl.protocol.wire import Sampling, encode_tokens
 from megatron_rl.records.append_file import AppendFailed, AppendFile, FileInUse
 from megatron_rl.records.journal import Journal, JournalDamaged, JournalFolder
 from tests.killing import kill_while_appending
@@ -110,7 +110,7 @@ def test_what_is_not_a_journal_is_not_taken_for_a_torn_one(path: Path) -> None:
         {"version": 4},
         {"sampling": Sampling(max_tokens=5, temperature=0.7)},
         {"plan": make_plan(group_size=2, num_prompts=16)},
-        {"prompts": [msgspec.structs.replace(prompt, tokens=token_bytes([9])) for prompt in SUBMISSION.prompts]},
+        {"prompts": [msgspec.structs.replace(prompt, tokens=encode_tokens([9])) for prompt in SUBMISSION.prompts]},
         {"prompts": [msgspec.structs.replace(prompt, columns={"answer": 1}) for prompt in SUBMISSION.prompts]},
     ],
     ids=["run", "fingerprint", "version", "sampling", "group size", "prompt", "columns"],

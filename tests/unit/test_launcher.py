@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import LOG_FILES, LocalLauncher, Log, ProcessSpec
 from megatron_rl.sidecar.supervisor import SupervisorConfig
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder, spec
+from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec, run_folder
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
 
@@ -54,7 +54,7 @@ def fake_vllm(tmp_path: Path) -> Path:
 
 
 def started(config: ServerConfig, folder: Path, packages: Path):
-    start = spec(config, "engine-0", folder, folder / "engine-0.log")
+    start = make_process_spec(config, "engine-0", folder, folder / "engine-0.log")
     path = f"{packages}:{start.environment['PYTHONPATH']}"
     return LocalLauncher().start(dataclasses.replace(start, environment={**start.environment, "PYTHONPATH": path}))
 
@@ -174,7 +174,7 @@ def test_what_a_process_has_printed_is_in_its_log_at_once(tmp_path):
 
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    start = spec(CONFIG, "engine-0", run_folder(), Path("log"))
+    start = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log"))
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
     assert flags["--uds"] == start.address
     assert "--host" not in start.command
@@ -187,12 +187,12 @@ def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match="open to other users"):
-        spec(CONFIG, "engine-0", tmp_path, tmp_path / "log")
+        make_process_spec(CONFIG, "engine-0", tmp_path, tmp_path / "log")
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
     with pytest.raises(UsageError, match="choose a shorter one"):
-        spec(CONFIG, "engine-0", tmp_path / ("x" * 80), tmp_path / "log")
+        make_process_spec(CONFIG, "engine-0", tmp_path / ("x" * 80), tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
 )
 def test_an_engine_sees_its_own_accelerators(device, variable):
     config = dataclasses.replace(CONFIG, device=device, devices=(2, 3), tensor_parallel_size=2, transport="nccl")
-    start = spec(config, "engine-0", run_folder(), Path("log"))
+    start = make_process_spec(config, "engine-0", run_folder(), Path("log"))
     assert start.environment[variable] == "2,3"
     assert ("--weight-transfer-config", '{"backend": "nccl"}') in zip(start.command, start.command[1:], strict=False)
     assert "--enforce-eager" not in start.command

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs, output_log_probs_and_entropy
-from tests.naive_log_probs import log_probs_and_entropy
+from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from tests.naive_log_probs import naive_log_probs
 from tests.processes import run_python
 from tests.ranks import run_ranks
 from tests.truth import error_over_bound
@@ -23,7 +23,6 @@ TARGETS = torch.tensor([0, 12, 5, 5, 7, 8, 9, 1, 6])
 @dataclasses.dataclass
 class Result:
     log_probs: torch.Tensor
-    entropy: torch.Tensor
     grad_hidden: torch.Tensor
     grad_weight: torch.Tensor
 
@@ -55,21 +54,19 @@ def backward(log_probs_N: torch.Tensor) -> None:
 
 def fused(dtype: torch.dtype, temperature: float, block_columns: int | None = None) -> Result:
     hidden_TE, weight_VE = inputs(dtype)
-    log_probs_N, entropy_N = output_log_probs_and_entropy(
+    log_probs_N = output_log_probs(
         hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, VocabularyShard(0, REAL), temperature, block_columns
     )
     backward(log_probs_N)
-    return Result(log_probs_N.detach(), entropy_N, hidden_TE.grad, weight_VE.grad)
+    return Result(log_probs_N.detach(), hidden_TE.grad, weight_VE.grad)
 
 
 def naive(dtype: torch.dtype, temperature: float, compute_dtype: torch.dtype = torch.float64) -> Result:
     """Of the same inputs, computed in another dtype."""
     hidden_TE, weight_VE = (tensor.detach().to(compute_dtype).requires_grad_() for tensor in inputs(dtype))
-    log_probs_N, entropy_N = log_probs_and_entropy(
-        hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, REAL, temperature
-    )
+    log_probs_N = naive_log_probs(hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, REAL, temperature)
     backward(log_probs_N)
-    return Result(log_probs_N.detach(), entropy_N, hidden_TE.grad, weight_VE.grad)
+    return Result(log_probs_N.detach(), hidden_TE.grad, weight_VE.grad)
 
 
 def on_ranks(temperature: float, block_columns: int) -> tuple[Result, int]:
@@ -87,12 +84,10 @@ def on_ranks(temperature: float, block_columns: int) -> tuple[Result, int]:
     hidden_TE, weight_VE = inputs(torch.float32)
     mine_VE = weight_VE.detach().chunk(size)[rank].clone().requires_grad_()
     shard = VocabularyShard(rank * len(mine_VE), REAL, torch.distributed.group.WORLD)
-    log_probs_N, entropy_N = output_log_probs_and_entropy(
-        hidden_TE.index_select(0, ROWS), mine_VE, TARGETS, shard, temperature, block_columns
-    )
+    log_probs_N = output_log_probs(hidden_TE.index_select(0, ROWS), mine_VE, TARGETS, shard, temperature, block_columns)
     backward(log_probs_N)
     all_reduce(hidden_TE.grad)
-    return Result(log_probs_N.detach(), entropy_N, hidden_TE.grad, mine_VE.grad), num_reductions
+    return Result(log_probs_N.detach(), hidden_TE.grad, mine_VE.grad), num_reductions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
@@ -109,7 +104,7 @@ def test_results_and_gradients_are_the_naive_ones_of_the_real_columns(
 def test_bfloat16_is_as_near_to_the_truth_as_the_naive_form(block_columns: int | None) -> None:
     ours, truth = fused(torch.bfloat16, 0.7, block_columns), naive(torch.bfloat16, 0.7)
     same_dtype = naive(torch.bfloat16, 0.7, torch.bfloat16)
-    assert ours.log_probs.dtype == ours.entropy.dtype == torch.float32
+    assert ours.log_probs.dtype == torch.float32
     assert ours.grad_hidden.dtype == ours.grad_weight.dtype == torch.bfloat16
     for field in dataclasses.fields(Result):
         expected = getattr(truth, field.name)
@@ -151,12 +146,11 @@ def test_the_gradient_is_written_not_added_and_comes_out_the_same_each_time() ->
         torch.use_deterministic_algorithms(False)
 
 
-def test_log_probs_are_the_same_with_and_without_entropy_and_gradients() -> None:
+def test_log_probs_are_the_same_with_and_without_gradients() -> None:
     hidden_TE, weight_VE = inputs(torch.float32)
     hidden_NE, shard = hidden_TE.index_select(0, ROWS), VocabularyShard(0, REAL)
-    log_probs_N, entropy_N = output_log_probs_and_entropy(hidden_NE, weight_VE, TARGETS, shard, 0.7, 5)
+    log_probs_N = output_log_probs(hidden_NE, weight_VE, TARGETS, shard, 0.7, 5)
     assert log_probs_N.requires_grad
-    assert not entropy_N.requires_grad
     with torch.no_grad():
         alone_N = output_log_probs(hidden_NE, weight_VE, TARGETS, shard, 0.7, 5)
     assert not alone_N.requires_grad

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_rl.protocol.probe import bound, coarsest
+from megatron_rl.protocol.probe import find_bound, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 from megatron_rl.training.mismatch import MismatchBounds, Part, combine_parts
 
@@ -30,12 +30,14 @@ def test_the_bound_follows_from_the_coarsest_of_those_who_compute(dtypes, kind, 
 
 
 def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
-    assert bound(EngineKind(), "float32") == 1e-3
-    assert bound(EngineKind(device="cuda"), "float32") == 1e-2
-    assert bound(EngineKind(device="cuda"), "bfloat16") == bound(EngineKind(dtype="bfloat16"), "float32") == 0.5
-    assert bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 2.0
-    assert bound(EngineKind(is_quantized=True), "float32") == 4e-3
-    assert coarsest("float32", "bfloat16", "float16") == "bfloat16"
+    assert find_bound(EngineKind(), "float32") == 1e-3
+    assert find_bound(EngineKind(device="cuda"), "float32") == 1e-2
+    assert (
+        find_bound(EngineKind(device="cuda"), "bfloat16") == find_bound(EngineKind(dtype="bfloat16"), "float32") == 0.5
+    )
+    assert find_bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 2.0
+    assert find_bound(EngineKind(is_quantized=True), "float32") == 4e-3
+    assert find_coarsest_dtype("float32", "bfloat16", "float16") == "bfloat16"
 
 
 def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.observe import line_file, metrics, sinks
+from megatron_rl.observe import metrics, sinks
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
-from megatron_rl.records.append_file import FileInUse
+from megatron_rl.records.append_file import FileInUse, read_lines
 from tests.observed import metrics_record, write_metrics
 from tests.processes import ROOT
 
@@ -131,7 +131,7 @@ def test_samples_are_bounded_over_all_writes_of_an_iteration(tmp_path):
     assert file.left(0) == 0
     file.write(1, [_group("r3", 2)])
     file.close()
-    lines = line_file.read_lines(file.path)
+    lines = read_lines(file.path)
     assert [(line["version"], line["row"], len(line["responses"])) for line in lines] == [
         (0, "r0", 3),
         (0, "r1", 1),
@@ -150,7 +150,7 @@ def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_tra
     file.write(0, [_group("r1", 1)])
     file.write(0, [_group("held out too", 3)], "evaluation")
     file.close()
-    lines = line_file.read_lines(file.path)
+    lines = read_lines(file.path)
     assert [(line["kind"], line["row"], len(line["responses"])) for line in lines] == [
         ("evaluation", "held out", 1),
         ("training", "r0", 2),
@@ -174,7 +174,7 @@ def test_any_text_that_was_sampled_is_a_line(tmp_path):
     file = SamplesFile(tmp_path / "samples.jsonl", limit=1)
     file.write(0, [SampledGroup("r", text, [SampledResponse(text, math.nan)])])
     file.close()
-    (line,) = line_file.read_lines(file.path)
+    (line,) = read_lines(file.path)
     assert line["prompt"] == line["responses"][0]["text"] == text.replace("\ud83d", "?")
     assert line["responses"][0]["reward"] is None
     assert line["nonfinite"] == ["responses/0/reward"]

@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl import versions
+from megatron_rl import platforms, versions
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.platforms import base, cuda, megatron_fixes, npu, select
+from megatron_rl.platforms import cuda, megatron_patches, npu, select
 from tests.processes import run_python
 
 
@@ -219,11 +219,11 @@ def test_a_fix_meeting_a_megatron_it_does_not_know_fails_loudly():
     module.HAVE_APEX_OR_TE = False
     module.DistributedOptimizer = DistributedOptimizer
     with pytest.raises(PlatformError, match=r"megatron-core .*takes \(self, state_dict, strict\), expected"):
-        megatron_fixes.separate_steps_after_load(module)
+        megatron_patches.separate_steps_after_load(module)
     with pytest.raises(PlatformError, match="is not there"):
-        megatron_fixes.keep_step_on_load(module)
+        megatron_patches.keep_step_on_load(module)
     with pytest.raises(PlatformError, match="HAVE_APEX_OR_TE"):
-        megatron_fixes.keep_step_on_load(ModuleType("megatron.core.optimizer.distrib_optimizer"))
+        megatron_patches.keep_step_on_load(ModuleType("megatron.core.optimizer.distrib_optimizer"))
 
 
 def test_the_optimizer_is_left_alone_where_a_fused_one_is_installed():
@@ -231,9 +231,9 @@ def test_the_optimizer_is_left_alone_where_a_fused_one_is_installed():
     module.HAVE_APEX_OR_TE = True
     module.DistributedOptimizer = type("DistributedOptimizer", (), {})
     before = dict(vars(module.DistributedOptimizer))
-    megatron_fixes.keep_step_on_load(module)
-    megatron_fixes.allocate_state_before_saving(module)
-    megatron_fixes.separate_steps_after_load(module)
+    megatron_patches.keep_step_on_load(module)
+    megatron_patches.allocate_state_before_saving(module)
+    megatron_patches.separate_steps_after_load(module)
     assert dict(vars(module.DistributedOptimizer)) == before
 
 
@@ -266,13 +266,13 @@ def test_the_npu_adaptor_comes_before_megatron_and_a_failed_one_installs_nothing
     _fake_npu_packages(monkeypatch, **{"megatron-core": "0.16.1", "python": "3.11.2"})
     _fake_torch_npu(monkeypatch, available=True)
     monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
-    monkeypatch.setattr(base.megatron_import, "install", lambda patches: None)
-    monkeypatch.setattr(base, "_installed", None)
+    monkeypatch.setattr(platforms, "install_patches", lambda patches: None)
+    monkeypatch.setattr(platforms, "_installed", None)
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(PlatformError, match=r"torch_npu does not load \(libhccl.so\): run CANN's set_env.sh"):
         npu.NpuPlatform().install()
-    assert base._installed is None
+    assert platforms._installed is None
 
 
 @pytest.mark.parametrize(

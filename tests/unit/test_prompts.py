@@ -70,7 +70,7 @@ def rows_of(prompts: list[wire.Prompt]) -> list[str]:
 
 def source(num_rows: int, seed: int = 0, shuffle: bool = True, first_token: int = 0) -> PromptSource:
     prompts = [
-        wire.Prompt(index=0, row=f"a.jsonl:{line}", tokens=wire.token_bytes([first_token, line]), text=str(line))
+        wire.Prompt(index=0, row=f"a.jsonl:{line}", tokens=wire.encode_tokens([first_token, line]), text=str(line))
         for line in range(1, num_rows + 1)
     ]
     return PromptSource(prompts, seed=seed, shuffle=shuffle)
@@ -83,7 +83,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_
     path = write(tmp_path / "a.jsonl", {"prompt": "n1 n2", "answer": 5, "deep": {"a": [None, 1.5]}}, {"prompt": "n3"})
     prompts = load(model, path, shuffle=False).take(2)
     assert prompts[0] == wire.Prompt(
-        index=0, row="a.jsonl:1", tokens=wire.token_bytes([BOS, *n(1, 2)]), text="n1 n2",
+        index=0, row="a.jsonl:1", tokens=wire.encode_tokens([BOS, *n(1, 2)]), text="n1 n2",
         columns={"answer": 5, "deep": {"a": [None, 1.5]}},
     )  # fmt: skip
     assert (prompts[1].index, prompts[1].row, prompts[1].columns) == (1, "a.jsonl:2", {})
@@ -93,7 +93,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_
 def test_a_chat_goes_through_the_template_which_asks_for_an_answer_and_is_given_no_second_start(model, tmp_path):
     messages = [{"role": "user", "content": " n1 "}]
     prompt = load(model, write(tmp_path / "a.jsonl", {"prompt": messages})).take(1)[0]
-    tokens = wire.tokens_of(prompt.tokens).tolist()
+    tokens = wire.decode_tokens(prompt.tokens).tolist()
     assert tokens == [BOS, USER, *n(1), END, ASSISTANT]
     assert prompt.text == messages
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -104,13 +104,13 @@ def test_text_and_chats_may_be_mixed_and_keep_their_order(model, tmp_path):
     rows = [{"prompt": f" n{i} " if i % 3 else [{"role": "user", "content": f" n{i} "}]} for i in range(10)]
     prompts = load(model, write(tmp_path / "a.jsonl", *rows), shuffle=False).take(10)
     expected = [[BOS, *n(i)] if i % 3 else [BOS, USER, *n(i), END, ASSISTANT] for i in range(10)]
-    assert [wire.tokens_of(prompt.tokens).tolist() for prompt in prompts] == expected
+    assert [wire.decode_tokens(prompt.tokens).tolist() for prompt in prompts] == expected
 
 
 def test_text_becomes_a_users_message_behind_the_systems_where_the_flags_say_so(model, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": " n1 "})
     prompt = load(model, path, chat=True, system_message=" n9 ").take(1)[0]
-    assert wire.tokens_of(prompt.tokens).tolist() == [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT]
+    assert wire.decode_tokens(prompt.tokens).tolist() == [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT]
     assert prompt.text == [{"role": "system", "content": " n9 "}, {"role": "user", "content": " n1 "}]
 
 

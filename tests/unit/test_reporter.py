@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.settings import ObserveConfig
-from megatron_rl.observe.line_file import read_lines
 from megatron_rl.observe.progress import Progress
+from megatron_rl.records.append_file import read_lines
 from megatron_rl.training.reporter import Reporter, reporter_of
 
 

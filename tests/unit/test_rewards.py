@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.ready_made.gsm8k import number_of
+from megatron_rl.rewards.ready_made.gsm8k import find_number
 from megatron_rl.rewards.spec import parse_on_error, parse_spec, parse_specs
-from megatron_rl.rewards.types import RewardRequest, RewardSpec, checked_values
+from megatron_rl.rewards.types import RewardRequest, RewardSpec, check_values
 from megatron_rl.rewards.verl import from_verl
 
 
@@ -84,7 +84,7 @@ def test_functions_of_one_name_are_told_apart_by_their_sources_and_one_given_twi
     ],
 )
 def test_gsm8k_takes_the_number_after_the_marks_or_in_the_box_or_the_last(text, number):
-    assert number_of(text) == number
+    assert find_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,15 @@ def test_a_function_written_for_verl_runs_with_one_line():
 )
 def test_what_is_no_list_of_finite_numbers_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        checked_values(values, 2)
+        check_values(values, 2)
 
 
 def test_numbers_of_any_kind_are_taken_and_none_stays():
     import numpy as np
 
-    assert checked_values([True, None], 2) == [1.0, None]
-    assert checked_values(np.float32([0.5, 2]), 2) == [0.5, 2.0]
-    assert checked_values((np.int64(3), 1), 2) == [3.0, 1.0]
+    assert check_values([True, None], 2) == [1.0, None]
+    assert check_values(np.float32([0.5, 2]), 2) == [0.5, 2.0]
+    assert check_values((np.int64(3), 1), 2) == [3.0, 1.0]
 
 
 def test_a_request_that_does_not_fit_is_refused_by_name():

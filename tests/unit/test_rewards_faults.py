@@ -18,8 +18,14 @@ import pytest
 
 import megatron_rl
 from megatron_rl.errors import ExitCode, PlatformError
-from megatron_rl.rewards import kernel
-from megatron_rl.rewards.confinement import FILES, SIGNALS, SOCKETS, confinement, python_path
+from megatron_rl.rewards.confinement import (
+    FILES,
+    SIGNALS,
+    SOCKETS,
+    find_python_path,
+    landlock_version,
+    plan_confinement,
+)
 from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
 from tests.reward_pools import leftovers, request, score, with_pool
@@ -325,7 +331,7 @@ ATTACKS = {
 
 def needs_landlock():
     try:
-        version = kernel.landlock_version()
+        version = landlock_version()
     except OSError as error:
         pytest.skip(str(error))
     if version < 6:
@@ -469,9 +475,9 @@ def test_what_the_kernel_cannot_confine_is_said_and_refused_where_confinement_is
 
 def test_a_kernel_without_the_calls_leaves_its_reasons():
     code = """
-from megatron_rl.rewards import confinement, kernel
+from megatron_rl.rewards import confinement
 def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
-kernel.landlock_version = kernel.forbid_unix_sockets = refuse
+confinement.landlock_version = confinement.forbid_unix_sockets = refuse
 limits = confinement.Confinement((), (), ())
 print(confinement.confine(limits))
 """
@@ -484,7 +490,7 @@ def test_a_private_folder_inside_a_readable_one_is_left_out_by_naming_its_neighb
     for name in ("run/private", "run/open", "data"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "shortcut").symlink_to(tmp_path / "run/private")
-    limits = confinement([tmp_path], [tmp_path / "run/private"], tmp_path / "data", [])
+    limits = plan_confinement([tmp_path], [tmp_path / "run/private"], tmp_path / "data", [])
     mine = [path for path in limits.read if path.startswith(str(tmp_path))]
     assert sorted(mine) == [f"{tmp_path}/data", f"{tmp_path}/run/open"]
     assert limits.listed == (str(tmp_path), f"{tmp_path}/run")
@@ -493,7 +499,7 @@ def test_a_private_folder_inside_a_readable_one_is_left_out_by_naming_its_neighb
 
 def test_functions_find_and_see_this_package_and_not_the_project_that_it_lies_in(tmp_path):
     package = Path(megatron_rl.__file__).resolve().parent
-    assert python_path()[0] == str(package.parent)
-    limits = confinement([], [], tmp_path, python_path())
+    assert find_python_path()[0] == str(package.parent)
+    limits = plan_confinement([], [], tmp_path, find_python_path())
     assert str(package) in limits.read
     assert not {str(folder) for folder in package.parents} & set(limits.read)

@@ -12,7 +12,7 @@ from megatron_rl.data.batch import Batcher
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutError
 from megatron_rl.protocol.slots import divide
-from megatron_rl.training.rollouts import Periodic, Rollouts
+from megatron_rl.training.rollouts import Rollouts, start_at_once
 
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
 
@@ -24,7 +24,7 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollou
     prompts: Any = types.SimpleNamespace(take=lambda count: [])
     sampling, batcher = wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"])
     return Rollouts(
-        client, session, "run", divide(PLAN), sampling, batcher, Periodic(), 5.0, prompts if rank == 0 else None,
+        client, session, "run", divide(PLAN), sampling, batcher, start_at_once, 5.0, prompts if rank == 0 else None,
         waiting=None,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.sidecar.settings import parse
-from megatron_rl.sidecar.vllm.support import CPU_HEAD_SIZES
+from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
 
 SCRIPTED = "--rollout-engine scripted --rollout-folder /nowhere/run"

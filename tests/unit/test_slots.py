@@ -22,8 +22,8 @@ IDENTITY = Identity("run", 3, "weights-3")
 
 def response(length: int, reward: float = 0.0, version: str = "3", fingerprint: str = "weights-3") -> wire.Response:
     return wire.Response(
-        tokens=wire.token_bytes(range(length)),
-        log_probs=wire.log_prob_bytes(-np.arange(length) / 8),
+        tokens=wire.encode_tokens(range(length)),
+        log_probs=wire.encode_log_probs(-np.arange(length) / 8),
         finish_reason="stop",
         seed=1,
         engine="0",
@@ -36,7 +36,7 @@ def response(length: int, reward: float = 0.0, version: str = "3", fingerprint: 
 def slot(index: int = 0, **changes) -> wire.Slot:
     responses = [response(3, 1.0), response(5, 0.0)]
     part = wire.GroupPart(
-        prompt_index=index, row=f"rows:{index}", prompt_tokens=wire.token_bytes([7, 8]), first_response=0,
+        prompt_index=index, row=f"rows:{index}", prompt_tokens=wire.encode_tokens([7, 8]), first_response=0,
         responses=responses, rewards=[1.0, 0.0],
     )  # fmt: skip
     made = wire.Slot(run="run", version=3, fingerprint="weights-3", replica=0, index=index, parts=[part, part])

@@ -13,13 +13,13 @@ from megatron_rl.protocol.wire import Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
-from megatron_rl.weights.fingerprint import digest, fingerprint
+from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
 MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
 SPECS = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in MANIFEST]
-FINGERPRINT = fingerprint(SPECS, {name: digest(tensor).tolist() for name, tensor in TENSORS.items()})
+FINGERPRINT = compute_fingerprint(SPECS, {name: digest(tensor).tolist() for name, tensor in TENSORS.items()})
 COMPARED = {"fingerprint": FINGERPRINT, "compared": 2, "parameters": 2, "shares": {}, "unheld": []}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0}
@@ -30,7 +30,11 @@ WEIGHTS = Weights(
 
 
 def test_the_workers_of_all_engines_follow_the_trainer_in_one_group():
-    assert streams.places([2, 1, 4]) == [streams.Place(1, 8), streams.Place(3, 8), streams.Place(4, 8)]
+    assert streams.assign_places([2, 1, 4]) == [
+        streams.StreamPlace(1, 8),
+        streams.StreamPlace(3, 8),
+        streams.StreamPlace(4, 8),
+    ]
 
 
 def test_the_calls_are_those_that_vllm_knows():
@@ -39,8 +43,8 @@ def test_the_calls_are_those_that_vllm_knows():
         NCCLWeightTransferUpdateInfo,
     )
 
-    (join,) = streams.before(WEIGHTS, streams.Place(3, 8))
-    start, update, finish, leave = streams.during(WEIGHTS, streams.Place(3, 8))
+    (join,) = streams.list_join_calls(WEIGHTS, streams.StreamPlace(3, 8))
+    start, update, finish, leave = streams.list_receive_calls(WEIGHTS, streams.StreamPlace(3, 8))
     init = NCCLWeightTransferInitInfo(**join.content["init_info"])
     assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
     assert init.packed
@@ -57,21 +61,24 @@ def test_the_routes_are_those_that_vllm_has():
     from vllm.entrypoints.rl.online.api_router import router
 
     known = {route.path for route in router.routes}
-    calls = [*streams.before(WEIGHTS, streams.Place(1, 2)), *streams.during(WEIGHTS, streams.Place(1, 2))]
+    calls = [
+        *streams.list_join_calls(WEIGHTS, streams.StreamPlace(1, 2)),
+        *streams.list_receive_calls(WEIGHTS, streams.StreamPlace(1, 2)),
+    ]
     assert {call.route for call in calls} <= known
 
 
 def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
-    place = streams.Place(1, 2, packed_in_update=True)
-    (join,) = streams.before(WEIGHTS, place)
+    place = streams.StreamPlace(1, 2, packed_in_update=True)
+    (join,) = streams.list_join_calls(WEIGHTS, place)
     assert "packed" not in join.content["init_info"]
-    assert list(streams.during(WEIGHTS, place))[1].content["update_info"]["packed"] is True
+    assert list(streams.list_receive_calls(WEIGHTS, place))[1].content["update_info"]["packed"] is True
 
 
 @pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])
 def test_a_stream_without_an_address_or_a_manifest_is_an_error(changes):
     with pytest.raises(InputError, match="nccl weights"):
-        list(streams.before(msgspec.structs.replace(WEIGHTS, **changes), streams.Place(1, 2)))
+        list(streams.list_join_calls(msgspec.structs.replace(WEIGHTS, **changes), streams.StreamPlace(1, 2)))
 
 
 class Model(torch.nn.Module):

@@ -1,14 +1,31 @@
 """What vLLM would clamp, drop or cut off is found in its answer, or never asked of it."""
 
 import math
+import re
 
 import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Sampling, log_probs_of, tokens_of
-from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, sampling_params
+from megatron_rl.protocol.provenance import GroupRefused, check_group, derive_group_seed
+from megatron_rl.protocol.wire import (
+    Group,
+    Plan,
+    Prompt,
+    Sampling,
+    Submission,
+    decode_log_probs,
+    decode_tokens,
+    encode_tokens,
+)
+from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
+from megatron_rl.sidecar.vllm.answers import (
+    GenerateAnswer,
+    Limits,
+    build_request,
+    build_sampling_params,
+    read_responses,
+)
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
 TAG = "3:abc"
@@ -38,16 +55,16 @@ def choice(index: int = 0, **changes) -> dict:
     }
 
 
-def answered(*choices: dict):
-    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=Answer)
-    return responses(answer, request(), "engine-0", 3, TAG)
+def answered(*choices: dict, **changes):
+    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=GenerateAnswer)
+    return read_responses(answer, request(**changes), "engine-0", 3, TAG)
 
 
 def test_a_good_answer_becomes_responses_with_their_provenance():
     first, second = answered(choice(1, token_ids=[8, 7], finish_reason="stop"), choice(0))
     assert (first.seed, second.seed) == (5, 6)
-    assert tokens_of(second.tokens).tolist() == [8, 7]
-    assert log_probs_of(first.log_probs).tolist() == [-1.5] * 3
+    assert decode_tokens(second.tokens).tolist() == [8, 7]
+    assert decode_log_probs(first.log_probs).tolist() == [-1.5] * 3
     assert (first.engine, first.fingerprint, first.spans[0].version) == ("engine-0", "abc", "3")
     assert (first.finish_reason, second.finish_reason) == ("length", "stop")
 
@@ -70,16 +87,35 @@ SPAN = {"version": TAG, "start": 0, "end": 3}
         ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (4, 5, 6)]}}, "-9999.0 for the log"),
         ({"logprobs": {"content": [{"token_id": t, "logprob": 0.5} for t in (4, 5, 6)]}}, "0.5 for the log"),
         ({"weight_versions": None}, "does not record the version"),
-        ({"weight_versions": []}, "which weights sampled 0 of its 3"),
-        ({"weight_versions": [{**SPAN, "version": "2:abc"}]}, "from weights '2:abc'"),
-        ({"weight_versions": [{**SPAN, "end": 2}, {"version": "2:abc", "start": 2, "end": 3}]}, "2 to 3 from"),
-        ({"weight_versions": [{**SPAN, "end": 2}]}, "which weights sampled 2 of its 3"),
-        ({"weight_versions": [{**SPAN, "start": 1}]}, "tokens 1 to 3"),
     ],
 )
-def test_an_answer_that_is_not_whole_and_of_one_version_is_refused(changes, message):
+def test_an_answer_that_is_not_whole_is_refused(changes, message):
     with pytest.raises(EngineRefused, match=message):
         answered(choice(0), choice(1, **changes))
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([], "its spans end at token 0 of 3"),
+        ([{**SPAN, "version": "2:abc"}], "tokens 0 to 3 are of version '2:abc', wanted '3'"),
+        ([{**SPAN, "version": "3:other"}], "tokens 0 to 3 are of version '3:other', wanted '3'"),
+        ([{**SPAN, "end": 2}, {"version": "2:abc", "start": 2, "end": 3}], "tokens 2 to 3 are of version '2:abc'"),
+        ([{**SPAN, "end": 2}], "its spans end at token 2 of 3"),
+        ([{**SPAN, "start": 1}], "a span of tokens 1 to 3 follows on 0 tokens"),
+    ],
+)
+def test_a_group_whose_tokens_are_not_all_of_the_version_is_refused_by_who_makes_it(spans, message):
+    prompt = Prompt(index=0, row="0", tokens=encode_tokens([1, 2]))
+    seed = derive_group_seed("run", 3, 0)
+    asked = Submission(
+        run="run", version=3, fingerprint="abc", sampling=Sampling(max_tokens=3), prompts=[prompt],
+        plan=Plan(num_prompts=1, group_size=2, num_replicas=1, micro_batch_size=2), deadline_seconds=60.0,
+    )  # fmt: skip
+    check_group(asked, Group(prompt=prompt, responses=answered(choice(0), choice(1), seed=seed)))
+    responses = answered(choice(0), choice(1, weight_versions=spans), seed=seed)
+    with pytest.raises(GroupRefused, match=re.escape(f"response 1 of engine engine-0: {message}")):
+        check_group(asked, Group(prompt=prompt, responses=responses))
 
 
 def test_a_group_with_a_response_missing_or_double_is_refused():
@@ -90,23 +126,23 @@ def test_a_group_with_a_response_missing_or_double_is_refused():
 
 
 def test_every_field_of_the_sampling_reaches_vllm():
-    plain = sampling_params(Sampling(max_tokens=3), LIMITS)
+    plain = build_sampling_params(Sampling(max_tokens=3), LIMITS)
     changes = {"max_tokens": 9, "temperature": 0.5, "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 1}
     assert set(changes) == set(Sampling.__struct_fields__)
     for field, value in changes.items():
-        changed = sampling_params(Sampling(**{"max_tokens": 3, field: value}), LIMITS)
+        changed = build_sampling_params(Sampling(**{"max_tokens": 3, field: value}), LIMITS)
         assert changed[field] != plain[field]
 
 
 def test_what_would_change_the_policy_that_samples_is_switched_off_by_name():
-    params = sampling_params(Sampling(max_tokens=3), LIMITS)
+    params = build_sampling_params(Sampling(max_tokens=3), LIMITS)
     assert (params["top_p"], params["top_k"], params["min_p"]) == (1.0, 0, 0.0)
     assert (params["presence_penalty"], params["frequency_penalty"], params["repetition_penalty"]) == (0.0, 0.0, 1.0)
 
 
 def test_the_end_of_a_response_is_named_because_vllm_has_no_tokenizer():
-    assert sampling_params(Sampling(max_tokens=3, stop_token_ids=[9]), LIMITS)["stop_token_ids"] == [7, 9]
-    assert sampling_params(Sampling(max_tokens=3, ignore_eos=True), LIMITS)["stop_token_ids"] == []
+    assert build_sampling_params(Sampling(max_tokens=3, stop_token_ids=[9]), LIMITS)["stop_token_ids"] == [7, 9]
+    assert build_sampling_params(Sampling(max_tokens=3, ignore_eos=True), LIMITS)["stop_token_ids"] == []
 
 
 @pytest.mark.parametrize(
@@ -123,9 +159,9 @@ def test_the_end_of_a_response_is_named_because_vllm_has_no_tokenizer():
 )
 def test_a_request_that_vllm_would_clamp_is_an_error_of_the_user(changes, message):
     with pytest.raises(InputError, match=message):
-        body(request(**changes), LIMITS, TAG)
+        build_request(request(**changes), LIMITS, TAG)
 
 
 def test_the_prefix_cache_is_salted_with_the_weights():
-    assert body(request(), LIMITS, TAG)["cache_salt"] == TAG
-    assert math.isfinite(body(request(), LIMITS, TAG)["sampling_params"]["temperature"])
+    assert build_request(request(), LIMITS, TAG)["cache_salt"] == TAG
+    assert math.isfinite(build_request(request(), LIMITS, TAG)["sampling_params"]["temperature"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sidecar.vllm.log import cause
+from megatron_rl.sidecar.vllm.server import find_cause
 
 LOGS = Path(__file__).parents[1] / "sidecar" / "vllm_logs"
 WORKER = "(Worker_TP{} pid=7{}) ERROR 11-22 07:43:{} [multiproc_executor.py:1063] {}"
@@ -28,7 +28,7 @@ def lines_of(name: str) -> list[str]:
     ],
 )
 def test_the_innermost_process_says_why_with_its_last_frames(name: str, first: str, last: str) -> None:
-    found = cause(lines_of(name))
+    found = find_cause(lines_of(name))
     assert found.splitlines()[0] == first
     assert last in found
     assert found.count('  File "') + found.count("  File <") == 2
@@ -43,7 +43,7 @@ def test_the_worker_that_failed_first_counts_though_their_lines_are_mixed() -> N
         1: ["Traceback (most recent call last):", '  File "b.py", line 2, in g', "    g()", "ConnectionError: peer"],
     }
     mixed = [WORKER.format(rank, rank, "06", tracebacks[rank][line]) for line in range(4) for rank in (0, 1)]
-    assert cause(mixed).splitlines() == [
+    assert find_cause(mixed).splitlines() == [
         "in its worker:",
         '  File "a.py", line 1, in f',
         "    f()",
@@ -58,7 +58,7 @@ def test_an_error_that_it_outlived_and_a_warning_are_not_the_cause() -> None:
     warning = "(APIServer pid=1) WARNING 11-22 07:49:06 [base.py:380] "
     warned = [f"{warning}Traceback (most recent call last):", f"{warning}ValueError: no template"]
     log = [*early, *warned, "(APIServer pid=1) INFO 11-22 07:49:06 [loggers.py:1] Engine 000: 4 tokens/s", "Killed"]
-    found = cause(log)
+    found = find_cause(log)
     assert found.splitlines()[-1] == "Killed"
     assert "in its" not in found
 
@@ -71,7 +71,7 @@ def test_a_worker_that_was_killed_is_named_before_what_the_core_makes_of_it() ->
         f'{core}  File "core.py", line 9, in step',
         f"{core}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
     ]
-    assert cause(log).splitlines()[:2] == [
+    assert find_cause(log).splitlines()[:2] == [
         "in its core:",
         "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.",
     ]
@@ -79,7 +79,7 @@ def test_a_worker_that_was_killed_is_named_before_what_the_core_makes_of_it() ->
 
 def test_without_a_traceback_the_last_lines_are_given() -> None:
     usage = [f"  [--flag-{number}]" for number in range(300)]
-    found = cause([*usage, "vllm_main.py: error: unrecognized arguments: --no-such-flag"])
+    found = find_cause([*usage, "vllm_main.py: error: unrecognized arguments: --no-such-flag"])
     assert found.splitlines()[-1] == "vllm_main.py: error: unrecognized arguments: --no-such-flag"
     assert len(found.splitlines()) == 10
-    assert cause([]) == ""
+    assert find_cause([]) == ""

@@ -70,7 +70,7 @@ def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
     return staged
 
 
-def publish(staged: Path, folder: Path, iteration: int, loaded: int | None = None) -> Path:
+def put_in_place(staged: Path, folder: Path, iteration: int, loaded: int | None = None) -> Path:
     """Make what was written the newest checkpoint: until the last step that is the one before.
 
     A folder of that iteration that is not the newest was left by a run that was killed here, or that went on from an

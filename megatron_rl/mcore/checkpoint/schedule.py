@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.config.settings import ScheduleConfig, Settings
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import folders, sharded
+from megatron_rl.mcore.checkpoint import folders, serialization
 from megatron_rl.mcore.step.optimizer import resolve_schedule
 
 SAVED = "opt_param_scheduler"
@@ -20,7 +20,7 @@ def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
     if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
         return
     _, source = folders.find(config.load, config.ckpt_step)
-    saved = sharded.common_of(source).get(SAVED)
+    saved = serialization.read_common(source).get(SAVED)
     if saved is not None:
         check_schedule(resolve_schedule(settings, num_updates), saved, settings.schedule, source)
 

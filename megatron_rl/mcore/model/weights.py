@@ -14,10 +14,10 @@ from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
 from megatron_rl.weights import files
 from megatron_rl.weights.families import derive_config
-from megatron_rl.weights.fingerprint import fingerprint
+from megatron_rl.weights.files import Checkpoint
+from megatron_rl.weights.fingerprint import compute_fingerprint
 from megatron_rl.weights.mapping import Mapping, TensorSpec
-from megatron_rl.weights.reader import Checkpoint
-from megatron_rl.weights.shards import Bucket, Digests, Peer, Shard, Stream, export, shards_of
+from megatron_rl.weights.shards import Bucket, Digests, Shard, StageRank, WeightStream, export, map_shards
 
 # Files beside the weights that engines and users need, copied as they are.
 _COMPANIONS = (
@@ -36,10 +36,10 @@ class ModelWeights:
         self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
         """That of the parameters; the architecture's is that of the folder."""
         self._padded_vocab_size = chunks[0].vocab_size
-        self._stream: Stream | None = None
+        self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.shards: list[Shard] = session.run_or_raise_everywhere(
-            lambda: shards_of(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
+            lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
 
     def load_hf(self, folder: Path | str) -> None:
@@ -85,16 +85,16 @@ class ModelWeights:
         folder: Path,
         dtype: str | None,
         private: bool,
-        finish: Callable[[Path, files.Plan], None],
+        finish: Callable[[Path, files.FilePlan], None],
         instead_of: Path | None = None,
     ) -> str:
         staged = folder.with_name(f".{folder.name}.partial")
-        plan = files.Plan(self.mapping.manifest(dtype))
+        plan = files.FilePlan(self.mapping.manifest(dtype))
         session = self._session
 
-        def publish() -> None:
+        def put_in_place() -> None:
             finish(staged, plan)
-            files.publish(staged, folder)
+            files.put_in_place(staged, folder)
 
         def stage() -> None:
             # Folders in memory are also cleared by whoever tidies a machine.
@@ -106,7 +106,7 @@ class ModelWeights:
         session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
             identity = self._combine(session.run_or_raise_everywhere(lambda: self._write(staged, plan)))
-            session.run_or_raise_everywhere(lambda: publish() if session.rank == 0 else None)
+            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -121,26 +121,26 @@ class ModelWeights:
         """What the buckets of `stream` hold."""
         return self._stream_of(dtype, bucket_bytes).specs
 
-    def _stream_of(self, dtype: str | None, bucket_bytes: int) -> Stream:
+    def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
         if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
             self._stream_settings = (dtype, bucket_bytes)
             self._stream = self._new_stream(dtype, bucket_bytes)
         return self._stream
 
-    def _new_stream(self, dtype: str | None, bucket_bytes: int) -> Stream:
+    def _new_stream(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
         session = self._session
         names: list[tuple[str, ...]] = [()] * session.world_size
         mine = tuple(shard.parameter_name for shard in self.shards)
         dist.all_gather_object(names, mine, group=session.control_group)
         peers = [
-            Peer(rank, session.all_coordinates[rank], names[rank])
+            StageRank(rank, session.all_coordinates[rank], names[rank])
             for rank in dist.get_process_group_ranks(session.stage_group)
         ]
-        return Stream(
+        return WeightStream(
             self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
         )
 
-    def _write(self, staged: Path, plan: files.Plan) -> Digests:
+    def _write(self, staged: Path, plan: files.FilePlan) -> Digests:
         digests = Digests(list(plan.specs.values()))
         coordinates = self._session.coordinates
         first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
@@ -152,9 +152,9 @@ class ModelWeights:
         return digests
 
     def _combine(self, digests: Digests) -> str:
-        return fingerprint(digests.specs, digests.combine(self._session.control_group))
+        return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
 
-    def _describe(self, staged: Path, plan: files.Plan, source: Path | str | None, dtype: str | None) -> None:
+    def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
@@ -172,7 +172,7 @@ def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
     return checkpoint
 
 
-def _stage(staged: Path, folder: Path, plan: files.Plan, private: bool) -> None:
+def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
     # Left behind by a run that was killed while it wrote.

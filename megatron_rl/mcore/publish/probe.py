@@ -11,10 +11,9 @@ from megatron_rl.data.packing import pack_sequences
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step import schedule
-from megatron_rl.mcore.step.roles import is_reporter
+from megatron_rl.mcore.step.forward_step import compute_log_probs, is_reporter
 from megatron_rl.protocol import probe
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, log_prob_bytes, token_bytes
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
 
 
 class ReplicasDiffer(MegatronRLError):
@@ -44,7 +43,7 @@ class Probe:
         """`chunks` are not wrapped: parameters that are gathered late must have been. `longest` is the most tokens of a
         sequence, and `bound` what engines' log-probs may differ by on the average, if it is not to be chosen here."""
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
-        count = probe.num_tokens(experts.num_experts, experts.num_active) if experts else probe.num_tokens()
+        count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
         self._session = session
         self._run = run
@@ -56,7 +55,7 @@ class Probe:
 
     def tokens(self, version: int) -> bytes:
         """What engines are asked."""
-        return token_bytes(self._tokens(version))
+        return encode_tokens(self._tokens(version))
 
     def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
         """Compute the log-probs and have rank 0, which has the receiver, send them."""
@@ -64,7 +63,7 @@ class Probe:
         self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
 
     def _tokens(self, version: int) -> list[int]:
-        return probe.tokens_of(version, self._vocab_size, self._num_tokens)
+        return probe.draw_tokens(version, self._vocab_size, self._num_tokens)
 
     def _log_probs(self, version: int) -> list[list[float]]:
         """Those of each replica."""
@@ -76,7 +75,7 @@ class Probe:
         # Parameters are there; nobody is to gather them in the middle of the pass.
         sync, config.param_sync_func = config.param_sync_func, None
         try:
-            results = schedule.forward(self._chunks, [pack] * count)
+            results = compute_log_probs(self._chunks, [pack] * count)
         finally:
             config.param_sync_func = sync
         own = results[0].to(torch.float32).tolist() if is_reporter() else None
@@ -86,9 +85,9 @@ class Probe:
         self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
     ) -> None:
         first, *others = by_replica
-        bound = self._bound if self._bound is not None else probe.bound(self._own_kind(), self._dtype)
+        bound = self._bound if self._bound is not None else probe.find_bound(self._own_kind(), self._dtype)
         for replica, log_probs in enumerate(others, start=1):
-            found = probe.difference(log_probs, first)
+            found = probe.measure_difference(log_probs, first)
             if not found.mean <= bound:
                 raise ReplicasDiffer(
                     f"replica {replica} is not replica 0: with version {version} their log-probs of the same tokens "
@@ -102,7 +101,7 @@ class Probe:
                     run=self._run,
                     version=version,
                     fingerprint=fingerprint,
-                    log_probs=log_prob_bytes(first),
+                    log_probs=encode_log_probs(first),
                     dtype=self._dtype,
                     bound=self._bound,
                 )

@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore.checkpoint.state import TrainState
+from megatron_rl.mcore.checkpoint.state_dict import TrainState
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.mcore.model.weights import ModelWeights

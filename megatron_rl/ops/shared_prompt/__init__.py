@@ -5,8 +5,16 @@ import dataclasses
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt.backends import flash_attention, flex, gather, merge, naive, triton_fused
-from megatron_rl.ops.shared_prompt.backends.backend import Backend, Conditions
+from megatron_rl.ops.shared_prompt.backends import (
+    Backend,
+    Conditions,
+    flash_attention,
+    flex,
+    gather,
+    merge,
+    naive,
+    triton_fused,
+)
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = ["BACKENDS", "Choice", "Conditions", "backend", "choose", "shared_prompt_attention"]
@@ -30,18 +38,18 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def backend(name: str) -> Backend:
+def find_backend(name: str) -> Backend:
     """The implementation of that name."""
     if name not in BACKENDS:
         raise UsageError(f"--shared-prompt-backend {name} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
-def choose(name: str, conditions: Conditions) -> Choice:
+def choose_backend(name: str, conditions: Conditions) -> Choice:
     """The backend that was asked for, or with `auto` the first that can run; UsageError if it cannot."""
     if name == "auto":
         return _first_that_can_run(conditions)
-    refusal = backend(name).refusal(conditions)
+    refusal = find_backend(name).refusal(conditions)
     if refusal is not None:
         instead = _first_that_can_run(conditions).name
         raise UsageError(f"--shared-prompt-backend {name} cannot run here ({refusal}): write {instead}, or auto")
@@ -60,7 +68,7 @@ def shared_prompt_attention(
     """Attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"{q_THD.shape[0]} rows in a layout of {layout.num_tokens} tokens: they must be as many")
-    return backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
+    return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
 
 
 def _first_that_can_run(conditions: Conditions) -> Choice:

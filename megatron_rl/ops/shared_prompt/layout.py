@@ -142,7 +142,7 @@ class Strand(NamedTuple):
         return self.rows.length + sum(rows.length for rows in self.above)
 
 
-def strands(layout: Layout) -> list[Strand]:
+def find_strands(layout: Layout) -> list[Strand]:
     """In the order of their rows, which together are the buffer."""
     starts = layout.starts.tolist()
     first_rows: list[int] = []

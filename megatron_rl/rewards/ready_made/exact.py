@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import column, text_of
+from megatron_rl.rewards.types import get_column, get_text
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
     name = argument or "answer"
 
     def exact(completions: Sequence[Any], **columns: Any) -> list[float]:
-        answers = column(columns, name, "exact")
+        answers = get_column(columns, name, "exact")
         return [
-            float(text_of(completion).strip() == str(answer).strip())
+            float(get_text(completion).strip() == str(answer).strip())
             for completion, answer in zip(completions, answers, strict=True)
         ]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import text_of
+from megatron_rl.rewards.types import get_text
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
@@ -22,6 +22,6 @@ def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
         return all(text.count(mark) == 1 for mark in marks) and pattern.fullmatch(text) is not None
 
     def format(completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [float(well_formed(text_of(completion))) for completion in completions]
+        return [float(well_formed(get_text(completion))) for completion in completions]
 
     return format

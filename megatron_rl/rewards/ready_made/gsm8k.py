@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import column, text_of
+from megatron_rl.rewards.types import get_column, get_text
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
-def number_of(text: str) -> Decimal | None:
+def find_number(text: str) -> Decimal | None:
     """The number that a completion, or the column, gives as its answer."""
     boxed = _BOXED.findall(text)
     if "####" in text:
@@ -32,11 +32,11 @@ def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
     name = argument or "answer"
 
     def gsm8k(completions: Sequence[Any], **columns: Any) -> list[float]:
-        wanted = [number_of(str(answer)) for answer in column(columns, name, "gsm8k")]
+        wanted = [find_number(str(answer)) for answer in get_column(columns, name, "gsm8k")]
         if None in wanted:
             raise ValueError(f"column {name} holds no number")
         return [
-            float(number_of(text_of(completion)) == answer)
+            float(find_number(get_text(completion)) == answer)
             for completion, answer in zip(completions, wanted, strict=True)
         ]
 

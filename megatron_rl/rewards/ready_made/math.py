@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import column, text_of
+from megatron_rl.rewards.types import get_column, get_text
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float | None]]:
@@ -17,8 +17,8 @@ def make(argument: str | None, timeout: float) -> Callable[..., list[float | Non
         raise ValueError("the reward math needs math-verify: pip install 'math-verify[antlr4_13_2]'")
 
     def math(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        solutions = column(columns, name, "math")
-        return [_score(text_of(text), str(gold)) for text, gold in zip(completions, solutions, strict=True)]
+        solutions = get_column(columns, name, "math")
+        return [_score(get_text(text), str(gold)) for text, gold in zip(completions, solutions, strict=True)]
 
     return math
 

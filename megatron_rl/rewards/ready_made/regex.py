@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rewards.ready_made.text import text_of
+from megatron_rl.rewards.types import get_text
 
 
 def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
@@ -16,6 +16,6 @@ def make(argument: str | None, timeout: float) -> Callable[..., list[float]]:
         raise ValueError(f"{argument!r} is not a regular expression: {error}") from None
 
     def regex(completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [float(pattern.search(text_of(completion)) is not None) for completion in completions]
+        return [float(pattern.search(get_text(completion)) is not None) for completion in completions]
 
     return regex

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, log_prob_bytes, token_bytes
-from megatron_rl.sidecar.engines.engine import EngineLost, EngineState, GroupRequest, WeightReport
-from megatron_rl.sidecar.streams import Place
+from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, encode_log_probs, encode_tokens
+from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
 Step = Literal["pause", "load", "commit", "verify", "probe", "resume"]
@@ -45,13 +45,13 @@ class Script:
 
 
 class ScriptedEngine:
-    """One of them. Satisfies `megatron_rl.sidecar.engines.engine.Engine`."""
+    """One of them. Satisfies `megatron_rl.sidecar.engines.Engine`."""
 
     def __init__(self, name: str, script: Script = Script()):
         self.name = name
         self.state = EngineState.READY
         self.num_workers = 1
-        self.stream_place: Place | None = None
+        self.stream_place: StreamPlace | None = None
         self.script = script
         self.num_served = 0
         self._report = WeightReport(version=-1, fingerprint="")
@@ -141,8 +141,8 @@ class ScriptedEngine:
         length = int(stream.integers(min(least, limit), limit + 1))
         is_cut = length == request.sampling.max_tokens
         return Response(
-            tokens=token_bytes(stream.integers(0, self.script.vocab_size, length, dtype=np.int32)),
-            log_probs=log_prob_bytes(-4 * stream.random(length, dtype=np.float32)),
+            tokens=encode_tokens(stream.integers(0, self.script.vocab_size, length, dtype=np.int32)),
+            log_probs=encode_log_probs(-4 * stream.random(length, dtype=np.float32)),
             finish_reason="length" if is_cut else "stop",
             seed=seed,
             engine=self.name,

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Response, Sampling, Span, log_prob_bytes, token_bytes
-from megatron_rl.sidecar.engines.engine import EngineRefused, GroupRequest
+from megatron_rl.protocol.wire import Response, Sampling, Span, encode_log_probs, encode_tokens
+from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 
 # vLLM writes this for a log-prob that is minus infinity or not a number.
 _CLAMPED = -9999.0
@@ -37,7 +37,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
-class Answer(msgspec.Struct):
+class GenerateAnswer(msgspec.Struct):
     """The body of /inference/v1/generate, as far as we read it."""
 
     choices: list[_Choice]
@@ -52,14 +52,14 @@ class Limits(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-def body(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
+def build_request(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
     """The request to vLLM; an InputError where vLLM would do something else without a word."""
     _check_fits(request, limits)
     return {
         "request_id": request.request_id,
         "token_ids": list(request.prompt_tokens),
         "sampling_params": {
-            **sampling_params(request.sampling, limits),
+            **build_sampling_params(request.sampling, limits),
             "n": request.group_size,
             "seed": request.seed,
         },
@@ -68,7 +68,7 @@ def body(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
     }
 
 
-def sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
+def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
     """Every field that vLLM samples by is named: a default of vLLM's never decides."""
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -91,8 +91,13 @@ def sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
     }
 
 
-def responses(answer: Answer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
-    """The group's responses; EngineRefused when one is missing, cut off, or not wholly of the expected version."""
+def read_responses(
+    answer: GenerateAnswer, request: GroupRequest, engine: str, version: int, tag: str
+) -> list[Response]:
+    """The group's responses; EngineRefused when one is missing or cut off.
+
+    Spans are as vLLM recorded them, those of other weights under their own tag: whoever makes the group refuses it.
+    """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
         raise EngineRefused(
@@ -109,20 +114,23 @@ def _response(
     tokens = choice.token_ids or []
     content = (choice.logprobs.content if choice.logprobs else None) or []
     log_probs = [entry.logprob for entry in content]
-    if wrong := _fault(choice, tokens, content, request, tag):
+    if wrong := _find_fault(choice, tokens, content, request):
         raise EngineRefused(f"engine {engine}: choice {choice.index} of request {request.request_id} {wrong}")
     return Response(
-        tokens=token_bytes(tokens),
-        log_probs=log_prob_bytes(log_probs),
+        tokens=encode_tokens(tokens),
+        log_probs=encode_log_probs(log_probs),
         finish_reason=choice.finish_reason,  # type: ignore[arg-type]
         seed=request.seed + choice.index,
         engine=engine,
-        spans=[Span(version=str(version), start=span.start, end=span.end) for span in choice.weight_versions or ()],
+        spans=[
+            Span(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
+            for span in choice.weight_versions or ()
+        ],
         fingerprint=fingerprint,
     )
 
 
-def _fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest, tag: str) -> str | None:
+def _find_fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest) -> str | None:
     """What is wrong with a choice, if anything."""
     most = request.sampling.max_tokens
     if choice.finish_reason not in ("stop", "length"):
@@ -137,13 +145,6 @@ def _fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request:
             return f"has {entry.logprob} for the log-prob of token {entry.token_id}"
     if choice.weight_versions is None:
         return "does not say which weights sampled it: this vLLM does not record the version of a token"
-    position = 0
-    for span in choice.weight_versions:
-        if span.version != tag or span.start != position:
-            return f"has tokens {span.start} to {span.end} from weights {span.version!r}, and {tag!r} is expected"
-        position = span.end
-    if position != len(tokens):
-        return f"says which weights sampled {position} of its {len(tokens)} tokens"
     return None
 
 
@@ -175,7 +176,7 @@ def is_sum(parts: Iterable[Sequence[int]], whole: Sequence[int]) -> bool:
     return all((sum(lanes) - total) % 2**64 == 0 for *lanes, total in zip(*parts, whole, strict=True))
 
 
-def wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def find_wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Tensors that workers hold between them, and whose parts are not, together, what was given.
 
     Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds;

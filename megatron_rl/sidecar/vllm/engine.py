@@ -17,7 +17,7 @@ from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.wire import EngineKind, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines.engine import (
+from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,
@@ -26,10 +26,9 @@ from megatron_rl.sidecar.engines.engine import (
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
-from megatron_rl.sidecar.vllm.answers import Answer, Limits, body, responses, wrongly_shared
-from megatron_rl.sidecar.vllm.log import cause
+from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, build_request, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
-from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, spec
+from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Deadlines:
 
 
 class VllmEngine:
-    """One vLLM server, started by us (with a handle) or adopted. Satisfies `sidecar.engines.engine.Engine`."""
+    """One vLLM server, started by us (with a handle) or adopted. Satisfies `sidecar.engines.Engine`."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class VllmEngine:
         address: str,
         handle: Handle | None = None,
         deadlines: Deadlines = Deadlines(),
-        stream_place: streams.Place | None = None,
+        stream_place: streams.StreamPlace | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -103,7 +102,7 @@ class VllmEngine:
             # A paused vLLM would keep the request, and sample it from whatever comes next.
             raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
         version, tag = self._version, self._tag
-        content = body(request, self.limits, tag)
+        content = build_request(request, self.limits, tag)
         if not self._num_in_flight:
             self._progress = (-1.0, time.monotonic())
         self._num_in_flight += 1
@@ -117,10 +116,10 @@ class VllmEngine:
         finally:
             self._num_in_flight -= 1
         try:
-            answer = msgspec.json.decode(data, type=Answer)
+            answer = msgspec.json.decode(data, type=GenerateAnswer)
         except msgspec.DecodeError as error:
             raise EngineRefused(f"engine {self.name}: the answer to {request.request_id} is not one: {error}") from None
-        return responses(answer, request, self.name, version, tag)
+        return read_responses(answer, request, self.name, version, tag)
 
     async def pause(self) -> None:
         self.state = EngineState.PUBLISHING
@@ -132,7 +131,7 @@ class VllmEngine:
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
-        if wrong := sorted(set(wrongly_shared(answers))):
+        if wrong := sorted(set(find_wrongly_shared(answers))):
             raise WrongWeights(
                 f"engine {self.name}, load: {len(wrong)} tensors are held with other numbers than were given, over its "
                 f"workers: {', '.join(wrong[:5])}"
@@ -168,7 +167,7 @@ class VllmEngine:
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:
         # A paused vLLM takes no step, so it runs for this one request; nobody else sends it any before `resume`.
-        chosen = tokens or probe.tokens_of(max(0, self._version), self.limits.vocab_size)
+        chosen = tokens or probe.draw_tokens(max(0, self._version), self.limits.vocab_size)
         prompt = list(chosen[: self.limits.max_model_len - 1])
         content = {
             "request_id": f"probe-{self.name}-{self._version}",
@@ -212,7 +211,7 @@ class VllmEngine:
         """What its log says of why it ended, and where that log is."""
         if self._handle is None:
             return "somebody else has started it: its log is there"
-        return f"{cause(self._handle.log_lines())}\nits log is {self._handle.log}"
+        return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
 
     async def _prepare(self) -> None:
         try:
@@ -299,10 +298,10 @@ class VllmEngine:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with the {weights.transport} transport"
             )
-        for call in streams.before(weights, self.stream_place):
+        for call in streams.list_join_calls(weights, self.stream_place):
             await self._post("load", call.route, call.content)
         await self._workers("load", "megatron_rl_begin_stream")
-        for call in streams.during(weights, self.stream_place):
+        for call in streams.list_receive_calls(weights, self.stream_place):
             await self._post("load", call.route, call.content)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
@@ -397,7 +396,7 @@ class VllmFactory:
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
-        handle = self._launcher.start(spec(config, name, self._folder / name, self._logs / f"{name}.log"))
+        handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
         return VllmEngine(name, handle.address, handle, self._deadlines)
 
     def adopt(self, name: str, address: str) -> VllmEngine:

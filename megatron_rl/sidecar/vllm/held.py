@@ -44,7 +44,7 @@ class Rectangle(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ParameterRows:
     """What the rows of a parameter are made of: rectangles of tensors, one under the other."""
 
     tensors: tuple[str, ...]
@@ -72,7 +72,7 @@ class Rows:
 class Order:
     """Where in a model the tensors lie that it is given."""
 
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, ParameterRows]
     """Of each parameter that is made of their numbers."""
     packed: frozenset[str]
     """Those parameters that are read before their layer packs them."""
@@ -91,7 +91,7 @@ class Sight(Generic[T]):
         self.lying: dict[str, T] = {}
         """After the load."""
 
-    def of(self, is_lying: bool) -> dict[str, T]:
+    def get(self, is_lying: bool) -> dict[str, T]:
         return self.lying if is_lying else self.handed_over
 
 
@@ -139,14 +139,14 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
     row = _ask(model, load, questions, lambda question: torch.arange(question.num_rows)[:, None], code)
     column = _ask(model, load, questions, lambda question: torch.arange(question.num_columns)[None], code)
     given = {question.spec.name: question.random() for question in questions}
-    found: dict[tuple[str, bool], Rows] = {}
+    found: dict[tuple[str, bool], ParameterRows] = {}
 
     def is_found(name: str, parameter: torch.Tensor, is_lying: bool) -> bool:
-        answers = [sight.of(is_lying).get(name) for sight in (which, row, column)]
+        answers = [sight.get(is_lying).get(name) for sight in (which, row, column)]
         rows = _rows(questions, answers, _matrix(parameter).shape[1], parameter.device)
         if rows is None:
             return False
-        wanted = [_digest_of(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
+        wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
         found[name, is_lying] = rows
         return torch.equal(rows.digests(parameter, dtype).cpu(), torch.stack(wanted))
 
@@ -214,8 +214,8 @@ def _ask(
         with looking(model, read) as sight:
             load({question.spec.name: question.filled(numbers(question) // power % _BASE) for question in questions})
         for is_lying in (False, True):
-            known = answers.of(is_lying)
-            for name, digits_R in sight.of(is_lying).items():
+            known = answers.get(is_lying)
+            for name, digits_R in sight.get(is_lying).items():
                 known[name] = _with_digits(known.get(name), digits_R, power)
         power *= _BASE
     return answers
@@ -229,7 +229,7 @@ def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: 
 
 def _rows(
     questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
-) -> Rows | None:
+) -> ParameterRows | None:
     """The rectangles that rows say they are of; None if they say nothing, or what cannot be."""
     if any(answer is None for answer in answers):
         return None
@@ -254,7 +254,7 @@ def _rows(
         slices_R[start:end] = len(tensors)
         tensors.append(question.spec.name)
         rectangles.append(part)
-    return Rows(
+    return ParameterRows(
         tensors=tuple(tensors),
         rectangles=tuple(rectangles),
         first_column=columns[0],
@@ -269,7 +269,7 @@ def _matrix(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
 
 
-def _digest_of(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
+def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
     matrix_RC = tensor.reshape(tensor.shape[0], -1)
     rows_RC = matrix_RC[part.first_row : part.first_row + part.num_rows]
     slice_RC = rows_RC[:, part.first_column : part.first_column + part.num_columns]
@@ -320,7 +320,7 @@ def compare(
     if left := sorted(order.handed_over - sight.handed_over.keys()):
         raise NotHeld(f"the layers of {len(left)} parameters did not take over what was loaded: {_first(left)}")
     digests = {
-        name: lanes_SL for name in order.rows if (lanes_SL := sight.of(name not in order.packed).get(name)) is not None
+        name: lanes_SL for name in order.rows if (lanes_SL := sight.get(name not in order.packed).get(name)) is not None
     }
     parts: dict[str, dict[Rectangle, Lanes]] = {}
     wrong: set[str] = set()

@@ -1,17 +1,28 @@
-"""How a vLLM server is started: its flags, its environment, its folder."""
+"""A vLLM server from outside: how it is started, what it cannot do with a model, why it ended.
+
+What it cannot do is taken from vLLM 0.32's sources, since vLLM itself may live in another environment, and is said
+before an engine is started. What is not here it says in its log.
+
+Several of its processes print a traceback when one fails. The API server's says to look above, the core's repeats what
+a worker said, the worker's is the cause: the innermost process counts, and of its tracebacks the first, because the
+other workers only lose a peer.
+"""
 
 import dataclasses
+import datetime
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import megatron_rl
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import ProcessSpec
+from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
@@ -56,7 +67,7 @@ class ServerConfig:
     """More of its environment, over ours."""
 
 
-def spec(config: ServerConfig, name: str, folder: Path, log: Path) -> ProcessSpec:
+def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) -> ProcessSpec:
     """How the engine `name` is started, in a private folder of its own that this makes."""
     address = folder / "api.sock"
     _make_private(folder)
@@ -150,3 +161,140 @@ def _package_folder(folder: Path) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(Path(megatron_rl.__file__).resolve().parent)
     return packages
+
+
+# The columns of a head that its attention on a CPU is compiled for. With others it starts, and its first request fails.
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def find_problems(
+    model: Architecture, device: Literal["cpu", "cuda", "npu"], tensor_parallel_size: int, max_model_len: int | None
+) -> Iterator[str]:
+    """Each thing that an engine of this model would end for."""
+    if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
+        yield (
+            f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
+            f"takes {', '.join(map(str, CPU_HEAD_SIZES))}: choose a model with one of these, or engines on accelerators"
+        )
+    yield from _division(model, tensor_parallel_size)
+    longest = _longest(model)
+    if max_model_len is not None and max_model_len > longest:
+        yield (
+            f"--rollout-max-model-len {max_model_len} is above the model's longest sequence, {longest} "
+            "(max_position_embeddings): write at most that"
+        )
+
+
+def _division(model: Architecture, size: int) -> Iterator[str]:
+    """Devices share heads and columns evenly; several of them may have copies of the same keys and values."""
+    if size < 1:
+        return
+    groups = model.num_query_groups
+    columns = model.experts.ffn_hidden_size if model.experts else model.ffn_hidden_size
+    uneven = [
+        what
+        for is_even, what in (
+            (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
+            (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
+            (columns % size == 0, f"{columns} columns of {'an expert' if model.experts else 'the MLP'}"),
+        )
+        if not is_even
+    ]
+    if uneven:
+        yield (
+            f"--rollout-tensor-parallel-size {size}: the model's {' and '.join(uneven)} cannot be divided over so many "
+            "devices: write another number"
+        )
+
+
+def _longest(model: Architecture) -> int:
+    scale = model.rope.factor if model.rope.kind is RopeKind.LINEAR else 1.0
+    return int(model.max_position_embeddings * scale)
+
+
+# "(Worker_TP0 pid=77) ERROR 11-22 07:43:06 [multiproc_executor.py:1063] text", or without what logging adds.
+_LINE = re.compile(
+    r"(?P<process>\((?P<name>[^()]*?) ?pid=\d+[^()]*\)) ?"
+    r"(?:(?P<level>[A-Z]+) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] ?)?(?P<text>.*)"
+)
+_BEGIN = "Traceback (most recent call last)"
+# The processes of a server from the outermost to the innermost, as the beginnings of their names.
+_KINDS = (("", "server"), ("EngineCore", "core"), ("Worker", "worker"), ("VllmWorker", "worker"))
+# An error that the server outlived is not why it ended: those who fail together say so within this time.
+_TOGETHER = datetime.timedelta(seconds=60)
+_NUM_FRAMES = 2
+# Of a message that goes on, indented, after its first line.
+_MOST_MESSAGE_LINES = 8
+_NUM_LAST_LINES = 10
+
+
+@dataclasses.dataclass
+class _Report:
+    """A traceback, or a line that was logged as an error."""
+
+    depth: int
+    time: datetime.datetime
+    lines: list[str]
+    is_traceback: bool
+
+
+def find_cause(log: Sequence[str]) -> str:
+    """The process that failed first with the end of its traceback; the last lines where there is none."""
+    reports, latest = _reports(log)
+    recent = [report for report in reports if latest - report.time <= _TOGETHER]
+    if not recent:
+        return "\n".join([line for line in log if line.strip()][-_NUM_LAST_LINES:])
+    deepest = max(report.depth for report in recent)
+    of_deepest = [report for report in recent if report.depth == deepest]
+    first = next((report for report in of_deepest if report.is_traceback), of_deepest[0])
+    # That a process is gone is said by another one, in a line.
+    deaths = [line for report in recent for line in report.lines if "died unexpectedly" in line][:1]
+    lines = _end(first.lines) if first.is_traceback else first.lines
+    return "\n".join([f"in its {_KINDS[first.depth][1]}:", *deaths, *(line for line in lines if line not in deaths)])
+
+
+def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
+    """What went wrong, and the time of the last line that has one."""
+    reports: list[_Report] = []
+    # The tracebacks that are being read: lines of several processes come mixed.
+    open_ones: dict[str, _Report] = {}
+    time = datetime.datetime.min
+    for line in log:
+        match = _LINE.match(line)
+        process, text = (match["process"], match["text"]) if match else ("", line)
+        if match and match["time"]:
+            # Logs do not name the year; a leap year has every day.
+            time = datetime.datetime.strptime(f"2000-{match['time']}", "%Y-%m-%d %H:%M:%S")
+        if match and match["level"] not in (None, "ERROR", "CRITICAL"):
+            open_ones.pop(process, None)
+        elif text.startswith(_BEGIN):
+            open_ones[process] = _Report(_depth(match), time, [text], is_traceback=True)
+            reports.append(open_ones[process])
+        elif process in open_ones:
+            if not _goes_on(open_ones[process].lines, text):
+                del open_ones[process]
+            else:
+                open_ones[process].lines.append(text)
+        elif match and match["level"] and text:
+            reports.append(_Report(_depth(match), time, [text], is_traceback=False))
+    return reports, time
+
+
+def _goes_on(lines: Sequence[str], text: str) -> bool:
+    """Whether a line belongs to the traceback that ended with these lines so far."""
+    said = next((index for index, line in enumerate(lines[1:], 1) if not line.startswith(" ")), None)
+    if said is None:
+        return True
+    return text.startswith(" ") and bool(text.strip()) and len(lines) - said < _MOST_MESSAGE_LINES
+
+
+def _end(lines: Sequence[str]) -> list[str]:
+    """The last frames, and what was raised."""
+    kept = [line for line in lines[1:] if set(line.strip()) - set("^~")]
+    frames = [index for index, line in enumerate(kept) if line.startswith("  File ")]
+    return kept[frames[-_NUM_FRAMES] :] if len(frames) >= _NUM_FRAMES else kept
+
+
+def _depth(match: re.Match[str] | None) -> int:
+    name = match["name"] if match else ""
+    return max(depth for depth, (begin, _) in enumerate(_KINDS) if name.startswith(begin))

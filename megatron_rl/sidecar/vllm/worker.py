@@ -6,7 +6,7 @@ data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would onl
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
 touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
-(`vllm_held`).
+(`held.py`).
 """
 
 import contextlib
@@ -22,26 +22,26 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.vllm.held import NotHeld, Order, Sight, compare, digesting, learn_order
-from megatron_rl.weights.fingerprint import DTYPES, digest, fingerprint
+from megatron_rl.weights.files import Checkpoint
+from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
-from megatron_rl.weights.reader import Checkpoint
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # A tied output layer is one tensor in our exports, and may be stored twice in a checkpoint.
 _TIED = "lm_head.weight"
 
-Answer = dict[str, Any]
+RpcAnswer = dict[str, Any]
 
 
 class Refusal(MegatronRLError):
     """What was asked for cannot be done; nothing was changed."""
 
 
-def answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
+def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     """A refusal becomes an answer."""
 
-    def call(self: Any, *args: str) -> Answer:
+    def call(self: Any, *args: str) -> RpcAnswer:
         try:
             return method(self, *args)
         except MegatronRLError as refusal:
@@ -67,7 +67,7 @@ class WorkerExtension:
     reload_weights: Callable[..., None]
 
     @answered
-    def megatron_rl_prepare(self) -> Answer:
+    def megatron_rl_prepare(self) -> RpcAnswer:
         """Make the worker ready for us; what the sidecar has to know of it."""
         import vllm
         from vllm.platforms import current_platform
@@ -99,23 +99,23 @@ class WorkerExtension:
         }
 
     @answered
-    def megatron_rl_receive(self, folder: str, user: str) -> Answer:
+    def megatron_rl_receive(self, folder: str, user: str) -> RpcAnswer:
         """Map the weights in a folder and digest this worker's share of them."""
         self.megatron_rl_received = None
         _must_be_private(Path(folder), int(user))
         received = _mapped(Path(folder))
-        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_share_of(received)}
+        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_pick_share(received)}
         self.megatron_rl_received = received
         return {"digests": digests}
 
     @answered
-    def megatron_rl_load(self, expected: str, digests: str) -> Answer:
+    def megatron_rl_load(self, expected: str, digests: str) -> RpcAnswer:
         """Load what was received, if its fingerprint is the announced one and no tensor is missing."""
         received, self.megatron_rl_received = self.megatron_rl_received, None
         if received is None:
             raise Refusal("no weights were received")
         specs, lanes = _specs(received), json.loads(digests)
-        found = fingerprint(specs, lanes)
+        found = compute_fingerprint(specs, lanes)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(specs)
@@ -126,7 +126,7 @@ class WorkerExtension:
         return {"fingerprint": found, **held}
 
     @answered
-    def megatron_rl_learn_order(self) -> Answer:
+    def megatron_rl_learn_order(self) -> RpcAnswer:
         """Learn where in the parameters tensors lie, if the engine's checkpoint says which there are.
 
         The engine holds nobody's weights afterwards.
@@ -138,7 +138,7 @@ class WorkerExtension:
         return {"unknown": None if order is None else list(order.unknown)}
 
     @answered
-    def megatron_rl_reload_checkpoint(self) -> Answer:
+    def megatron_rl_reload_checkpoint(self) -> RpcAnswer:
         """Load the checkpoint that this engine started from, in place; whether there is one to be loaded."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
@@ -146,7 +146,7 @@ class WorkerExtension:
         return {"reloaded": bool(tensors)}
 
     @answered
-    def megatron_rl_begin_stream(self) -> Answer:
+    def megatron_rl_begin_stream(self) -> RpcAnswer:
         """Digest from now on whatever vLLM's own transfer engine hands to the model, before it is loaded."""
         self.megatron_rl_end_recording()
         if self.megatron_rl_is_torn:
@@ -158,13 +158,13 @@ class WorkerExtension:
         return {}
 
     @answered
-    def megatron_rl_end_stream(self, expected: str) -> Answer:
+    def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
         """Whether what came through was all of the announced weights."""
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
         self.megatron_rl_end_recording()
-        found = fingerprint(record.specs, record.digests)
+        found = compute_fingerprint(record.specs, record.digests)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(record.specs)
@@ -175,7 +175,7 @@ class WorkerExtension:
         return {"fingerprint": found, **held}
 
     @answered
-    def megatron_rl_report(self) -> Answer:
+    def megatron_rl_report(self) -> RpcAnswer:
         """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
@@ -236,7 +236,7 @@ class WorkerExtension:
         with self.megatron_rl_loading(), torch.no_grad():
             self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
 
-    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Answer:
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> RpcAnswer:
         """What the load has left in the parameters; NotHeld if that is not what was given."""
         if self.megatron_rl_order is None or record.sight is None:
             return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}
@@ -250,7 +250,7 @@ class WorkerExtension:
             "unheld": unheld,
         }
 
-    def megatron_rl_share_of(self, names: Iterable[str]) -> list[str]:
+    def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
         """Each name is of one worker of the engine."""
         world_size = self.vllm_config.parallel_config.world_size
         return sorted(names)[self.rank % world_size :: world_size]

@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family] = {
 _PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
-def family(name: str) -> Family:
+def find_family(name: str) -> Family:
     """The family of that name."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model_type {name!r} is not supported: the supported ones are {', '.join(FAMILIES)}")
@@ -42,15 +42,15 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 def read_architecture(folder: Path | str) -> Architecture:
     """The architecture that a Hugging Face folder holds."""
     config = read_config(folder)
-    return family(config["model_type"]).read(config)
+    return find_family(config["model_type"]).read(config)
 
 
-def config_key(field: str) -> str:
+def find_config_key(field: str) -> str:
     """The key of config.json that an Architecture field comes from, for messages."""
     return KEYS.get(field, field)
 
 
-def infer(architecture: Architecture) -> str:
+def infer_family(architecture: Architecture) -> str:
     """The name of the family that can express this architecture, whatever its own family field says."""
     objections: dict[str, str] = {}
     for name in _PREFERENCE:
@@ -64,4 +64,4 @@ def infer(architecture: Architecture) -> str:
 
 def derive_config(architecture: Architecture) -> Mapping[str, Any]:
     """A config.json for a model that came without one."""
-    return family(architecture.family).write(architecture)
+    return find_family(architecture.family).write(architecture)

@@ -1,7 +1,6 @@
 """Llama 2 and 3."""
 
-from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.names import ATTENTION, DENSE_MLP, STEM
+from megatron_rl.weights.families.family import ATTENTION, DENSE_MLP, STEM, Family
 
 FAMILY = Family(
     name="llama",

@@ -1,7 +1,6 @@
 """Mistral, with or without its sliding window."""
 
-from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.names import ATTENTION, DENSE_MLP, STEM
+from megatron_rl.weights.families.family import ATTENTION, DENSE_MLP, STEM, Family
 
 FAMILY = Family(
     name="mistral",

@@ -1,7 +1,6 @@
 """Mixtral: Mistral's attention, experts in every layer; the experts' weights always sum to one."""
 
-from megatron_rl.weights.families.family import ExpertKeys, Family
-from megatron_rl.weights.families.names import ATTENTION, STEM, experts_mlp
+from megatron_rl.weights.families.family import ATTENTION, STEM, ExpertKeys, Family, experts_mlp
 
 FAMILY = Family(
     name="mixtral",

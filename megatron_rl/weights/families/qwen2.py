@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5: queries, keys and values have biases, the other linear layers have none."""
 
-from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.names import ATTENTION, DENSE_MLP, STEM
+from megatron_rl.weights.families.family import ATTENTION, DENSE_MLP, STEM, Family
 
 FAMILY = Family(
     name="qwen2",

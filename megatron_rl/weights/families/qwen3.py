@@ -1,7 +1,6 @@
 """Qwen3: queries and keys are normalized head by head."""
 
-from megatron_rl.weights.families.family import Family
-from megatron_rl.weights.families.names import ATTENTION, DENSE_MLP, STEM
+from megatron_rl.weights.families.family import ATTENTION, DENSE_MLP, STEM, Family
 
 FAMILY = Family(
     name="qwen3",

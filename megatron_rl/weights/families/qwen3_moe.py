@@ -1,7 +1,6 @@
 """Qwen3-MoE: Qwen3's attention, experts in every layer."""
 
-from megatron_rl.weights.families.family import ExpertKeys, Family
-from megatron_rl.weights.families.names import ATTENTION, STEM, experts_mlp
+from megatron_rl.weights.families.family import ATTENTION, STEM, ExpertKeys, Family, experts_mlp
 
 FAMILY = Family(
     name="qwen3_moe",

@@ -1,1 +1,46 @@
-"""The implementations of shared-prompt attention, one a module."""
+"""What a backend of shared-prompt attention is, and what it depends on whether one can run; one a module beside it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What a backend would have to run under."""
+
+    device: str
+    """The type of a torch.device."""
+    dtype: torch.dtype
+    window: int | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is a precision that flash kernels are written for."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation."""
+
+    attention: Attention
+    prepare: Callable[[Layout, torch.device], object]
+    """Makes what `attention` looks up of a layout; it is kept with the layout, so whoever calls this first pays."""
+    refusal: Callable[[Conditions], str | None]
+    """Why it cannot run; None if it can."""
+
+
+def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+    """Attention where there are no tokens: as empty as its queries, and connected to all three."""
+    return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+
+
+def make_rows_dense(tensor_THD: torch.Tensor) -> torch.Tensor:
+    """The same with rows that lie together in memory, as kernels read them."""
+    return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import merge
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions
+from megatron_rl.ops.shared_prompt.backends import Conditions, merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 # What a call returns is merged while it is in the cache.
 MOST_ROWS = 2048
 TILE = 128
 
 
-class Sequences(NamedTuple):
+class RowRanges(NamedTuple):
     """Ranges of rows, equally long and equally far apart."""
 
     start: int
@@ -40,22 +40,22 @@ class Sequences(NamedTuple):
             tensor_TH.storage_offset() + self.start * row,
         )
 
-    def part(self, start: int, end: int) -> "Sequences":
+    def part(self, start: int, end: int) -> "RowRanges":
         """These rows of each."""
-        return Sequences(self.start + start, end - start, self.number, self.stride)
+        return RowRanges(self.start + start, end - start, self.number, self.stride)
 
-    def cut(self, length: int) -> list["Sequences"]:
+    def cut(self, length: int) -> list["RowRanges"]:
         """Each in two, after so many rows: twice as many if they are halves and lie one behind the other."""
         if self.length == 2 * length and (self.number == 1 or self.stride == self.length):
-            return [Sequences(self.start, length, 2 * self.number, length)]
+            return [RowRanges(self.start, length, 2 * self.number, length)]
         return [self.part(0, length), self.part(length, self.length)]
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """Some rows attend to some rows: causally to themselves, or wholly to others."""
 
-    queries: Sequences
-    keys: Sequences
+    queries: RowRanges
+    keys: RowRanges
 
     @property
     def is_causal(self) -> bool:
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         """Whether the operator is to compute it as it is."""
         return not self.is_causal or self.queries.length <= 1.5 * TILE
 
-    def tiles(self) -> Iterator["Call"]:
+    def tiles(self) -> Iterator["FlashCall"]:
         """What it is computed as: the causal ones have every row once, each before the others that have it."""
         if self.is_tile:
             yield self
@@ -75,8 +75,8 @@ class Call(NamedTuple):
         length = self.queries.length
         half = TILE * 2 ** round(math.log2(length / (2 * TILE)))
         for sequences in self.queries.cut(half):
-            yield from Call(sequences, sequences).tiles()
-        yield Call(self.queries.part(half, length), self.queries.part(0, half))
+            yield from FlashCall(sequences, sequences).tiles()
+        yield FlashCall(self.queries.part(half, length), self.queries.part(0, half))
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Its rows of queries, keys and values: [B, H, R, D]."""
@@ -88,7 +88,7 @@ class Call(NamedTuple):
 class CpuFlash:
     """Attention in several calls, each row's results merged."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[FlashCall, ...]
     """The causal ones, which have every row once, and then those to rows above."""
 
     @classmethod
@@ -97,7 +97,7 @@ class CpuFlash:
         batches: list[list[int]] = []
         below: dict[Rows, list[list[int]]] = {}
         first, length, count = 0, 0, 0
-        for (start, end), above in strands(layout):
+        for (start, end), above in find_strands(layout):
             if end - start == length and (count + 1) * length <= MOST_ROWS:
                 count += 1
             else:
@@ -111,10 +111,10 @@ class CpuFlash:
                     ranges.append([start, end])
         batches.append([first, length, count])
         # The first is the nothing that the search began with.
-        causal = (Sequences(first, length, count, length) for first, length, count in batches[1:])
-        calls = [Call(sequences, sequences) for sequences in causal]
+        causal = (RowRanges(first, length, count, length) for first, length, count in batches[1:])
+        calls = [FlashCall(sequences, sequences) for sequences in causal]
         calls += [
-            Call(Sequences(first, min(MOST_ROWS, end - first)), Sequences(keys.start, keys.end - keys.start))
+            FlashCall(RowRanges(first, min(MOST_ROWS, end - first)), RowRanges(keys.start, keys.end - keys.start))
             for keys, ranges in below.items()
             for start, end in ranges
             for first in range(start, end, MOST_ROWS)
@@ -126,7 +126,7 @@ class CpuFlash:
         """Whether one call of the operator is all."""
         return len(self.calls) == 1 and self.calls[0].is_tile
 
-    def tiles(self) -> Iterator[Call]:
+    def tiles(self) -> Iterator[FlashCall]:
         """The calls of the operator."""
         return itertools.chain.from_iterable(call.tiles() for call in self.calls)
 
@@ -177,7 +177,7 @@ class CpuFlash:
         return [total.to(q_THD.dtype) for total in sums]
 
 
-def _attend(call: Call, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the call's queries alone, [B, R, H, ...]. `inputs` are queries, keys and values of the buffer."""
     out_BHRD, lse_BHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *call.views(inputs), 0.0, call.is_causal, scale=scale
@@ -186,7 +186,7 @@ def _attend(call: Call, inputs: Sequence[torch.Tensor], scale: float) -> tuple[t
 
 
 def _gradients(
-    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+    call: FlashCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
 ) -> list[torch.Tensor]:
     """Of the call's queries, keys and values. `outputs` are the output's gradient, the output, the denominators."""
     grad_out_BHRD, out_BHRD, lse_BHR = (call.queries.of(tensor).transpose(1, 2) for tensor in outputs)
@@ -197,7 +197,7 @@ def _gradients(
 
 
 def _merge(
-    call: Call, out_BRHD: torch.Tensor, lse_BRH: torch.Tensor, part_BRHD: torch.Tensor, part_lse_BRH: torch.Tensor
+    call: FlashCall, out_BRHD: torch.Tensor, lse_BRH: torch.Tensor, part_BRHD: torch.Tensor, part_lse_BRH: torch.Tensor
 ) -> None:
     """Average, by each one's share of the denominator; the causal call is every row's first."""
     if call.is_causal:
@@ -208,7 +208,7 @@ def _merge(
         torch.logaddexp(lse_BRH, part_lse_BRH, out=lse_BRH)
 
 
-def _add(call: Call, sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+def _add(call: FlashCall, sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Add; the causal call is every row's first."""
     for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
         if call.is_causal:

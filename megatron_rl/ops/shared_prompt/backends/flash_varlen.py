@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 OPERATORS = torch.ops.aten
 
@@ -67,7 +67,7 @@ class VarlenFlash:
     @classmethod
     def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
         """With its index tensors on the device; torch's own operators if no others are given."""
-        found = strands(layout)
+        found = find_strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
         for level in range(depth):

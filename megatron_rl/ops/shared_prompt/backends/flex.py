@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 def prepare(layout: Layout, device: torch.device) -> "BlockMask | None":
     """What is seen where there is no window."""
-    return layout.once(block_mask, device, None) if layout.num_tokens else None
+    return layout.once(build_block_mask, device, None) if layout.num_tokens else None
 
 
 def attention(
@@ -44,17 +44,17 @@ def attention(
 ) -> torch.Tensor:
     """As `naive.attention`."""
     if layout.num_tokens == 0:
-        return of_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_1HTD = _flex_attention()(
         *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_THD, k_TGD, v_TGD)),
-        block_mask=layout.once(block_mask, q_THD.device, window),
+        block_mask=layout.once(build_block_mask, q_THD.device, window),
         scale=scale,
         enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
     )
     return out_1HTD.squeeze(0).transpose(0, 1)
 
 
-def block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":
+def build_block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":
     """Which blocks see each other wholly, which may in part, and the rule for tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 

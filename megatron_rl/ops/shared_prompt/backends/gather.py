@@ -16,10 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing
+from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences
-from megatron_rl.ops.shared_prompt.layout import Layout, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Gathered:
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Gathered":
         """With its index tensors on the device."""
-        found = strands(layout)
+        found = find_strands(layout)
         rows = [np.arange(*rows) for strand in found for rows in (*strand.above, strand.rows)]
         query_lengths = [strand.rows.length for strand in found]
         key_lengths = [strand.num_keys for strand in found]
@@ -74,7 +73,7 @@ def attention(
 ) -> torch.Tensor:
     """As `naive.attention`."""
     if layout.num_tokens == 0:
-        return of_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD)
     gathered = prepare(layout, q_THD.device)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
+from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -60,7 +59,7 @@ def merged(
 ) -> torch.Tensor:
     """Attention by the calls that `prepare` makes of the layout."""
     if layout.num_tokens == 0:
-        return of_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD)
     flash = prepare(layout, q_THD.device)
     if isinstance(flash, CpuFlash) and flash.is_plain:
         return flash.alone(q_THD, k_TGD, v_TGD, scale)
@@ -78,7 +77,7 @@ class _Merged(torch.autograd.Function):
         flash: CpuFlash | VarlenFlash,
         scale: float,
     ) -> torch.Tensor:
-        q_THD, k_TGD, v_TGD = (with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD))
+        q_THD, k_TGD, v_TGD = (make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD))
         out_THD, lse = flash.forward(q_THD, k_TGD, v_TGD, scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse)
         ctx.flash, ctx.scale = flash, scale
@@ -86,5 +85,5 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        gradients = ctx.flash.backward(with_dense_rows(grad_out_THD), *ctx.saved_tensors, ctx.scale)
+        gradients = ctx.flash.backward(make_rows_dense(grad_out_THD), *ctx.saved_tensors, ctx.scale)
         return (*gradients, None, None)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.backend import Conditions, of_nothing, with_dense_rows
-from megatron_rl.ops.shared_prompt.backends.triton_plan import Plan
+from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
+from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 NARROWEST, WIDEST = 16, 256
@@ -23,7 +23,7 @@ SUMMED = 16
 
 
 class Blocks(NamedTuple):
-    """What a program has at once, at most a plan's tile, and how it is compiled."""
+    """What a program has at once, at most a tile of the tables, and how it is compiled."""
 
     queries: int
     keys: int
@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-class Kernels(NamedTuple):
+class KernelBlocks(NamedTuple):
     """Blocks of each kernel."""
 
     forward: Blocks
@@ -42,12 +42,12 @@ class Kernels(NamedTuple):
 # By head dimension, up to each of these. Compiled for compute capability 9.0, a thread has at most 64 bytes outside of
 # its registers.
 HALF = {
-    64: Kernels(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
-    128: Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
-    256: Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    64: KernelBlocks(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
+    128: KernelBlocks(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
+    256: KernelBlocks(Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
 }
 # Without tensor cores, which would round fp32, products of larger blocks become very long programs.
-FULL = dict.fromkeys(HALF, Kernels(*[Blocks(16, 16, 4, 1)] * 3))
+FULL = dict.fromkeys(HALF, KernelBlocks(*[Blocks(16, 16, 4, 1)] * 3))
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -65,9 +65,9 @@ def refusal(conditions: Conditions) -> str | None:
     return None
 
 
-def prepare(layout: Layout, device: torch.device) -> Plan:
+def prepare(layout: Layout, device: torch.device) -> Tables:
     """Which rows each program computes."""
-    return layout.once(Plan.of, device)
+    return layout.once(Tables.of, device)
 
 
 def attention(
@@ -83,17 +83,17 @@ def attention(
     if q_THD.shape[-1] > WIDEST:
         raise ValueError(f"heads of {q_THD.shape[-1]}: --shared-prompt-backend triton has room for {WIDEST}")
     if layout.num_tokens == 0:
-        return of_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
     return out_THD
 
 
-def width_of(head_dim: int) -> int:
+def compute_width(head_dim: int) -> int:
     """What a row of a head takes in a block: a power of two, as many as a product of blocks needs."""
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
 
 
-def blocks_of(width: int, dtype: torch.dtype) -> Kernels:
+def choose_blocks(width: int, dtype: torch.dtype) -> KernelBlocks:
     """The blocks for rows of that width."""
     table = FULL if dtype == torch.float32 else HALF
     return next(kernels for widest, kernels in table.items() if width <= widest)
@@ -102,44 +102,44 @@ def blocks_of(width: int, dtype: torch.dtype) -> Kernels:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, plan: Plan, scale: float
+        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, tables: Tables, scale: float
     ) -> torch.Tensor:
-        inputs = [with_dense_rows(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
-        launcher = _Launcher(plan, scale, inputs)
+        inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        launcher = _Launcher(tables, scale, inputs)
         out_THD, log_totals_HT = launcher.attend()
         ctx.save_for_backward(*inputs, out_THD, log_totals_HT)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.tables, ctx.scale = tables, scale
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *inputs, out_THD, log_totals_HT = ctx.saved_tensors
-        launcher = _Launcher(ctx.plan, ctx.scale, inputs)
-        return (*launcher.differentiate(with_dense_rows(grad_out_THD), out_THD, log_totals_HT), None, None)
+        launcher = _Launcher(ctx.tables, ctx.scale, inputs)
+        return (*launcher.differentiate(make_rows_dense(grad_out_THD), out_THD, log_totals_HT), None, None)
 
 
 class _Launcher:
     """Calls the kernels with what they all take."""
 
-    def __init__(self, plan: Plan, scale: float, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tables: Tables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
         q_THD, k_TGD, _ = inputs
-        self._plan = plan
+        self._tables = tables
         self._scale = scale
         self._inputs = inputs
         self._strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
         self._num_tokens, self._num_heads, head_dim = q_THD.shape
         self._num_groups = k_TGD.shape[1]
-        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "TILE": plan.tile}
-        self._blocks = blocks_of(self._sizes["WIDTH"], q_THD.dtype)
+        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": compute_width(head_dim), "TILE": tables.tile}
+        self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention, and the logarithm of each softmax's denominator, to base 2 [H, T]."""
         from megatron_rl.ops.shared_prompt.backends.triton_kernels import forward_kernel
 
         out_THD, log_totals_HT = _dense_like(self._inputs[0]), self._per_row()
-        plan, blocks = self._plan, self._blocks.forward
-        grid = len(plan.query_tiles) * (plan.tile // blocks.queries), self._num_heads
-        self._launch(forward_kernel, grid, blocks, [out_THD, log_totals_HT, plan.query_tiles, plan.ranges])
+        tables, blocks = self._tables, self._blocks.forward
+        grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
+        self._launch(forward_kernel, grid, blocks, [out_THD, log_totals_HT, tables.query_tiles, tables.ranges])
         return out_THD, log_totals_HT
 
     def differentiate(
@@ -153,22 +153,22 @@ class _Launcher:
         )
 
         grad_q_THD, grad_k_TGD, grad_v_TGD = (_dense_like(tensor) for tensor in self._inputs)
-        plan, deltas_HT, strides = self._plan, self._per_row(), grad_out_THD.stride()[:2]
+        tables, deltas_HT, strides = self._tables, self._per_row(), grad_out_THD.stride()[:2]
         given = (grad_out_THD, log_totals_HT, deltas_HT)
 
         blocks = self._blocks.query_gradients
-        grid = len(plan.query_tiles) * (plan.tile // blocks.queries), self._num_heads
-        tensors = [*given, out_THD, grad_q_THD, plan.query_tiles, plan.ranges]
+        grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
+        tensors = [*given, out_THD, grad_q_THD, tables.query_tiles, tables.ranges]
         self._launch(query_gradients_kernel, grid, blocks, tensors, strides)
 
         blocks = self._blocks.key_gradients
-        grid = len(plan.key_items) * (plan.tile // blocks.keys), self._num_groups
+        grid = len(tables.key_items) * (tables.tile // blocks.keys), self._num_groups
         found = [grad_k_TGD, grad_v_TGD, self._per_slot(), self._per_slot()]
-        self._launch(key_gradients_kernel, grid, blocks, [*given, *found, plan.key_items], strides)
+        self._launch(key_gradients_kernel, grid, blocks, [*given, *found, tables.key_items], strides)
 
-        if plan.num_slots:
-            grid = len(plan.sums) * (plan.tile // SUMMED), self._num_groups
-            sum_kernel[grid](*found, plan.sums, **self._sizes, KEYS=SUMMED)
+        if tables.num_slots:
+            grid = len(tables.sums) * (tables.tile // SUMMED), self._num_groups
+            sum_kernel[grid](*found, tables.sums, **self._sizes, KEYS=SUMMED)
         return grad_q_THD, grad_k_TGD, grad_v_TGD
 
     def _launch(
@@ -198,7 +198,7 @@ class _Launcher:
         return self._inputs[0].new_empty((self._num_heads, self._num_tokens), dtype=torch.float32)
 
     def _per_slot(self) -> torch.Tensor:
-        shape = (self._plan.num_slots, self._num_groups, self._plan.tile, self._sizes["WIDTH"])
+        shape = (self._tables.num_slots, self._num_groups, self._tables.tile, self._sizes["WIDTH"])
         return self._inputs[0].new_empty(shape, dtype=torch.float32)
 
 

@@ -3,7 +3,7 @@
 A program of the first two kernels has a block of queries of one head and goes through the keys that they see; one of
 the third has a block of keys of one key-value head and goes through queries of all heads of its group. Rows are rows of
 the buffer: a key that is seen never lies behind the query that sees it, so `key <= query` is the only mask there is
-beside the ends of ranges. Logarithms and exponentials are of base 2. `triton_plan` says what the tables hold.
+beside the ends of ranges. Logarithms and exponentials are of base 2. `triton_tables` says what the tables hold.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension (padded with zeros to WIDTH, a power of two),
 M queries of a block, N keys of a block.

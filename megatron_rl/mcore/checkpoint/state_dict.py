@@ -1,4 +1,4 @@
-"""All that an update depends on, in the form that Megatron's distributed checkpoints have it in."""
+"""What a checkpoint holds: model, optimizer, schedule and random numbers as Megatron's sharded state dicts."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap
 from megatron_rl.mcore.step.optimizer import force_param_sync
 from megatron_rl.platforms import Platform
-from megatron_rl.platforms.megatron_fixes import allocate_adam_state
+from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
 RNG = "rng_state"
 _REFERENCE = "reference."
@@ -48,19 +48,19 @@ class TrainState:
         return [unwrap(chunk) for chunk in self.wrapped]
 
 
-def named(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
+def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
     """The names that Megatron's own checkpoints give the stages."""
     return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
 
 
-def model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights, as shards of the whole model's."""
-    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in named(chunks)}
+    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
 
 
-def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of the reference, beside the model's."""
-    state = {_REFERENCE + name: weights for name, weights in model_state(chunks, content).items()}
+    state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
@@ -69,7 +69,7 @@ def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]
     return state
 
 
-def optimizer_state(
+def build_optimizer_state(
     state: TrainState, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
     """Optimizer and schedule. The distributed optimizer gathers over replicas here, when it is saved."""
@@ -81,7 +81,7 @@ def optimizer_state(
     }
 
 
-def rng_state(platform: Platform) -> dict[str, Any]:
+def get_rng_state(platform: Platform) -> dict[str, Any]:
     """The random numbers of this rank's place in the model; replicas have the same."""
     of_numpy: Any = np.random.get_state()
     version, keys, *rest = of_numpy
@@ -127,13 +127,13 @@ def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bo
 
 def apply_model(state: TrainState, loaded: dict[str, Any], strict: bool) -> None:
     """Take over the weights from what was loaded."""
-    for name, chunk in named(state.chunks):
+    for name, chunk in name_chunks(state.chunks):
         chunk.load_state_dict(loaded[name], strict=strict)
 
 
 def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
     """Take over the reference's weights from what was loaded."""
-    for name, chunk in named(chunks):
+    for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
 
 

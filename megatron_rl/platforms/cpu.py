@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platforms import megatron_import
-from megatron_rl.platforms.base import MemoryFigures, Platform
-from megatron_rl.platforms.cpu import tensor_methods, torch_namespace
-from megatron_rl.platforms.cpu.megatron_patches import PATCHES
-from megatron_rl.platforms.cpu.stand_ins import DEVICE, Event, Stream
-from megatron_rl.platforms.megatron_import import Patch
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch
+from megatron_rl.platforms.cpu_torch import DEVICE, Event, Stream
+from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
 # Each of these asks for a kernel that runs on CUDA only, or for torch.compile.
 _UNSUPPORTED_FUSIONS = MappingProxyType(
@@ -43,17 +40,17 @@ class CpuPlatform(Platform):
         return _UNSUPPORTED_FUSIONS
 
     def patches(self) -> list[tuple[str, str]]:
-        replacements = [(replacement.title, replacement.reason) for replacement in torch_namespace.REPLACEMENTS]
-        return [*replacements, *tensor_methods.reasons(), *super().patches()]
+        replacements = [(replacement.title, replacement.reason) for replacement in cpu_torch.REPLACEMENTS]
+        return [*replacements, *cpu_torch.tensor_method_reasons(), *super().patches()]
 
     def _prepare(self) -> None:
         # megatron warns without it where tensor parallelism overlaps; there is no queue here that it could change.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        tensor_methods.install()
-        megatron_import.replace_import(torch_namespace.import_function())
+        cpu_torch.replace_tensor_methods()
+        replace_import(cpu_torch.build_import_function())
 
     def _megatron_patches(self) -> tuple[Patch, ...]:
-        return PATCHES
+        return cpu_torch.PATCHES
 
     def set_device(self, local_rank: int) -> None:
         """Every rank runs on the same host: there is nothing to bind to."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.ops.shared_prompt.layout import Layout, Rows, strands
+from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 # For all precisions and head dimensions: where a program has room for less, several share a tile.
 TILE = 128
@@ -25,7 +25,7 @@ ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Tables:
     """Tables of int32, the longest work first. Rows are rows of the buffer, and ranges end before their end."""
 
     query_tiles: torch.Tensor
@@ -40,7 +40,7 @@ class Plan:
     tile: int
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Plan":
+    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Tables":
         """Everything in one copy to the device."""
         cut = _Cut.of(layout, tile)
         key_items, sums, num_slots = _key_items(cut, short_item)
@@ -66,7 +66,7 @@ class _Cut:
 
     @classmethod
     def of(cls, layout: Layout, tile: int) -> "_Cut":
-        found = strands(layout)
+        found = find_strands(layout)
         starts_S, ends_S = _pairs([strand.rows for strand in found]).T
         num_ranges_S = np.array([len(strand.above) for strand in found], dtype=np.int64)
         num_tiles_S = _ceil_divide(ends_S - starts_S, tile)

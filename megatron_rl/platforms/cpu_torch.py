@@ -1,6 +1,8 @@
 """The `torch` that megatron's modules import on the CPU: torch itself, but "cuda" means the host.
 
-Only modules of megatron get it. Everyone else's `import torch` gives torch, untouched.
+Only modules of megatron get it: everyone else's `import torch` gives torch, untouched. Methods of tensors and modules
+belong to everyone's, so each of those that are replaced looks at who calls, and for all others is what it was. A CPU
+does all work in the order it is asked for, so streams and events have nothing to do.
 """
 
 import builtins
@@ -9,6 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -16,7 +20,83 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megatron_rl.platforms.cpu.stand_ins import DEVICE, AnyIndex, Event, Stream, nothing, zero
+from megatron_rl.platforms.megatron_patches import Patch, unknown_megatron
+
+DEVICE = torch.device("cpu")
+
+
+class Event:
+    """A marker in the only queue there is; whoever asks finds it passed."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Takes what torch.cuda.Event takes."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing is queued, so there is nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """What was asked for earlier is done."""
+
+    def synchronize(self) -> None:
+        """What was asked for earlier is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds between two markers: nothing is queued, so no time passes between them."""
+        return 0.0
+
+
+class Stream:
+    """The only queue there is."""
+
+    device = DEVICE
+    cuda_stream = 0
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Takes what torch.cuda.Stream takes."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """What was asked for earlier is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """What was asked for earlier is done."""
+
+    def synchronize(self) -> None:
+        """What was asked for earlier is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The queue stays the only one."""
+
+
+class AnyIndex:
+    """A sequence whose every element is the same, whatever the index: one device stands for all."""
+
+    def __init__(self, element: Any) -> None:
+        self._element = element
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._element
+
+
+def nothing(*arguments: Any, **keywords: Any) -> None:
+    """Takes anything and does nothing."""
+
+
+def zero(*arguments: Any, **keywords: Any) -> int:
+    """Takes anything and returns 0."""
+    return 0
+
 
 _FACTORIES = (
     "arange",
@@ -187,7 +267,7 @@ class Namespace(ModuleType):
         return dir(self._original)
 
 
-def namespaces() -> dict[ModuleType, Namespace]:
+def build_namespaces() -> dict[ModuleType, Namespace]:
     """megatron's view of each module of torch in which something is replaced."""
     names: dict[str, dict[str, Any]] = {}
     for replacement in REPLACEMENTS:
@@ -204,9 +284,9 @@ def namespaces() -> dict[ModuleType, Namespace]:
     return views
 
 
-def import_function() -> Callable[..., ModuleType]:
+def build_import_function() -> Callable[..., ModuleType]:
     """An `__import__` that gives megatron's view of torch."""
-    views = namespaces()
+    views = build_namespaces()
 
     def import_for_megatron(
         name: str,
@@ -235,3 +315,79 @@ def _on_the_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return factory(*arguments, **keywords)
 
     return make
+
+
+_TYPE_NAMES = {
+    f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long")
+}
+
+
+def tensor_cuda() -> None:
+    """megatron moves tensors with .cuda(); a CPU build of torch raises."""
+    _answer_megatron(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor)
+
+
+def module_cuda() -> None:
+    """megatron moves modules with .cuda(); a CPU build of torch raises."""
+    _answer_megatron(torch.nn.Module, "cuda", lambda module, *arguments, **keywords: module)
+
+
+def tensor_type() -> None:
+    """megatron's optimizers sort parameters by type(), and raise on one that is not called torch.cuda.*Tensor."""
+    original = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        result = original(tensor, *arguments, **keywords)
+        return _TYPE_NAMES.get(result, result) if isinstance(result, str) else result
+
+    _answer_megatron(torch.Tensor, "type", type_name)
+
+
+METHODS: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("torch.Tensor.cuda", tensor_cuda),
+    ("torch.nn.Module.cuda", module_cuda),
+    ("torch.Tensor.type", tensor_type),
+)
+
+
+def replace_tensor_methods() -> None:
+    """Have them answer megatron, and only megatron, as if the host were CUDA."""
+    for _, patch in METHODS:
+        patch()
+
+
+def tensor_method_reasons() -> list[tuple[str, str]]:
+    return [(name, inspect.cleandoc(patch.__doc__ or "")) for name, patch in METHODS]
+
+
+def _answer_megatron(owner: type, name: str, answer: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        function = answer if caller.startswith("megatron.") else original
+        return function(self, *arguments, **keywords)
+
+    setattr(owner, name, method)
+
+
+_FORK_WARNING = "CPU RNG state changed within GPU RNG context"
+
+
+def disable_jit_fuser(module: ModuleType) -> None:
+    """torch.compile would compile each fused function with a C++ compiler, for minutes, at its first call."""
+    if not hasattr(module, "disable_jit_fuser"):
+        raise unknown_megatron(f"{module.__name__} has no disable_jit_fuser")
+    module.disable_jit_fuser()
+
+
+def silence_fork_warning(module: ModuleType) -> None:
+    """A fork of the device's random numbers warns if the host's changed within: here the two are the same."""
+    logging.getLogger(module.__name__).addFilter(lambda record: _FORK_WARNING not in record.getMessage())
+
+
+PATCHES = (
+    Patch("jit fuser", "megatron.core.jit", disable_jit_fuser),
+    Patch("warning of the RNG fork", "megatron.core.tensor_parallel.random", silence_fork_warning),
+)

@@ -1,4 +1,4 @@
-"""When a run is saved, and what beside model and optimizer: all that makes a resumed run the one that never stopped."""
+"""When a run is saved, what goes with model and optimizer, and what a run that goes on must match."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +13,8 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
 
-class Checkpoints:
-    """The checkpoints of one run, in Megatron's format and, if asked for, in Hugging Face's."""
+class Saver:
+    """Saves one run, in Megatron's format and, if asked for, in Hugging Face's; and goes on from what was saved."""
 
     def __init__(
         self,
