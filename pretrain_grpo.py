@@ -5,7 +5,7 @@ import threading
 import time
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
-from megatron_rl.training.watch import Watch
+from megatron_rl.training.watch import Watch, tell_launcher
 
 # Less than what a rank that is gone is noticed within.
 _PATIENCE_SECONDS = 15.0
@@ -22,6 +22,7 @@ def main() -> int:
     except MegatronRLError as error:
         for problem in error.problems:
             _say(problem)
+        tell_launcher("\n".join(error.problems))
         # Rank 0 finds the same in the command line, and what is wrong on its host.
         watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
         return error.exit_code
@@ -38,13 +39,20 @@ def _run(watch: Watch, begun: float) -> int:
     from megatron_rl.arguments.describe import print_config
     from megatron_rl.arguments.saying import said_once
 
+    said: list[str] = []
+
+    def say(problem: str) -> None:
+        _say(problem)
+        said.append(problem)
+        tell_launcher("\n".join(said))
+
     # Most of this is imports; on a busy machine, or from a network's disk, they take long.
     late = threading.Timer(_SILENCE_SECONDS, _say_late)
     late.daemon = True
     if watch.rank == 0 and "none" not in sys.argv:
         late.start()
     try:
-        with said_once(_say):
+        with said_once(say):
             settings = parse_run()
     finally:
         late.cancel()

@@ -1,5 +1,6 @@
 """One rank that fails, or is lost, ends all of them, with its reason."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -54,13 +57,13 @@ CODE = """
 class Ranks:
     """Processes that watch each other; killed at the end."""
 
-    def __init__(self, what: str, world_size: int = 2) -> None:
+    def __init__(self, what: str, world_size: int = 2, errors: Any = subprocess.PIPE, **environment: str) -> None:
         place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(CODE), what],
-                cwd=ROOT, env={**os.environ, **place, "RANK": str(rank)},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=ROOT, env={**os.environ, **place, **environment, "RANK": str(rank)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )
             for rank in range(world_size)
         ]  # fmt: skip
@@ -91,6 +94,30 @@ def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it():
     assert codes == [4, 4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
+
+
+@pytest.mark.parametrize("what", ["error", "crash"])
+def test_ranks_that_share_a_terminal_say_once_why_they_end(what, tmp_path):
+    with (tmp_path / "errors").open("w") as errors, Ranks(what, 3, errors) as ranks:
+        assert len(set(ranks.ends()[0])) == 1
+    assert (tmp_path / "errors").read_text().count("the run ended: ") == 1
+
+
+def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(tmp_path):
+    with (tmp_path / "errors").open("w") as errors, Ranks("wait", 4, errors) as ranks:
+        ranks.wait_until_there()
+        ranks.processes[2].kill()
+        assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
+    assert (tmp_path / "errors").read_text().count("the run ended: its process is gone") == 1
+
+
+def test_the_launcher_is_told_the_reason_by_the_rank_that_failed(tmp_path):
+    path = tmp_path / "error.json"
+    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
+        ranks.ends()
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
+    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
