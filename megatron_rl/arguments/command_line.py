@@ -245,7 +245,8 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
     sources = dict(settings.sources)
     if choice.notes:
         sources["attention.backend"] = "; ".join(choice.notes)
-    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
+    notes = (*settings.notes, *(choice.notes if settings.observe.verbose else ()))
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
 
 
 def _choice_of(settings: Settings) -> Choice:

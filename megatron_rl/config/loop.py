@@ -367,6 +367,14 @@ class ObserveConfig(Subject):
         Literal["auto", "live", "lines", "none"],
         Option("A live display, or a line an iteration; auto asks whether there is a terminal.", megatron=False),
     ] = "auto"
+    verbose: Annotated[
+        bool,
+        Option(
+            "Print what was chosen automatically and what other packages warn of, which is in the run's folder else.",
+            names=("--verbose",),
+            megatron=False,
+        ),
+    ] = False
     log_samples: Annotated[
         int,
         Option("Responses of an iteration that are written down.", names=("--log-samples",), megatron=False),

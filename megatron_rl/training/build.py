@@ -22,11 +22,12 @@ from megatron_rl.mcore.publish.stream import StreamPublisher
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.observe import metrics, samples
+from megatron_rl.observe import metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
 from megatron_rl.observe.timeline import Timeline
+from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
@@ -63,6 +64,9 @@ def train(
     stop = StopRequest(settings.loop.grace_seconds).install()
     stop.tidy = watch.tell
     with contextlib.ExitStack() as stack:
+        if not settings.observe.verbose:
+            path = settings.folder / warnings_file.FILE_NAME
+            stack.enter_context(keep_warnings(path, _print_note if is_first else lambda text: None))
         prompts, sidecar = None, None
         if is_first:
             if settings.observe.progress != "none":
@@ -75,7 +79,7 @@ def train(
             _check_weights(settings)
             check_loaded_schedule(settings, _num_updates(settings))
             for note in (*settings.notes, *prompts.notes):
-                print(f"note: {note}", file=sys.stderr)
+                _print_note(note)
             if settings.sidecar is not None:
                 sidecar = OwnSidecar(settings.sidecar, prompts.first)
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
@@ -274,7 +278,11 @@ def _name(settings: RunSettings) -> str:
 
 def _say(session: Session, text: str) -> None:
     if session.rank == 0:
-        print(f"note: {text}", file=sys.stderr)
+        _print_note(text)
+
+
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _leave(trainer: Trainer, watch: Watch, reason: MegatronRLError) -> None:

@@ -1,8 +1,11 @@
 """What ends a run ends all of its ranks, soon, and with one reason."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import pytest
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
+from tests.ranks import ROOT
 
 PATCH_LOSS = """
     from megatron_rl.algorithm.objective import Objective
@@ -308,6 +312,27 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
         assert ranks.wait() == [4]
     assert re.search(r"pretrain_grpo.py: .*prompts.jsonl.*2.*prompt", ranks.text()), ranks.text()
     assert not (folder / "r").exists()
+
+
+@pytest.mark.each_change
+def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "4 5 6"}\n')
+    # Ranks that wait for rank 0 would sit through all of torchrun's own patience with this grace.
+    words = world.words("torchrun", prompts=prompts, rollout_folder=tmp_path / "r", exit_grace_seconds=3600)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, "pretrain_grpo.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    message = f"{prompts}:1 has no column prompt (it has question); name the prompt's with --prompt-key"
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count(f"pretrain_grpo.py: {message}") == 1
+    *_, last, _ = ended.stderr.rstrip().splitlines()
+    assert last.strip() == f"traceback : {message}", ended.stderr
+    assert "exitcode  : 4" in ended.stderr
+    # What torchrun says of ranks that it had to kill after its 30 seconds.
+    assert "forcefully exiting" not in ended.stderr
 
 
 @pytest.mark.each_change
