@@ -247,7 +247,8 @@ def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
     sources = dict(settings.sources)
     if choice.notes:
         sources["attention.backend"] = "; ".join(choice.notes)
-    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
+    notes = (*settings.notes, *(choice.notes if settings.observe.verbose else ()))
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
 
 
 def _find_world_size() -> int | None:

@@ -492,6 +492,11 @@ class ObserveConfig:
     progress: Literal["auto", "live", "lines", "none"] = own_flag(
         "auto", "A live display, or a line per iteration; `auto` takes the display on a terminal."
     )
+    verbose: bool = own_flag(
+        False,
+        "Print automatic choices and other packages' warnings too, which otherwise go to the run's folder alone.",
+        "--verbose",
+    )
     log_samples: int = own_flag(
         4,
         "Responses of each iteration that are written to samples.jsonl.",

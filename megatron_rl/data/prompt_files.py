@@ -14,10 +14,7 @@ from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.protocol.wire import JSON
-from megatron_rl.rewards.types import GIVEN
-
-# The name under which rewards know the column of --answer-key.
-ANSWER = "answer"
+from megatron_rl.rewards.types import ANSWER, GIVEN
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 

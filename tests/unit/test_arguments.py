@@ -516,6 +516,7 @@ def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Pat
     assert lines["longest_prompt"][0] == "64"
     assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
     assert "note: without effect here: --split" in text
+    assert "note: --shared-prompt-backend" not in text
 
 
 def test_a_command_line_can_be_checked_without_running_anything(
@@ -556,3 +557,10 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     assert all(copy == config for copy in copies)
     # Megatron writes into what a model has.
     assert len({id(one) for one in (config, *copies)}) == 3
+
+
+def test_what_was_chosen_automatically_is_noted_where_it_is_asked_for_and_an_option_without_effect_always():
+    plain, verbose = (parse(*DENSE, words).notes for words in ("--split 1", "--split 1 --verbose"))
+    assert not any("auto takes" in note for note in plain)
+    assert [note for note in verbose if note not in plain] == ["--shared-prompt-backend auto takes merge"]
+    assert any("without effect here: --split" in note for note in plain)
