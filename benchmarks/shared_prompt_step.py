@@ -88,14 +88,14 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """As a run makes it."""
     from megatron_rl.algorithm.objective import Objective
-    from megatron_rl.arguments.plan import sizes_of
+    from megatron_rl.arguments.run import compute_sizes
     from megatron_rl.data.slots import Identity, IterationSlots
     from megatron_rl.mcore.step.policy import build_policy
     from megatron_rl.mcore.step.roles import build_roles
     from megatron_rl.training.learner import Learner
     from megatron_rl.training.rollouts import build_batcher
 
-    sizes = sizes_of(settings, 1)
+    sizes = compute_sizes(settings, 1)
     policy = build_policy(settings, session, settings.training.train_iters)
     roles = build_roles(settings, session, policy, None, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)

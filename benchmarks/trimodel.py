@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from benchmarks import report
 from benchmarks.log_probs_memory import logprob_peak
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
@@ -137,7 +137,7 @@ class _Bench:
     def __init__(self, session: Session, settings: Settings, problem: Problem):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[session.rank % len(cores)]})
-        sizes = sizes_of(settings, session.num_replicas)
+        sizes = compute_sizes(settings, session.num_replicas)
         self._session = session
         self._division = sizes.division
         self._batcher = build_batcher(settings, session.device)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import nearest
+from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.confinement import find_environment_problems
@@ -53,7 +53,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     if source.endswith(".py"):
         raise UsageError(f"--reward {text}: which function of the file? Write {source}:FUNCTION")
     raise UsageError(
-        f"--reward {text}: neither FILE.py:FUNCTION nor one of {', '.join(REWARDS)}{nearest(head, REWARDS)}"
+        f"--reward {text}: neither FILE.py:FUNCTION nor one of {', '.join(REWARDS)}{suggest_nearest(head, REWARDS)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The sidecar's process: rewards, engines, service, in that order; and back again at the end, whatever ends it."""
+"""The sidecar's process: starts rewards, engines and service in this order, and ends them in reverse."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.sidecar import starting
+from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -26,6 +29,7 @@ from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
+from megatron_rl.sidecar.starting import Starting
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.vllm.engine import VllmFactory
 from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
@@ -35,6 +39,7 @@ TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
 REWARDS_LOG = "rewards.log"
 ENGINE_LOGS = "logs"
+_POLL_SECONDS = 0.1
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
@@ -42,7 +47,7 @@ _log = logging.getLogger("megatron_rl.sidecar")
 def main(words: list[str]) -> int:
     """Run until told to end; the exit code says how it went."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    # A line for each request to an engine is many a second, and says nothing that the audit log does not.
+    # A line for each request to an engine is many a second, and the audit log has it all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(run(parse(words)))
@@ -61,14 +66,15 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        # What can be wrong with rewards shows before an engine takes half a minute to start.
+        # Mistakes in rewards should show before engines take half a minute to start.
         pool = await stack.enter_async_context(_rewards(settings))
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
         supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
-        await _unless(ended, supervisor.start(settings.rollout.num_engines))
+        async with _noted_start(supervisor, folder / starting.FILE_NAME):
+            await _unless(ended, supervisor.start(settings.rollout.num_engines))
         if ended.is_set():
             return
         service = RolloutService(
@@ -79,12 +85,45 @@ async def run(settings: SidecarSettings) -> None:
         await _serve(service, settings, ended)
 
 
+@contextlib.asynccontextmanager
+async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None]:
+    """While engines start within, write down how far they are; at the end too, where all of them are ready."""
+    begun = time.monotonic()
+    noted = Starting()
+
+    def note() -> None:
+        nonlocal noted
+        seconds = round(time.monotonic() - begun, 1)
+        engines = {
+            name: None if engine["state"] == EngineState.STARTING else noted.engines.get(name) or seconds
+            for name, engine in supervisor.status()["engines"].items()
+        }
+        # A start that fails ends all engines, and says why itself.
+        if engines and engines != noted.engines:
+            noted = Starting(engines=engines)
+            # Nobody needs it but whoever watches: a full disk is for others to say.
+            with contextlib.suppress(OSError):
+                noted.write(path)
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            note()
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+        note()
+    finally:
+        following.cancel()
+
+
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
     folder = settings.folder
     listener = _listener(*settings.address)
     host, port = listener.getsockname()[:2]
     address = f"http://{host}:{port}"
-    # Before the address: whoever finds that looks for the token next.
+    # Before the address: its readers look for the token next.
     token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
@@ -108,7 +147,7 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
         log=settings.folder / REWARDS_LOG,
     )
     pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
-    await pool.start()
+    await pool.start(starting.take_trial(settings.folder / starting.TRIAL_FILE))
     try:
         yield pool
     finally:
@@ -128,7 +167,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         max_model_len=length,
         max_num_seqs=rollout.max_num_seqs,
         device=settings.device,
-        # Said in so many words: left to itself vLLM computes with half of what float32 weights have.
+        # Explicit: by default vLLM computes float32 weights in half precision.
         dtype=rollout.dtype or read_architecture(settings.hf_model).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=rollout.num_threads,
@@ -148,7 +187,7 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    # What is sampled has successors at hand; what waits any longer could go to another engine.
+    # Twice what is sampled at a time: an engine has the next ones at hand, and others can take the rest.
     bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
     return SupervisorConfig(max_responses=bound)
 
@@ -160,7 +199,7 @@ def _decoder(settings: SidecarSettings) -> Decode:
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
-    """Wait for the action, or for the end, which cancels it."""
+    """Wait for the action; the event cancels it."""
     task = asyncio.create_task(action)
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -177,11 +216,11 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; choose another port") from None
+        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; write another port") from None
 
 
 def _token(folder: Path) -> str:
-    """The run's token: made once, so that a sidecar that is started again is reached with the same one."""
+    """The run's token, made once: a sidecar that is started again keeps it."""
     path = folder / TOKEN_FILE
     if not path.exists():
         _write_private(path, secrets.token_hex(32))

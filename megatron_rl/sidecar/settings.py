@@ -1,4 +1,4 @@
-"""The sidecar's own command line: our flags of the rollout and of rewards, without megatron."""
+"""The sidecar's command line: our flags of the rollout and of rewards, without megatron."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_rl.config.flag import Flag, flags_of, nearest
+from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
@@ -23,19 +23,19 @@ _SUBJECTS: dict[str, type] = {
     "rollout": RolloutConfig,
     "reward": RewardConfig,
 }
-# Of subjects that the sidecar reads only this much of.
+# The flags that the sidecar reads of these subjects.
 SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
 
-# What engines on a device can be sent weights by, beside files.
+# The transport that streams weights to engines on a device.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
-# What stands before the error of a sidecar that ends: the trainer that started it finds it in the log.
+# Precedes the error of a sidecar that ends: the trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
 
 
 @dataclasses.dataclass(frozen=True)
 class SidecarSettings:
-    """Everything that a sidecar's command line said, checked."""
+    """What a sidecar's command line says, checked."""
 
     platform: Literal["auto", "cpu", "cuda", "npu"]
     hf_model: Path | None
@@ -67,7 +67,7 @@ class SidecarSettings:
 
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
-    """The kind of device of this host; the engines' environment may be another, so nothing is imported for it."""
+    """The kind of device of this host, found without imports: engines may have another environment."""
     if glob.glob("/dev/davinci[0-9]*"):
         return "npu"
     return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
@@ -78,13 +78,13 @@ def list_flags() -> list[Flag]:
     return [
         flag
         for subject, config in _SUBJECTS.items()
-        for flag in flags_of(config, subject)
+        for flag in derive_flags(config, subject)
         if subject not in SHARED or flag.name in SHARED[subject]
     ]
 
 
 def parse(words: Sequence[str]) -> SidecarSettings:
-    """The settings; a UsageError that says what to write otherwise."""
+    """Parse the command line; a UsageError says what to write instead."""
     values, found = _read(words)
     if found:
         raise UsageError(*found)
@@ -100,7 +100,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
     except InputError as error:
         unreadable = error
-    of_values = (*settings.rollout.problems(), *settings.reward.problems())
+    of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward))
     found = [*_missing(settings), *of_values, *problems(settings, architecture)]
     if unreadable is not None and not found:
         raise unreadable
@@ -116,17 +116,19 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     namespace, rest = _parser(known).parse_known_args(list(words))
     names = {name: None for flag in known for name in flag.names}
     unknown = [word for word in rest if word.startswith("--")] or rest[:1]
-    found = [f"unknown flag {word}{nearest(word, names)}: the sidecar takes its own flags only" for word in unknown]
+    found = [
+        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes its own flags only" for word in unknown
+    ]
     for flag in known:
         said = getattr(namespace, flag.name, None)
         if said is None:
             continue
         subject, _, field = flag.targets[0].partition(".")
         if flag.nargs is None and len(set(said)) > 1:
-            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one of them")
+            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one")
             continue
         try:
-            value = flag.value(said)
+            value = flag.read(said)
         except UsageError as error:
             found.append(str(error))
         else:
@@ -158,12 +160,11 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
 
 
 def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    """Each thing that a sidecar with these settings would end for; the architecture is that of --hf-model.
+    """Each mistake that a sidecar with these settings would end for; the architecture is that of --hf-model.
 
-    Nothing of what flags name is run, and what only a running sidecar can see is not here: whether a port is free,
-    whether a file of rewards imports, how far the kernel can confine it.
+    Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
+    imports, and how far the kernel can confine it.
     """
-    yield from _problems_of_numbers(settings.rollout)
     yield from _problems_of_engines(settings, architecture)
     host, _, port = settings.rollout.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -172,23 +173,9 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
 
 
 def _missing(settings: SidecarSettings) -> Iterator[str]:
-    """What a trainer finds by itself."""
+    """What a trainer fills in by itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
-
-
-def _problems_of_numbers(rollout: RolloutConfig) -> Iterator[str]:
-    for name, value in (
-        ("--rollout-num-engines", rollout.num_engines),
-        ("--rollout-tensor-parallel-size", rollout.tensor_parallel_size),
-        ("--rollout-num-threads", rollout.num_threads),
-        ("--rollout-max-model-len", rollout.max_model_len),
-        ("--rollout-max-num-seqs", rollout.max_num_seqs),
-        ("--rollout-max-in-flight", rollout.max_in_flight),
-        ("--rollout-retain-journals", rollout.retain_journals),
-    ):
-        if value is not None and value < 1:
-            yield f"{name} {value} must be at least 1: write 1 or more"
 
 
 def _problems_of_engines(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
@@ -198,13 +185,13 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         named = " ".join(map(str, rollout.devices))
         if len(rollout.devices) != wanted:
             yield (
-                f"--rollout-devices names {len(rollout.devices)} devices, and {rollout.num_engines} engines of "
-                f"{rollout.tensor_parallel_size} take {wanted}: name as many"
+                f"--rollout-devices must name {wanted} devices, {rollout.tensor_parallel_size} for each of "
+                f"{rollout.num_engines} engines, and names {len(rollout.devices)}"
             )
         if min(rollout.devices) < 0 or len(set(rollout.devices)) < len(rollout.devices):
-            yield f"--rollout-devices {named} must be different numbers from 0 on: write each device once"
+            yield f"--rollout-devices {named} must be different numbers, none negative: write each device once"
         if device == "cpu" and rollout.engine == "vllm":
-            yield f"--rollout-devices {named} are accelerators, and the engines compute on the CPU: drop the flag"
+            yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
     if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
@@ -218,10 +205,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
     rollout = settings.rollout
     length = rollout.max_model_len or settings.seq_length
     if rollout.script is not None:
-        yield (
-            f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
-            f"drop one of them"
-        )
+        yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if length is None:

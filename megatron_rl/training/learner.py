@@ -66,7 +66,7 @@ class Learner:
             found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
-            if not mismatch.is_borne:
+            if not mismatch.is_accepted:
                 raise MismatchBeyond(slots.identity.version, mismatch)
             parts += of_replicas
             updates.append(self._step(slots, update))

@@ -64,6 +64,7 @@ class Trainer:
         """Returns the version that was reached, which is less than asked for after SIGTERM."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
+        self._stop.begin()
         while version < num_iterations and not is_stopped:
             if self.reporter is not None:
                 self.reporter.begin(version)
@@ -117,7 +118,10 @@ class Trainer:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):
             return None
         with self._during("evaluate"):
-            return self._evaluator.evaluate(version, fingerprint)
+            evaluated = self._evaluator.evaluate(version, fingerprint)
+            if self.reporter is not None:
+                self.reporter.evaluation(version, evaluated.groups)
+            return self._evaluator.summary(evaluated)
 
     def _evaluate_last(self, version: int) -> None:
         """What the last update came to."""

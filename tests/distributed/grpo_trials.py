@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.algorithm.advantages import mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
@@ -126,7 +126,7 @@ def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Se
 
 def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.ExitStack) -> list[Seen]:
     settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference)
     parts = Parts(

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 
 from megatron_rl import platforms
-from megatron_rl.arguments.resolve import transformer_config
+from megatron_rl.arguments.resolve import build_transformer_config
 from megatron_rl.data.packing import Pack
 from megatron_rl.mcore.model import gpt
 from megatron_rl.mcore.model.weights import ModelWeights
@@ -196,7 +196,7 @@ def build(
         **dict(case.config),
         **changes,
     }
-    config = transformer_config(architecture, overrides, session.platform)
+    config = build_transformer_config(architecture, overrides, session.platform)
     chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.forward_step import PolicyStep
@@ -69,7 +69,7 @@ def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
 
 
 def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
         policy = build_policy(settings, session, sizes.plan.num_updates)

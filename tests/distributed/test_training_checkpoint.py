@@ -450,7 +450,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: li
         "shard": "it is incomplete, copy it again",
         "common": "it is incomplete, copy it again",
         "metadata": "it is incomplete, copy it again",
-        "schedule": "write --override-opt-param-scheduler to take the flags'",
+        "schedule": "another schedule than the flags give: --lr 0.02 (the checkpoint's is 0.01), counted in updates",
         "distopt": "was written without --use-distributed-optimizer: drop it, or write --no-load-optim",
         "other model": "the flags must describe the model that was saved",
         "overridden": "True",

@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
@@ -118,7 +118,7 @@ def settings_for(case: RoleTrial) -> Settings:
 
 def run_roles(session: Session, case: RoleTrial) -> Ran:
     problem, settings = case.problem, settings_for(case)
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, 2 * sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
     roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint import folders, serialization, state_dict
+from megatron_rl.mcore.checkpoint.schedule import SAVED, check_schedule
 from megatron_rl.mcore.checkpoint.serialization import Prepared
 from megatron_rl.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.mcore.session import Session
@@ -43,7 +44,7 @@ class Checkpointer:
     def __init__(self, settings: Settings, session: Session, policy: Policy, reference: Reference | None = None):
         """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
-        self._is_overriding = settings.schedule.override_opt_param_scheduler
+        self._schedule = settings.schedule
         self._session = session
         self._policy = policy
         self._reference = reference
@@ -130,7 +131,7 @@ class Checkpointer:
         state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(
-                lambda: state_dict.apply_optimizer(self._policy, loaded, self._is_overriding)
+                lambda: state_dict.apply_optimizer(self._policy, loaded, self._schedule.override_opt_param_scheduler)
             )
         else:
             self._policy.optimizer.reload_model_params()
@@ -224,10 +225,12 @@ class Checkpointer:
         return None
 
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
-        if "optimizer" not in common or "opt_param_scheduler" not in common:
+        if "optimizer" not in common or SAVED not in common:
             raise InputError(
                 f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
             )
+        own = {name: value for name, value in self._policy.scheduler.state_dict().items() if name != "num_steps"}
+        check_schedule(own, common[SAVED], self._schedule, source)
         has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
         if has_several != (len(getattr(self._policy.optimizer, "chained_optimizers", ())) > 1):
             size = "above 1" if has_several else "of 1"

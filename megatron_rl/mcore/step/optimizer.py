@@ -56,29 +56,37 @@ def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParalle
 
 def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
     """Megatron's scheduler of learning rate and weight decay, over all of a run's updates, one step an update."""
+    schedule = settings.schedule
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        **resolve_schedule(settings, num_updates),
+        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def resolve_schedule(settings: Settings, num_updates: int) -> dict[str, Any]:
+    """What the flags say of the schedule and a checkpoint remembers of it, under the scheduler's own names."""
     schedule, config = settings.schedule, settings.optimizer
     decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
     warmup: float = schedule.lr_warmup_iters
     if schedule.lr_warmup_fraction is not None:
         warmup = schedule.lr_warmup_fraction * decay
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=config.weight_decay if first is None else first,
-        end_wd=config.weight_decay if last is None else last,
-        wd_incr_steps=num_updates,
-        wd_incr_style=schedule.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
-        wsd_decay_steps=schedule.lr_wsd_decay_iters,
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-    )
+    return {
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": schedule.lr_decay_style,
+        "start_wd": config.weight_decay if first is None else first,
+        "end_wd": config.weight_decay if last is None else last,
+        "wd_incr_steps": num_updates,
+        "wd_incr_style": schedule.weight_decay_incr_style,
+    }
 
 
 def apply_update(
