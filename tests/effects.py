@@ -25,6 +25,7 @@ from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
 from megatron_rl.sidecar.child import write_words
 from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.saver import Saver
 
 # What tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
@@ -125,10 +126,11 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
         calls.folders.holds_checkpoint.return_value = False
         calls.state_dict.has_rng_of_layout.return_value = True
         calls.folders.latest_iteration.return_value = None
-        state = MagicMock()
-        state.wrapped[0].ddp_config.use_distributed_optimizer = False
-        made = checkpointer.Checkpointer(settings, session, state)  # type: ignore[arg-type]
-        due = [version for version in range(_NUM_VERSIONS + 1) if made.is_due(version)]
+        policy = MagicMock()
+        policy.wrapped[0].ddp_config.use_distributed_optimizer = False
+        made = checkpointer.Checkpointer(settings, session, policy)  # type: ignore[arg-type]
+        saver = Saver(settings, session, policy, "run", None, None)  # type: ignore[arg-type]
+        due = [version for version in range(_NUM_VERSIONS + 1) if saver.is_due(version, is_last=False)]
         if settings.checkpoint.save is not None:
             made.save(2, {})
             made.finish()

@@ -1,7 +1,7 @@
 """Finds what is hard to read in the documents, and in the errors and helps of the package: make english
 
-A report, not a gate. It knows four things: words that turn a sentence round ("is no", "whom", "that which"), sentences
-of more than 35 words, and classes of one name that stand for two things. Read the text aloud after.
+A report, not a gate. It knows three things: words that turn a sentence round ("is no", "whom", "that which"), sentences
+of more than 35 words, and names that stand for two things. Read the text aloud after.
 """
 
 import ast
@@ -79,16 +79,21 @@ def check_strings(tree: ast.AST, place: str) -> list[Finding]:
 
 
 def double_names(trees: dict[str, ast.Module]) -> list[Finding]:
-    """Public classes whose name stands for another thing in another module."""
-    places: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    """Public classes and functions of one name in two modules.
+
+    Functions that the modules of one folder share are an interface, and `main` is everybody's.
+    """
+    places: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
     for place, tree in trees.items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append((place, node.lineno))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                places[kind, node.name].append((place, node.lineno))
     return [
-        Finding(*where[0], f"class {name} is also in {', '.join(place for place, _ in where[1:])}")
-        for name, where in sorted(places.items())
+        Finding(*where[0], f"{kind} {name} is also in {', '.join(place for place, _ in where[1:])}")
+        for (kind, name), where in sorted(places.items())
         if len(where) > 1
+        and (kind == "class" or (name != "main" and len({Path(place).parent for place, _ in where}) > 1))
     ]
 
 

@@ -26,7 +26,6 @@ STYLE = {
     # Text stays text, and the same numbers give the same bytes.
     "svg.fonttype": "none",
     "svg.hashsalt": "megatron_rl",
-    "font.family": "DejaVu Sans",
 }
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout service. Every call may be repeated: none does anything twice."""
+"""The trainer's side of the rollout service. Every call may be repeated: the second time it changes nothing."""
 
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ _GRACE_SECONDS = 10.0
 
 
 class RolloutError(MegatronRLError):
-    """The sidecar refused, failed, or stayed away."""
+    """The sidecar refused, failed or could not be reached."""
 
 
 class IterationFailed(RolloutError):
@@ -34,10 +34,10 @@ class EvaluationFailed(RolloutError):
 
 
 class RolloutClient:
-    """One rank's connection. `patience` is how long a sidecar may stay away before that is an error.
+    """One rank's connection. A sidecar that cannot be reached for `patience` seconds is an error.
 
-    Its threads may share one: each call takes a connection of its own from the pool, and one that waits keeps no other
-    waiting. The lease is the client's, so it is taken before threads start.
+    Threads may share a client: each call has a connection of its own, so a call that waits delays no other. Take the
+    lease before threads start: it belongs to the client.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutClient:
         self._http.close()
 
     def take_lease(self, run: str) -> int:
-        """Make the sidecar work for this run. One rank does it and tells the others, which call `use_lease`."""
+        """Make the sidecar work for this run. One rank does this and tells the others, which call `use_lease`."""
         self.use_lease(self._call("POST", "/v1/lease", params={"run": run}).json()["lease"])
         assert self._lease is not None
         return self._lease
@@ -77,7 +77,7 @@ class RolloutClient:
         return msgspec.convert(answer.json()["kind"], wire.EngineKind)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
-        """The trainer's own log-probs of a probe: the publish of its version waits for them."""
+        """Send the trainer's log-probs of a probe; the publish of its version waits for them."""
         self._call("POST", "/v1/probe", content=wire.encode(answer))
 
     def submit(self, submission: wire.Submission) -> None:
@@ -92,40 +92,40 @@ class RolloutClient:
             return wire.decode(answer, wire.Slot)
         raise RolloutError(
             f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
-            f"ask {self.endpoint}/v1/status who waits for what"
+            f"{self.endpoint}/v1/status shows what is missing"
         )
 
     def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
-        """Have prompts answered and scored by the version that engines hold, and wait for it, to its deadline.
+        """Have prompts answered by the version that engines hold, and scored; wait until that is done or the deadline.
 
-        An iteration may run meanwhile: its groups go first. The next publish has to wait.
+        An iteration may run meanwhile: its groups go first. The next publish must wait.
         """
         self._call("POST", "/v1/evaluations", content=wire.encode(evaluation))
         answer = self._poll(f"/v1/evaluations/{evaluation.version}", evaluation.deadline_seconds + _GRACE_SECONDS)
         if answer is None:
             raise RolloutError(
                 f"the evaluation of version {evaluation.version} was not answered within "
-                f"{evaluation.deadline_seconds:.0f} s, its deadline: ask {self.endpoint}/v1/status what it waits for"
+                f"{evaluation.deadline_seconds:.0f} s, its deadline: {self.endpoint}/v1/status shows what is missing"
             )
         return wire.decode(answer, wire.Evaluated)
 
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> str:
-        """Everything of the iteration was trained on. The audit log's head comes back, for whoever keeps it elsewhere:
-        `megatron-rl audit RUN --head HEAD` then proves that the log up to here is what it was."""
+        """Report that all of the iteration was trained on. Returns the audit log's head: keep it elsewhere, and
+        `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged."""
         content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
         return self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()["head"]
 
     def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
-        """The iteration will not be trained on, and why."""
+        """Report that the iteration will not be trained on, and why."""
         content = wire.encode(wire.Trained(version=version, mismatch=mismatch))
         self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
 
     def status(self) -> dict[str, Any]:
-        """Who waits for what."""
+        """What the sidecar is doing, and what waits for what."""
         return self._call("GET", "/v1/status").json()
 
     def num_workers(self) -> int:
-        """The workers of all engines that a publish would reach now."""
+        """Count the workers of all engines that a publish would reach now."""
         return self.status()["engines"]["num_workers"]
 
     def shutdown(self) -> None:
@@ -133,7 +133,7 @@ class RolloutClient:
         self._call("POST", "/v1/shutdown")
 
     def _poll(self, path: str, seconds: float) -> bytes | None:
-        """What is waited for there; None when it did not come in time."""
+        """Wait for the answer at that path; None if it did not come in time."""
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
@@ -142,7 +142,7 @@ class RolloutClient:
         return None
 
     def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
-        """Ask until there is an answer: a connection that breaks says nothing about what was asked."""
+        """Repeat a request until it is answered: a broken connection does not say whether the request arrived."""
         headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
         deadline = time.monotonic() + self._patience
         while True:
@@ -153,7 +153,7 @@ class RolloutClient:
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"the sidecar at {self.endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
-                        f"look at its log, or start one"
+                        f"read its log, or start one"
                     ) from None
                 time.sleep(_RETRY_SECONDS)
         if answer.is_success:
@@ -162,10 +162,10 @@ class RolloutClient:
 
 
 def read_token(path: Path) -> str:
-    """The token of a sidecar, from a file that nobody else may read."""
+    """Read a sidecar's token from a file that only its owner may read."""
     mode = path.stat().st_mode & 0o077
     if mode:
-        raise RolloutError(f"{path} can be read by others (mode {path.stat().st_mode & 0o777:o}): chmod 600 it")
+        raise RolloutError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}): chmod 600 it")
     return path.read_text().strip()
 
 

@@ -1,7 +1,7 @@
 """The probe of a version: tokens whose log-probs engines and the trainer both give, and how far these may differ.
 
-The tokens are drawn anew for every version, evenly from the vocabulary, so that over the versions all of a model has a
-say. The log-probs are of temperature 1, of every token but the first.
+The tokens are drawn anew for every version, evenly from the vocabulary, so that over many versions all of a model
+is tested. The log-probs are of temperature 1, of every token but the first.
 """
 
 import math
@@ -14,14 +14,14 @@ from megatron_rl.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
 
-# The mean difference that is borne between two programs that compute with the same weights: five times and more what
-# was measured on random weights, which are worse than trained ones. Float32 on an accelerator may be computed from
+# The largest mean difference accepted between two programs that compute with the same weights: at least five times
+# what was measured on random weights, which are worse than trained ones. An accelerator may compute float32 from
 # factors with fewer bits.
 _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
 _COARSER = ("float32", "float16", "bfloat16")
 _QUANTIZED = 4.0
-# A few tokens that other experts compute move the mean of a probe farther than that of an iteration.
+# A few tokens that go to other experts move the mean of a probe farther than that of an iteration.
 _EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
 
 
@@ -33,20 +33,20 @@ class Difference(NamedTuple):
 
 
 def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:
-    """As many as it takes for each expert of a layer to be chosen by some, were they chosen evenly."""
+    """Enough tokens for each expert of a layer to be chosen by some, if experts are chosen evenly."""
     if num_experts == 0:
         return LEAST_TOKENS
     return max(LEAST_TOKENS, math.ceil(2 * num_experts * math.log(num_experts + 1) / num_active))
 
 
 def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:
-    """The tokens of a version's probe."""
+    """Draw the tokens of a version's probe."""
     stream = np.random.Generator(np.random.Philox(key=version))
     return stream.integers(0, vocab_size, count).tolist()
 
 
 def measure_difference(engine: Sequence[float], trainer: Sequence[float]) -> Difference:
-    """Of the tokens that the engine has taken: a prompt's first ones, whose log-probs do not depend on the others."""
+    """Compare the tokens that the engine took: a prompt's first ones, whose log-probs do not depend on the rest."""
     distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(trainer[: len(engine)], dtype=np.float64))
     return Difference(float(distances.mean()), float(distances.max()))
 
@@ -57,7 +57,7 @@ def find_coarsest_dtype(*dtypes: str) -> str:
 
 
 def find_bound(kind: EngineKind, *dtypes: str) -> float:
-    """The mean difference that is borne, given the dtypes in which the trainer computes and weights travel."""
+    """The largest mean difference accepted, given the dtypes in which the trainer computes and weights travel."""
     dtype = find_coarsest_dtype(kind.dtype, *dtypes)
     is_device = dtype == "float32" and kind.device != "cpu"
     experts = _EXPERTS if kind.has_experts else 1.0
@@ -65,7 +65,7 @@ def find_bound(kind: EngineKind, *dtypes: str) -> float:
 
 
 def find_allowance(kind: EngineKind) -> float:
-    """How much farther than by rounding alone an iteration's log-probs may be from the trainer's."""
+    """The factor by which an iteration's log-probs may be farther from the trainer's than by rounding alone."""
     return (_EXPERTS_OF_ITERATION if kind.has_experts else 1.0) * _quantized(kind)
 
 

@@ -1,6 +1,6 @@
-"""Whether a group is what was asked for: sampled from first token to last under the version of its iteration.
+"""Checks that a group is what was asked for, sampled from first token to last under the version of its iteration.
 
-Whoever makes a group checks it here; whoever trains on it checks its spans once more (`data/slots.py`).
+A group is checked here when it is made; its spans are checked once more before it is trained on (`data/slots.py`).
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response,
 
 
 def derive_group_seed(run: str, version: int, prompt_index: int) -> int:
-    """The seed of a group's first response; vLLM gives the i-th one seed + i, so neighbours must lie far apart."""
+    """The seed of a group's first response. vLLM gives response i the seed + i, so groups' seeds must lie far apart."""
     text = f"{run}\0{version}\0{prompt_index}".encode()
     # Below 2**62, so that adding the number of a sample stays within a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 def derive_evaluation_seed(run: str, version: int, prompt_index: int) -> int:
-    """The same for prompts that are only evaluated: never the seeds of training."""
+    """The same for prompts that are only evaluated; differs from the seeds of training."""
     return derive_group_seed(f"{run}\0evaluation", version, prompt_index)
 
 
@@ -31,7 +31,7 @@ FINISH_REASONS = frozenset(get_args(FinishReason))
 
 
 class GroupRefused(MegatronRLError):
-    """A group is not what was submitted: it must be sampled again, never trained on."""
+    """A group is not what was submitted: it must be sampled again and not trained on."""
 
 
 def tag_version(version: int) -> str:
@@ -40,18 +40,18 @@ def tag_version(version: int) -> str:
 
 
 def derive_first_seed(asked: Asked, prompt_index: int) -> int:
-    """The seed of the first response to a prompt: those of evaluations are never those of training."""
+    """The seed of the first response to a prompt of an iteration or an evaluation."""
     seed_of = derive_evaluation_seed if isinstance(asked, Evaluation) else derive_group_seed
     return seed_of(asked.run, asked.version, prompt_index)
 
 
 def check_group(asked: Asked, group: Group) -> None:
-    """GroupRefused, with what is wrong, unless every response is one that was asked for."""
+    """Raise GroupRefused, with what is wrong, unless every response is what was asked for."""
     _refuse(asked, group, _find_problems(asked, group))
 
 
 def check_rewards(asked: Asked, group: Group) -> None:
-    """GroupRefused unless every reward of a scored group is finite."""
+    """Raise GroupRefused unless every reward of a scored group is finite."""
     _refuse(
         asked,
         group,
@@ -72,7 +72,7 @@ def _refuse(asked: Asked, group: Group, problems: Iterator[str]) -> None:
 def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
     index = group.prompt.index
     if not 0 <= index < len(asked.prompts):
-        yield f"there are {len(asked.prompts)} prompts only"
+        yield f"only {len(asked.prompts)} prompts were submitted"
         return
     if group.prompt.tokens != asked.prompts[index].tokens:
         yield "the tokens of its prompt are not those that were submitted"
@@ -89,16 +89,16 @@ def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
 def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
     num_tokens, remainder = divmod(len(response.tokens), 4)
     if remainder or len(response.log_probs) != len(response.tokens):
-        yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs, 4 each are wanted"
+        yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs must be 4 a token"
         return
     if response.fingerprint != asked.fingerprint:
-        yield f"its fingerprint is {response.fingerprint!r}, and {asked.fingerprint!r} was submitted"
+        yield f"its fingerprint is {response.fingerprint!r}, wanted {asked.fingerprint!r}"
     tag, position = tag_version(asked.version), 0
     for span in response.spans:
         if span.version != tag:
             yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
         if span.start != position or span.end < span.start:
-            yield f"a span of tokens {span.start} to {span.end} follows on {position} tokens"
+            yield f"the span of tokens {span.start} to {span.end} must start at token {position} and not end before it"
         position = span.end
     if position != num_tokens:
         yield f"its spans end at token {position} of {num_tokens}"

@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """These groups, in this order, are those of a unit; `index` is its first slot."""
+    """A unit holds these groups, in this order; `index` is its first slot."""
 
     replica: int
     index: int
@@ -99,7 +99,7 @@ class Division:
         return Place(replica, update * self.slots_per_update + number * self.slots_per_unit)
 
     def problem(self, claim: Claim) -> str | None:
-        """What keeps a claim from being one of this plan; None if nothing does."""
+        """Why a claim does not fit this plan; None if it does."""
         name = f"slot ({claim.replica}, {claim.index})"
         if not self.holds(*claim.place):
             replicas, slots = self.plan.num_replicas, self.slots_per_replica
@@ -118,10 +118,10 @@ class Division:
 
 
 def divide(plan: Plan) -> Division:
-    """The division of a plan; an InputError that names the flag when it does not divide evenly."""
+    """Divide a plan into slots; the InputError names the flag that keeps it from dividing evenly."""
     for name in ("num_prompts", "group_size", "num_replicas", "micro_batch_size", "num_updates"):
         if getattr(plan, name) < 1:
-            raise InputError(f"{name} of the plan is {getattr(plan, name)}: it must be at least 1")
+            raise InputError(f"{name} of the plan must be at least 1, not {getattr(plan, name)}")
     prompts, group_size, micro_batch = plan.num_prompts, plan.group_size, plan.micro_batch_size
     if micro_batch % group_size and group_size % micro_batch:
         raise InputError(

@@ -1,6 +1,6 @@
 """What crosses the boundary between trainer, sidecar and engines: typed, versioned, MessagePack, no pickle.
 
-Arrays travel as little-endian bytes; `decode_tokens` and `decode_log_probs` give them back without a copy.
+Arrays travel as little-endian bytes.
 """
 
 import math
@@ -26,7 +26,7 @@ JSON = dict[str, Any]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How responses are sampled. Whatever would make the sampled policy another than the trained one is not here."""
+    """How responses are sampled. Options that make the sampled policy differ from the trained one are left out."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,7 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of the data: its place in the iteration, its tokens, and what the rewards want of it."""
+    """One row of the data: its place in the iteration, its tokens, and the columns that rewards need."""
 
     index: int
     row: str
@@ -80,7 +80,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts that version `version` of the policy is judged by, and never trained on; temperature 0 is greedy."""
+    """Prompts that version `version` is evaluated on and never trained on; temperature 0 is greedy."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -95,13 +95,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _check_sampling(self.sampling, self.deadline_seconds, is_greedy_allowed=True)
         if not self.prompts or [prompt.index for prompt in self.prompts] != list(range(len(self.prompts))):
             raise InputError(
-                f"an evaluation of {len(self.prompts)} prompts: give at least one, with indices 0, 1, 2, ... in order"
+                f"an evaluation of {len(self.prompts)} prompts must have at least one, and indices 0, 1, 2, ..."
             )
         if self.group_size < 1:
-            raise InputError(f"group_size {self.group_size} of an evaluation: it must be at least 1")
+            raise InputError(f"group_size {self.group_size} of an evaluation must be at least 1")
         if self.sampling.temperature == 0 and self.group_size > 1:
             raise InputError(
-                f"group_size {self.group_size} at temperature 0: greedy responses to one prompt are all the same; "
+                f"group_size {self.group_size} at temperature 0: greedy responses to one prompt are equal; "
                 f"ask for 1, or for a temperature of at least {LEAST_TEMPERATURE}"
             )
 
@@ -125,7 +125,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine: str
     spans: list[Span]
     fingerprint: str
-    """What the engine digested of the weights it sampled with."""
+    """Of the weights it was sampled with, as the engine digested them."""
     reward: float = 0.0
     components: dict[str, float | None] = {}
 
@@ -186,23 +186,23 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     world_size: int = 0
     """nccl, hccl: of the group that the trainer opens, itself and all workers of engines."""
     probe: bytes = b""
-    """Tokens whose log-probs the trainer sends too, in a `ProbeAnswer`; engines wait for it. None if it does not."""
+    """Tokens whose log-probs the trainer sends too, in the `ProbeAnswer` that the publish awaits; may be empty."""
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine computes log-probs: what they may differ by from the trainer's follows from it."""
+    """How an engine computes log-probs, which decides how far they may be from the trainer's."""
 
     dtype: str = "float32"
     device: str = "cpu"
     is_quantized: bool = False
     has_experts: bool = False
-    """Where two are chosen almost alike, rounding decides."""
+    """Rounding decides where two experts score almost alike."""
     has_model: bool = True
-    """False where tokens are drawn by chance: then nothing can be compared."""
+    """False for scripted engines, whose tokens are drawn at random: nothing can be compared."""
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer's own log-probs of a version's probe, from which engines' must not differ by more than a bound."""
+    """The trainer's log-probs of a version's probe; those of engines must be within a bound of them."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -212,7 +212,7 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: str
     """What the trainer computes in."""
     bound: float | None = None
-    """Of the mean difference; by precision if not given."""
+    """Of the mean difference; follows from the precision if not given."""
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,16 +221,16 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mean: float
     largest: float
     bound: float | None
-    """Of the mean; none where tokens were sampled by chance."""
+    """Of the mean; None where tokens were drawn at random."""
 
     @property
-    def is_borne(self) -> bool:
-        """Written so that what is not a number is not."""
+    def is_accepted(self) -> bool:
+        """Written so that NaN is not accepted."""
         return self.bound is None or self.mean <= self.bound
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer has trained on an iteration, or has refused to, because of what it measured."""
+    """The trainer has trained on an iteration, or refuses to because of this mismatch."""
 
     wire: int = WIRE_VERSION
     version: int
@@ -238,57 +238,59 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The bytes of a message."""
+    """Encode a message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The message in the bytes; an InputError that names the field when they are something else."""
+    """Decode a message; the InputError names the field that does not fit."""
     try:
         message = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"not a {kind.__name__} of wire version {WIRE_VERSION}: {error}") from None
     wire = getattr(message, "wire", WIRE_VERSION)
     if wire != WIRE_VERSION:
-        raise InputError(f"wire version {wire}, this side speaks {WIRE_VERSION}: install the same megatron_rl on both")
+        raise InputError(
+            f"wire version {wire} must be {WIRE_VERSION}, which this side speaks: install the same megatron_rl on both"
+        )
     return message
 
 
 def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allowed: bool) -> None:
-    """An InputError that names the value, for what an engine would quietly take for something else."""
+    """Refuse, by name, values that an engine would silently replace."""
     temperature = sampling.temperature
     is_greedy = is_greedy_allowed and temperature == 0
     if not (is_greedy or LEAST_TEMPERATURE <= temperature < math.inf):
         greedy = ", or 0 for greedy" if is_greedy_allowed else "; only evaluations may be greedy"
         raise InputError(
-            f"temperature {temperature:g}: write a finite one of at least {LEAST_TEMPERATURE}, since engines sample "
-            f"with that where less is asked for{greedy}"
+            f"temperature {temperature:g} must be finite and at least {LEAST_TEMPERATURE}, which engines raise lower "
+            f"ones to{greedy}"
         )
     if sampling.max_tokens < 1:
-        raise InputError(f"max_tokens {sampling.max_tokens}: it must be at least 1")
+        raise InputError(f"max_tokens {sampling.max_tokens} must be at least 1")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise InputError(
-            f"min_tokens {sampling.min_tokens}: it must be from 0 to max_tokens, which is {sampling.max_tokens}"
+            f"min_tokens {sampling.min_tokens} must be from 0 to max_tokens, which is {sampling.max_tokens}"
         )
     if not 0 < deadline_seconds < math.inf:
-        raise InputError(f"deadline_seconds {deadline_seconds:g}: it must be above 0, and finite")
+        raise InputError(f"deadline_seconds {deadline_seconds:g} must be finite and above 0")
 
 
 def encode_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Tokens as they travel."""
+    """Tokens as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def decode_tokens(data: bytes) -> np.ndarray:
-    """Tokens that travelled."""
+    """What `encode_tokens` made, without a copy."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
-    """Log-probs as they travel."""
+    """Log-probs as little-endian float32."""
     return np.asarray(log_probs, dtype="<f4").tobytes()
 
 
 def decode_log_probs(data: bytes) -> np.ndarray:
-    """Log-probs that travelled."""
+    """What `encode_log_probs` made, without a copy."""
     return np.frombuffer(data, dtype="<f4")

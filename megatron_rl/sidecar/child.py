@@ -1,4 +1,4 @@
-"""The sidecar that rank 0 starts, with the flags that the trainer was given, and ends."""
+"""The sidecar that rank 0 starts with the trainer's flags, and ends."""
 
 import contextlib
 import dataclasses
@@ -29,12 +29,12 @@ _NUM_LINES = 20
 
 
 class SidecarFailed(MegatronRLError):
-    """A sidecar that this run started did not start, or ended."""
+    """The sidecar of this run did not start, or ended."""
 
     exit_code = ExitCode.RUN
 
 
-# A sidecar that ends by name ends the run with its own kind of error.
+# A sidecar that names its error ends the run with the same kind of error.
 _KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, InputError)}
 
 
@@ -50,9 +50,9 @@ class Address:
 
 
 def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int | None) -> Iterator[str]:
-    """Each thing that the sidecar of a run would end for, with prompt and response of `longest` tokens at most.
+    """Each mistake that the sidecar of a run would end for; prompt and response have at most `longest` tokens.
 
-    Of the one that runs already, where none is started; where the lengths are not known they are not compared.
+    `sidecar` is None if one is running already; `longest` is None if the lengths are not known.
     """
     if sidecar is None:
         try:
@@ -65,8 +65,8 @@ def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int |
     room = sidecar.rollout.max_model_len
     if room is not None and longest is not None and 0 < room < longest and sidecar.rollout.engine == "vllm":
         yield (
-            f"--rollout-max-model-len {room} has no room for the {longest} tokens that a prompt and its response may "
-            f"have: write {longest} or more, or leave it out"
+            f"--rollout-max-model-len {room} must be at least {longest}, the most tokens of a prompt and its response: "
+            f"raise it, or leave it out"
         )
 
 
@@ -78,20 +78,20 @@ def _problems_of_reach(listen: str) -> Iterator[str]:
     host = listen.rpartition(":")[0]
     if not is_alone and (host == "localhost" or host.startswith("127.")):
         yield (
-            f"--rollout-listen {listen} cannot be reached by the ranks on other hosts: write this "
-            "host's address and a port, on a network that is yours alone, or --rollout-endpoint of a sidecar"
+            f"--rollout-listen {listen} cannot be reached from the other hosts: write this host's address and a port, "
+            "on a private network, or --rollout-endpoint of a running sidecar"
         )
 
 
 def read_given_address(settings: Settings) -> Address:
-    """Of the sidecar that flags name."""
+    """The address of the sidecar that flags name."""
     endpoint, folder = settings.service.endpoint, settings.rollout.folder
     assert endpoint is not None
     path = settings.service.token_file or (folder / _TOKEN if folder is not None else None)
     if path is None:
         raise UsageError(
-            f"--rollout-token-file is missing: write the file with the token of {endpoint}, a copy of {_TOKEN} in its "
-            "run's folder"
+            f"--rollout-token-file is missing: name a copy of the file {_TOKEN} in the run's folder of the sidecar at "
+            f"{endpoint}"
         )
     if not path.exists():
         raise UsageError(f"--rollout-token-file {path} does not exist: copy {_TOKEN} of the sidecar's run folder there")
@@ -99,12 +99,12 @@ def read_given_address(settings: Settings) -> Address:
 
 
 class OwnSidecar:
-    """A process that ends with this one, whatever ends it. Started from the main thread: the kernel asks for that."""
+    """A process that ends with this one, however this one ends. The kernel wants it started from the main thread."""
 
     def __init__(self, settings: SidecarSettings):
         folder = self._folder = settings.folder
         make_private_folder(folder)
-        # What an earlier one left that could not tidy up.
+        # An earlier sidecar that was killed leaves its address.
         (folder / _ADDRESS).unlink(missing_ok=True)
         self._handle = LocalLauncher().start(
             ProcessSpec(
@@ -132,7 +132,7 @@ class OwnSidecar:
         return Address(path.read_text().strip(), read_token(self._folder / _TOKEN))
 
     def check(self) -> None:
-        """Raise if it has ended: what it said of that, as an error of its own kind."""
+        """Raise if it has ended: its last error, as the same kind of error."""
         ended, code = self._handle.poll(), self._handle.exit_code
         if ended is None or code is None:
             return
@@ -144,7 +144,7 @@ class OwnSidecar:
 
     @contextlib.contextmanager
     def watched(self, failed: Callable[[MegatronRLError], object]) -> Iterator[None]:
-        """Within this context, a sidecar that ends is said at once, whatever the caller waits for."""
+        """Within this context `failed` is called as soon as the sidecar ends, whatever the caller waits for."""
         over = threading.Event()
 
         def poll() -> None:
@@ -164,7 +164,7 @@ class OwnSidecar:
             thread.join()
 
     def close(self) -> None:
-        """Ask it to end, and make it."""
+        """Ask it to end, then end it."""
         if self._handle.poll() is None and (self._folder / _ADDRESS).exists():
             try:
                 with self.address(1.0).client(patience=1.0) as client:
@@ -173,7 +173,7 @@ class OwnSidecar:
                 while self._handle.poll() is None and time.monotonic() < deadline:
                     time.sleep(_POLL_SECONDS)
             except (RolloutError, SidecarFailed):
-                # It answers no more; it is ended all the same.
+                # It does not answer; it is ended anyway.
                 pass
         self._handle.kill()
 
@@ -182,7 +182,7 @@ class OwnSidecar:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what torchrun tells a rank: an engine would take itself for one."""
+    """Our environment without torchrun's variables, by which an engine would take itself for a rank."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -191,7 +191,7 @@ def _environment() -> dict[str, str]:
 
 
 def write_words(sidecar: SidecarSettings) -> list[str]:
-    """The sidecar's command line, which says these settings."""
+    """Write the command line that says these settings."""
     words = []
     for flag in list_flags():
         (target,) = flag.targets

@@ -1,4 +1,4 @@
-"""One evaluation: the groups of all its prompts, kept apart from every iteration, or the reason why there are none."""
+"""One evaluation: the groups of all its prompts, apart from every iteration, or the reason why it failed."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ class EvaluationRun:
         make_all: MakeAll,
         record: Callable[[wire.Evaluation, list[wire.Group]], None],
     ) -> None:
-        """`record` is called before there is an answer."""
+        """`record` is called before the evaluation is answered."""
         self.evaluation = evaluation
         self._record = record
         self._failure: str | None = None
@@ -42,11 +42,11 @@ class EvaluationRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is an answer, or a reason why there is none."""
+        """Whether it has an answer or has failed."""
         return self._ended.is_set()
 
     def is_same(self, evaluation: wire.Evaluation) -> bool:
-        """Whether this evaluation is what was, or is being, worked on; one that failed may be tried again."""
+        """Whether this is the same evaluation; a failed one is not, so that it may be tried again."""
         return self._failure is None and self.evaluation == evaluation
 
     async def answer(self, patience: float) -> bytes | None:
@@ -58,7 +58,7 @@ class EvaluationRun:
         return self._answer
 
     async def stop(self, reason: str) -> None:
-        """End it, unless it is over; every wait for it ends with the reason."""
+        """End it, unless it is over; everyone who waits for it gets the reason."""
         if not self.is_over:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -66,12 +66,12 @@ class EvaluationRun:
             self._end(reason)
 
     def missing(self) -> str:
-        """What keeps it from its end, for people."""
+        """What is missing until it can end, in words."""
         num_prompts = len(self.evaluation.prompts)
         return f"{num_prompts - len(self._groups)} of {num_prompts} groups are not finished"
 
     def status(self) -> dict[str, Any]:
-        """The same for machines."""
+        """The state, for /v1/status."""
         return {
             "version": self.version,
             "failure": self._failure,

@@ -1,4 +1,4 @@
-"""The routes of the rollout service: binary bodies, a token on every one of them but health."""
+"""The routes of the rollout service: binary bodies, and a token for every route but health."""
 
 import asyncio
 import hmac
@@ -48,7 +48,7 @@ def build_application(service: RolloutService, token: str, shutdown: Callable[[]
 
 
 class _Guard:
-    """Asks every request for the token before anything reads it. A plain ASGI layer: it stands before each slot."""
+    """Checks the token of every request before anything reads it. A plain ASGI layer, since every slot passes it."""
 
     def __init__(self, app: ASGIApp, token: str):
         self._app = app
@@ -73,14 +73,14 @@ async def _body(request: Request, kind: type[T]) -> T:
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_BODY_BYTES:
-            raise InputError(f"a body of more than {MAX_BODY_BYTES} bytes: send fewer prompts an iteration")
+            raise InputError(f"a body must have at most {MAX_BODY_BYTES} bytes: send fewer prompts an iteration")
     return wire.decode(bytes(data), kind)
 
 
 def _read_lease(request: Request) -> int:
     text = request.headers.get("x-lease", "")
     if not text.isdigit():
-        raise InputError("the header X-Lease is missing or no number: take a lease with POST /v1/lease")
+        raise InputError("the header X-Lease must be a number: take a lease with POST /v1/lease")
     return int(text)
 
 
@@ -121,7 +121,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     # Asked for more often than everything else together: its parameters are read without FastAPI's machinery.
     @app.get("/v1/iterations/{version:int}/slots/{replica:int}/{index:int}", openapi_extra=_PATIENCE)
     async def slot(request: Request) -> Response:
-        """A Slot; 204 when there was none within `patience` seconds, 410 when the iteration has failed."""
+        """A Slot; 204 if none came within `patience` seconds, 410 if the iteration has failed."""
         service.renew_lease(_read_lease(request))
         place = request.path_params
         patience = _bounded(_number(request.query_params.get("patience", "30")))
@@ -140,7 +140,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/iterations/{version}/refuse")
     async def refuse(request: Request, version: int) -> dict[str, int]:
-        """Body: Trained. The trainer will not train on what differs so much from its policy."""
+        """Body: Trained. The trainer will not train on tokens so far from its policy."""
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained)
         await service.refuse(version, trained.mismatch)
@@ -158,7 +158,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/v1/evaluations/{version}")
     async def evaluated(request: Request, version: int, patience: float = 30.0) -> Response:
-        """An Evaluated; 204 when it was not finished within `patience` seconds, 410 when it has failed."""
+        """An Evaluated; 204 if it did not finish within `patience` seconds, 410 if it has failed."""
         service.renew_lease(_read_lease(request))
         data = await service.evaluated(version, _bounded(patience))
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
@@ -167,26 +167,26 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
     @app.get(_OPEN)
     async def health() -> dict[str, str]:
-        """Whether the service runs; asks for no token and says nothing else."""
+        """Whether the service runs; needs no token and says nothing else."""
         return {"status": "ok"}
 
     @app.get("/v1/status")
     async def status() -> dict[str, Any]:
-        """Who waits for what."""
+        """What the service is doing, and what waits for what."""
         return service.status()
 
     @app.post("/v1/engines")
     async def add_engines(count: int = 1, adopt: str | None = None) -> dict[str, list[str]]:
-        """Start more engines, or take in one that runs on this host, by its socket; they join at a boundary."""
+        """Start more engines, or use one that runs on this host, by its socket; each joins with the version."""
         if adopt is not None:
             return {"engines": [await service.engines.adopt(adopt)]}
         if not 1 <= count <= MAX_NEW_ENGINES:
-            raise InputError(f"count={count}: it must be from 1 to {MAX_NEW_ENGINES}")
+            raise InputError(f"count={count} must be from 1 to {MAX_NEW_ENGINES}")
         return {"engines": service.engines.add(count)}
 
     @app.delete("/v1/engines/{name}")
     async def remove_engine(name: str) -> dict[str, str]:
-        """Let an engine go at the next boundary."""
+        """Remove an engine with the next publish."""
         service.engines.remove(name)
         return {"engine": name}
 
@@ -210,18 +210,18 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"patience={text} is no number: write seconds") from None
+        raise InputError(f"patience={text} must be a number of seconds") from None
 
 
 def _bounded(patience: float) -> float:
-    """NaN and negative numbers are no patience at all."""
+    """NaN and negative numbers count as 0."""
     return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0
 
 
 async def serve(
     app: Any, *, until: asyncio.Event, uds: Path | None = None, listener: socket.socket | None = None
 ) -> None:
-    """Answer requests until the event is set; then finish those that are being answered, and return."""
+    """Serve until the event is set; then finish the requests in progress and return."""
     config = uvicorn.Config(
         app,
         uds=str(uds) if uds is not None else None,
@@ -244,7 +244,7 @@ _PREFIX = "megatron_rl_rollout"
 
 
 def format_metrics(status: dict[str, Any]) -> bytes:
-    """One gauge a number; what is counted over the sidecar's life only grows."""
+    """Format the status for Prometheus: one gauge a number; counters of the sidecar's life only grow."""
     registry = CollectorRegistry()
 
     def gauge(name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> None:

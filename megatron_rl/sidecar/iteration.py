@@ -2,20 +2,20 @@
 
 Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from the order of the events. Invariants:
 
-1. A slot's first request asks for the next finished groups; requests that find too few wait in the order they came in,
-   and a finished group serves the one that has waited longest.
+1. A slot's first request asks for the next finished groups. Requests that find too few wait in their order, and a
+   finished group serves the one that has waited longest.
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
-   order "prompt" it takes the prompts that `Division.bound_prompts` binds to it, whatever finished when.
+   order "prompt" it takes the prompts that `Division.bound_prompts` binds to it, in whatever order they finished.
 3. With several updates a slot takes only groups of its own update.
 4. No slot waits while what it would take is finished.
-5. A slot that was answered is answered with the same bytes for ever after.
+5. A slot that was answered is always answered with the same bytes.
 6. No group is claimed twice; when every slot was answered, every group was claimed.
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
-   over: what raises when it is recorded has not happened, and the iteration has failed.
-9. A group is waiting, running, finished or claimed, one of them, and it is finished once. Whoever makes it has checked
-   that it is what was submitted.
+   over. What cannot be recorded has not happened, and the iteration has failed.
+9. A group is waiting, running, finished or claimed, and finishes once. That it is what was submitted was checked when
+   it was made.
 10. An iteration that failed answers nothing but its failure.
 """
 
@@ -33,7 +33,7 @@ from megatron_rl.protocol.wire import Group, GroupPart, Prompt, Slot, Submission
 
 
 class WrongVersion(MegatronRLError):
-    """A request is for another version than that of the iteration."""
+    """A request names another version than the iteration's."""
 
 
 class NoSuchSlot(MegatronRLError):
@@ -45,15 +45,15 @@ class IterationFailed(MegatronRLError):
 
 
 class GroupFinishedTwice(MegatronRLError):
-    """A group that is finished already finished again: the second one is not used."""
+    """A finished group finished again: the second one is not used."""
 
 
 class NotAllClaimed(MegatronRLError):
-    """The trainer says that it trained on all groups, and has not asked for all of them."""
+    """The trainer reports the iteration complete without having asked for all of its groups."""
 
 
 class ClaimConflict(MegatronRLError):
-    """A claim to be restored contradicts the groups or the claims that are there."""
+    """A claim to restore contradicts the groups or the other claims."""
 
 
 class GroupState(enum.StrEnum):
@@ -67,7 +67,7 @@ class GroupState(enum.StrEnum):
 
 @dataclasses.dataclass
 class _Pool:
-    """What can be claimed by whom: an update's groups and units, or, in prompt order, those of one unit."""
+    """The groups and the units that may take them: those of an update, or, in prompt order, of one unit."""
 
     # Both are sets in the order of insertion.
     finished: dict[int, None] = dataclasses.field(default_factory=dict)
@@ -95,7 +95,9 @@ class Iteration:
         self._record_end = record_end
         num_prompts = submission.plan.num_prompts
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
-            raise InputError(f"the plan has {num_prompts} prompts: submit those, with indices 0 to {num_prompts - 1}")
+            raise InputError(
+                f"the {num_prompts} prompts of the plan must have indices 0 to {num_prompts - 1}, in order"
+            )
         self._wanted = iter(range(num_prompts))
         self._states = [GroupState.WAITING] * num_prompts
         self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
@@ -118,11 +120,11 @@ class Iteration:
         return self.failure is not None or self._is_complete
 
     def is_same(self, submission: Submission) -> bool:
-        """Whether this submission is what the iteration works on; one that failed works on nothing any more."""
+        """Whether the iteration works on this submission; a failed one works on none."""
         return self.failure is None and self.submission == submission
 
     def restore(self, groups: Iterable[Group], claims: Iterable[Claim]) -> None:
-        """Take over what a journal kept, in its order, before any other event; nothing of it is recorded again."""
+        """Take over what a journal kept, in its order and before any other event; it is not recorded again."""
         for group in groups:
             self._check_finished(group)
             self._finish(group)
@@ -131,12 +133,12 @@ class Iteration:
             if problem:
                 raise ClaimConflict(
                     f"a claim of version {self.version} cannot be restored: {problem}; move its journal away and "
-                    "continue from the checkpoint"
+                    "resume from the checkpoint"
                 )
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
-        """The next prompt to sample, which counts as running from now on; None if all are running or finished."""
+        """The next prompt to sample, which counts as running from now on; None if there are no more."""
         for prompt in self._wanted:
             if self._states[prompt] is GroupState.WAITING:
                 self._move(prompt, GroupState.RUNNING)
@@ -144,9 +146,9 @@ class Iteration:
         return None
 
     def finished(self, group: Group) -> list[Place]:
-        """Take a finished group; the slots that were asked for before and can be answered now.
+        """Take a finished group; returns the slots that were asked for earlier and can be answered now.
 
-        GroupFinishedTwice if it was there already: nothing changes then.
+        Raises GroupFinishedTwice, and changes nothing, if it was there already.
         """
         self._check_failure()
         self._check_finished(group)
@@ -155,11 +157,11 @@ class Iteration:
         return self._serve(self._pool_of_prompt(group.prompt.index))
 
     def failed(self, reason: str) -> None:
-        """The iteration cannot be finished; the first reason stays."""
+        """End the iteration without success; the first reason stays."""
         self.failure = reason if self.failure is None else self.failure
 
     def complete(self) -> None:
-        """The trainer has trained on all groups. Slots are still answered: its answer may have been lost."""
+        """End the iteration: the trainer has trained on all groups. Ranks that ask for a slot again still get it."""
         self._check_failure()
         if not self.is_claimed:
             raise NotAllClaimed(f"iteration {self.version} cannot be complete: {self.missing()}")
@@ -168,7 +170,7 @@ class Iteration:
             self._is_complete = True
 
     def claim(self, replica: int, index: int, version: int | None = None) -> bytes | None:
-        """The encoded `wire.Slot` of this place; None, and a place in the queue, while it cannot be answered."""
+        """The encoded `wire.Slot` of this place; while it cannot be answered, None, and the request waits."""
         unit = self._checked_unit(replica, index, version)
         place = Place(replica, index)
         if place not in self._answers:
@@ -178,19 +180,19 @@ class Iteration:
         return self._answers.get(place)
 
     def prompts_in(self, state: GroupState) -> list[int]:
-        """The prompts that are so far."""
+        """The prompts whose groups are in this state."""
         return [prompt for prompt, reached in enumerate(self._states) if reached is state]
 
     def counts(self) -> dict[GroupState, int]:
-        """How many groups are how far."""
+        """The number of groups in each state."""
         return dict(self._counts)
 
     def asked(self) -> list[Place]:
-        """The units, by their first slots, that wait; those of an update in the order they were asked for."""
+        """The units that wait, by their first slots; those of an update in the order of requests."""
         return [unit for pool in self._pools.values() for unit in pool.asked]
 
     def missing(self) -> str:
-        """What keeps the iteration from its end, for people."""
+        """What is missing until the iteration can end, in words."""
         unfinished = self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
@@ -200,7 +202,7 @@ class Iteration:
         )
 
     def status(self) -> dict[str, Any]:
-        """The same for machines."""
+        """The state, for /v1/status."""
         return {
             "version": self.version,
             "failure": self.failure,
@@ -223,10 +225,12 @@ class Iteration:
 
     def _checked_unit(self, replica: int, index: int, version: int | None) -> Place:
         if version not in (None, self.version):
-            raise WrongVersion(f"a slot of version {version} was asked for, the iteration is of version {self.version}")
+            raise WrongVersion(
+                f"a slot of version {version} was asked for, and the iteration is of version {self.version}"
+            )
         if not self.division.holds(replica, index):
             raise NoSuchSlot(
-                f"slot ({replica}, {index}) was asked for, iteration {self.version} has "
+                f"slot ({replica}, {index}) was asked for, and iteration {self.version} has "
                 f"{self.division.slots_per_replica} slots for each of {self.submission.plan.num_replicas} replicas: "
                 "the trainer and the submission must have the same plan"
             )
@@ -256,7 +260,7 @@ class Iteration:
         try:
             record(*what)
         except Exception as error:
-            # One of several records may be written. To go on could claim these groups for another slot, beside it.
+            # One of several records may have been written. Going on could claim these groups for a second slot.
             self.failed(f"the journal cannot be written: {error}")
             raise
 
@@ -285,7 +289,7 @@ class Iteration:
         return None
 
     def _take(self, claim: Claim) -> None:
-        # Encoded at once and kept as bytes only: they are the answer, and the groups need not be held twice.
+        # Encoded now and kept as bytes only: they are the answer, and groups are not held twice.
         groups = [self._groups[prompt] for prompt in claim.prompts]
         for place, parts in zip(self.division.slots(claim.place), self._parts(groups), strict=True):
             self._answers[place] = wire.encode(

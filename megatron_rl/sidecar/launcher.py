@@ -1,12 +1,12 @@
-"""Where an engine's processes run: on this host here; whatever else starts engines follows the same two classes.
+"""Where an engine's processes run: here on this host; other launchers implement the same two protocols.
 
 Invariants of local processes:
 
 - an engine's processes are one process group, and a session, of their own;
-- each ends when the process that started it ends (`sidecar/parent.py`), so that nothing outlives the sidecar, whatever
-  killed it;
-- what an engine prints is kept in files whose number and size are bounded, and its last lines are at hand for errors.
-  One that is started again begins a new file: the one that says why it died stays.
+- each ends when the process that started it ends (`sidecar/parent.py`), so that nothing outlives the sidecar, however
+  it was killed;
+- what an engine prints is kept in files of bounded number and size, and its last lines are at hand for errors. An
+  engine that is started again begins a new file: the one that says why it died stays.
 """
 
 import collections
@@ -26,11 +26,11 @@ from typing import IO, Protocol
 from megatron_rl.sidecar import parent
 
 LOG_BYTES = 8 << 20
-# More than the deaths in a row after which an engine is given up: the log of the first one is still there.
+# More than the deaths in a row after which an engine is given up, so that the log of the first stays.
 LOG_FILES = 8
 LOG_LINES = 1000
-# The processes of an engine follow each other's death; then the one that tracks its shared memory removes what they
-# left, hundreds of megabytes. It must not be killed before, and a busy host gives it its turn late.
+# When an engine's processes have ended, the one that tracks its shared memory removes what they left, hundreds of
+# megabytes. It must not be killed before that, and a busy host runs it late.
 GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 # As much as a pipe holds.
@@ -44,11 +44,11 @@ class ProcessSpec:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    """All of it: nothing is inherited that is not named here."""
+    """All of it: nothing else is inherited."""
     log: Path
     """Where its output goes."""
     address: str
-    """Where it will answer: the path of a unix socket."""
+    """The path of the unix socket at which it will answer."""
 
 
 class Handle(Protocol):
@@ -67,7 +67,7 @@ class Handle(Protocol):
         ...
 
     def log_lines(self) -> list[str]:
-        """The last lines that it has printed by now."""
+        """The last lines that it has printed."""
         ...
 
 
@@ -123,7 +123,7 @@ class LocalHandle:
     def kill(self) -> None:
         shared_memory = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
-            # Only while it has not been waited for is the number surely still its own.
+            # The number is surely its own only until it has been waited for.
             if self._process.poll() is None:
                 self._process.kill()
         self._process.wait()
@@ -133,7 +133,7 @@ class LocalHandle:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for path in shared_memory:
-            # What compiled code made is not tracked.
+            # Python does not track what compiled code made.
             path.unlink(missing_ok=True)
         self._log.close()
 
@@ -142,7 +142,7 @@ class LocalHandle:
 
 
 class Log:
-    """Copies what a process prints into a file; a full one is renamed, and the oldest goes."""
+    """Copies what a process prints into a file; a full file is renamed, and the oldest is deleted."""
 
     def __init__(self, source: IO[bytes], path: Path, max_bytes: int = LOG_BYTES, num_files: int = LOG_FILES) -> None:
         self.path = path
@@ -153,7 +153,7 @@ class Log:
         self._unfinished = b""
         self._file: IO[bytes] | None = None
         self._size = 0
-        # Whoever asks for the last lines reads what is in the pipe himself: an answer is never behind an event.
+        # `last_lines` reads what is in the pipe itself: its answer is never older than an event.
         self._lock = threading.Lock()
         os.set_blocking(source.fileno(), False)
         self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
@@ -165,7 +165,7 @@ class Log:
             return [line.decode(errors="replace") for line in (*self._lines, *filter(None, [self._unfinished]))]
 
     def close(self) -> None:
-        """Wait for what is still in the pipe; nobody writes to it any more."""
+        """Wait until the rest of the pipe is copied; nothing writes to it any more."""
         self._thread.join(GRACE_SECONDS)
 
     def _copy(self) -> None:
@@ -197,7 +197,7 @@ class Log:
         return bool(data)
 
     def _write(self, line: bytes) -> None:
-        # A disk that is full costs the log, not the engine, which would stop at a pipe that nobody reads.
+        # A full disk costs the log and not the engine, which would stop at a pipe that is not read.
         with contextlib.suppress(OSError):
             if self._file is None or self._size >= self._max_bytes:
                 self._file, self._size = self._rotate(self._file), 0
@@ -216,7 +216,7 @@ class Log:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """The files that the processes of a group share memory through; not what lies there in folders, like weights."""
+    """The files through which the processes of a group share memory; not those in folders, such as weights."""
     found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The sidecar's process: rewards, engines, service, in that order; and back again at the end, whatever ends it."""
+"""The sidecar's process: starts rewards, engines and service in this order, and ends them in reverse."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ _log = logging.getLogger("megatron_rl.sidecar")
 def main(words: list[str]) -> int:
     """Run until told to end; the exit code says how it went."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    # A line for each request to an engine is many a second, and says nothing that the audit log does not.
+    # A line for each request to an engine is many a second, and the audit log has it all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(run(parse(words)))
@@ -61,7 +61,7 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        # What can be wrong with rewards shows before an engine takes half a minute to start.
+        # Mistakes in rewards should show before engines take half a minute to start.
         pool = await stack.enter_async_context(_rewards(settings))
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
@@ -84,7 +84,7 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     listener = _listener(*settings.address)
     host, port = listener.getsockname()[:2]
     address = f"http://{host}:{port}"
-    # Before the address: whoever finds that looks for the token next.
+    # Before the address: its readers look for the token next.
     token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
@@ -128,7 +128,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         max_model_len=length,
         max_num_seqs=rollout.max_num_seqs,
         device=settings.device,
-        # Said in so many words: left to itself vLLM computes with half of what float32 weights have.
+        # Explicit: by default vLLM computes float32 weights in half precision.
         dtype=rollout.dtype or read_architecture(settings.hf_model).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=rollout.num_threads,
@@ -148,7 +148,7 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    # What is sampled has successors at hand; what waits any longer could go to another engine.
+    # Twice what is sampled at a time: an engine has the next ones at hand, and others can take the rest.
     bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
     return SupervisorConfig(max_responses=bound)
 
@@ -160,7 +160,7 @@ def _decoder(settings: SidecarSettings) -> Decode:
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
-    """Wait for the action, or for the end, which cancels it."""
+    """Wait for the action; the event cancels it."""
     task = asyncio.create_task(action)
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -177,11 +177,11 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; choose another port") from None
+        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; write another port") from None
 
 
 def _token(folder: Path) -> str:
-    """The run's token: made once, so that a sidecar that is started again is reached with the same one."""
+    """The run's token, made once: a sidecar that is started again keeps it."""
     path = folder / TOKEN_FILE
     if not path.exists():
         _write_private(path, secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Makes groups: samples each until it is what was asked for, scores it, hands it on; all of them, or says why not."""
+"""Makes groups: samples each until it is what was asked for, scores it and hands it on, or says why it cannot."""
 
 import asyncio
 import dataclasses
@@ -17,12 +17,12 @@ from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
 
-# How often a group is sampled that does not come back as it was asked for.
+# How often a group is sampled before the iteration fails for it.
 _MAX_ATTEMPTS = 3
 
 
 class Samplers(Protocol):
-    """The engines, as far as groups are sampled on them."""
+    """What samples groups: the engines together."""
 
     async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
 
@@ -38,7 +38,7 @@ class Scorer(Protocol):
 
 @dataclasses.dataclass
 class Counters:
-    """What /metrics shows beside the iteration's own counts."""
+    """What /metrics shows beside the counts of the iteration."""
 
     groups: int = 0
     tokens: int = 0
@@ -50,7 +50,7 @@ class Counters:
 
 
 class GroupMaker:
-    """Makes the groups of iterations and of evaluations alike."""
+    """Makes the groups of iterations and of evaluations."""
 
     def __init__(self, engines: Samplers, scorer: Scorer, counters: Counters) -> None:
         self._engines = engines
@@ -64,9 +64,9 @@ class GroupMaker:
         finished: Callable[[wire.Group], None],
         missing: Callable[[], str],
     ) -> str | None:
-        """Hand each group to `finished` as soon as it is made; None, or why not all of them were.
+        """Hand each group to `finished` as soon as it is made; returns None, or why some were not made.
 
-        `missing` says what is missing, where that is the reason.
+        `missing` describes what is missing when the deadline has passed.
         """
         try:
             async with asyncio.timeout(asked.deadline_seconds):
@@ -77,13 +77,13 @@ class GroupMaker:
             return str(error)
         except Exception as error:
             _log.exception("version %d", asked.version)
-            return f"a fault of the sidecar: {error!r}; its log has the traceback"
-        return f"a fault of the sidecar: the making of {num_lost} was cancelled, and {missing()}" if num_lost else None
+            return f"the sidecar failed: {error!r}; its log has the traceback"
+        return f"the sidecar failed: the making of {num_lost} was cancelled, and {missing()}" if num_lost else None
 
     async def _make_groups(
         self, asked: Asked, next_prompt: Callable[[], wire.Prompt | None], finished: Callable[[wire.Group], None]
     ) -> int:
-        """How many were begun and not made: a task group takes no notice of a task that ends cancelled."""
+        """Returns how many were cancelled: a task group does not report a task that ends cancelled."""
         in_flight = asyncio.Semaphore(self._engines.max_in_flight)
         begun: list[asyncio.Task[None]] = []
         try:
@@ -95,7 +95,7 @@ class GroupMaker:
                         break
                     begun.append(tasks.create_task(self._make_group(asked, prompt, finished, in_flight)))
         except BaseExceptionGroup as group:
-            # The first to fail is the reason; the others were cancelled for it.
+            # The first failure is the reason; it cancelled the others.
             raise group.exceptions[0] from None
         return sum(task.cancelled() for task in begun)
 
@@ -116,7 +116,7 @@ class GroupMaker:
         try:
             finished(group)
         except OSError as error:
-            raise MegatronRLError(f"the journal cannot be written: {error}; make room for it") from None
+            raise MegatronRLError(f"the journal cannot be written: {error}; free space there") from None
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
@@ -175,8 +175,8 @@ class PoolScorer:
 
 
 def build_decoder(folder: str) -> Decode:
-    """The tokenizer of a checkpoint, special tokens left out."""
-    # Imported here: it costs a second, and scripted rehearsals do without it.
+    """Decode with the tokenizer of a checkpoint, without special tokens."""
+    # Imported here: it takes a second, and scripted rehearsals do not need it.
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -4,11 +4,11 @@
 
 Up to the bar nothing samples: an engine that fails there leaves all of them paused. Invariants:
 
-- each step has a deadline; what fails is the step, and it names the engines and why;
+- each step has a deadline; a step that fails names the engines and why;
 - the fingerprints that engines digested, and those they are tagged with, are the announced one;
-- what an engine holds after a load is what it was given, as far as it can compare the two, bit for bit;
-- engines give the log-probs to the probe that the trainer computes with the version itself, within a bound, if it sends
-  them; and engines with the same weights give the same ones.
+- what an engine holds after a load is bit for bit what it was given, as far as it can compare the two;
+- the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any; engines with the
+  same weights give the same ones.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class StepDeadlines:
-    """Seconds that each step may take on every engine."""
+    """Seconds that each step may take, on every engine."""
 
     pause: float = 60
     load: float = 600
@@ -47,7 +47,7 @@ class StepDeadlines:
     resume: float = 60
     sample: float = 120
     trainer: float = 600
-    """Until the trainer's own log-probs of the probe have come, once engines have given theirs."""
+    """For the trainer's log-probs of the probe, once engines have given theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Proof:
     engine: str
     report: WeightReport
     difference: Difference | None = None
-    """Of its log-probs of the probe and the trainer's; None where they were not compared."""
+    """Between its log-probs of the probe and the trainer's; None where they were not compared."""
     bound: float | None = None
     """Of the mean difference."""
 
@@ -75,7 +75,7 @@ class Published:
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
-    """What the log-probs of any of these may be as coarse as."""
+    """The least precise kind that fits all of these engines together."""
     return EngineKind(
         dtype=probe.find_coarsest_dtype(*(kind.dtype for kind in kinds)),
         device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
@@ -95,12 +95,12 @@ class StepFailed(MegatronRLError):
 
     @property
     def wrong(self) -> dict[str, str]:
-        """The engines that were proved to hold something else than they say, and how."""
+        """The engines that were proved to hold other weights than they report, and how."""
         return {name: str(error) for name, error in self.errors.items() if isinstance(error, WrongWeights)}
 
     @property
     def lost(self) -> list[str]:
-        """The engines that are gone: nothing but a restart helps them."""
+        """The engines that are gone and need a restart."""
         return [name for name, error in self.errors.items() if isinstance(error, EngineLost)]
 
 
@@ -113,7 +113,7 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 
 
 class Steps:
-    """Takes engines through the steps; knows who is at which step since when."""
+    """Takes engines through the steps; `current` has each engine's step and since when."""
 
     def __init__(self, deadlines: StepDeadlines = StepDeadlines(), probe_tolerance: float = 1e-5) -> None:
         self.current: dict[str, tuple[str, float]] = {}
@@ -123,7 +123,7 @@ class Steps:
     async def publish(
         self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
     ) -> Published:
-        """All steps; `before` is what engines were last brought to, as far as it is known."""
+        """Take all steps; `before` is what engines were last brought to, if that is known."""
         wanted = WeightReport(weights.version, weights.fingerprint)
         await self._all("pause", engines, lambda engine: engine.pause())
         reports = await self._all("load", engines, lambda engine: engine.load(weights))
@@ -198,7 +198,7 @@ class Steps:
             del self.current[name]
 
     def _check_probes(self, probes: Mapping[str, list[float]], weights: Weights, before: Published | None) -> None:
-        # Which engine is wrong is known for sure where there is something to compare with; two alone only differ.
+        # An earlier probe of the same weights says which engine is wrong; two engines alone only differ.
         errors = _off_the_known(probes, weights, before, self._probe_tolerance) if before else {}
         if errors := errors or _off_the_middle(probes, weights, self._probe_tolerance):
             raise StepFailed("probe", errors)
@@ -207,7 +207,7 @@ class Steps:
 def _off_the_known(
     probes: Mapping[str, list[float]], weights: Weights, before: Published, tolerance: float
 ) -> dict[str, Exception]:
-    """Engines whose probe is not that of the same version before: another one has another probe."""
+    """Engines whose log-probs are not those of the same version before."""
     if (weights.version, weights.fingerprint) != (before.weights.version, before.weights.fingerprint):
         return {}
     return {
@@ -220,12 +220,12 @@ def _off_the_known(
 
 
 def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, tolerance: float) -> dict[str, Exception]:
-    """Engines whose probe is not that of most of them."""
+    """Engines whose log-probs are not those of most engines."""
     errors: dict[str, Exception] = {}
     middle = [statistics.median(values) for values in zip(*probes.values(), strict=True)]
     for name, found in probes.items():
         differences = [abs(a - b) for a, b in zip(found, middle, strict=True)]
-        # Written so that what is not a number, wherever it stands, is no match.
+        # Written so that NaN, on either side, never matches.
         if not all(difference <= tolerance for difference in differences):
             errors[name] = EngineRefused(
                 f"engine {name}: its log-probs of the probe are {max(differences):g} from those of all engines, beyond "
@@ -262,11 +262,11 @@ def _compared(
 def _must_be_the_trainers(proofs: Sequence[Proof], weights: Weights) -> None:
     errors: dict[str, Exception] = {}
     for proof in proofs:
-        # Written so that what is not a number is not within the bound.
+        # Written so that NaN is not within the bound.
         if proof.difference is not None and proof.bound is not None and not proof.difference.mean <= proof.bound:
             errors[proof.engine] = WrongWeights(
                 f"engine {proof.engine}: its log-probs of the probe differ from those that the trainer computes with "
-                f"version {weights.version} by {proof.difference.mean:.3g} on the average (at most "
+                f"version {weights.version} by {proof.difference.mean:.3g} on average (at most "
                 f"{proof.difference.largest:.3g}), beyond {proof.bound:g} (--publish-probe-bound): it does not hold "
                 f"version {weights.version}"
             )
@@ -275,7 +275,7 @@ def _must_be_the_trainers(proofs: Sequence[Proof], weights: Weights) -> None:
 
 
 async def _sample(engine: Engine, weights: Weights) -> Any:
-    """One token, from the version and the fingerprint that were published."""
+    """Sample one token, which must be of the version and the fingerprint that were published."""
     request = GroupRequest(
         request_id=f"ready-{engine.name}-{weights.version}",
         prompt_tokens=(1, 2, 3),

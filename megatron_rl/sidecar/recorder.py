@@ -1,6 +1,6 @@
-"""What the service remembers of a run: groups and claims in the journal, everything that happened in the audit log.
+"""What the service remembers of a run: groups and claims in the journal, all events in the audit log.
 
-The journal is written first: what the audit log says happened can be given back.
+The journal is written first, so that it can give back all that the audit log reports.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class RunRecorder:
         self._journal: Journal | None = None
         self._submission: wire.Submission | None = None
         self._reported: set[str] = set()
-        """Engines of which the log says what they hold."""
+        """Engines whose weights the log has reported."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """All engines hold a version."""
@@ -42,7 +42,7 @@ class RunRecorder:
         self._reported |= {proof.engine for proof in proofs}
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:
-        """These engines hold something else than the version that they say they hold."""
+        """Record that engines hold other weights than the version that they report."""
         for engine, reason in wrong.items():
             self.audit.not_proven(weights.version, weights.fingerprint, engine, reason)
 
@@ -51,7 +51,7 @@ class RunRecorder:
         self.audit.mismatch(version, mismatch)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """An iteration begins; what an earlier attempt at it has left comes back."""
+        """Begin an iteration; returns the groups and claims that an earlier attempt at it left."""
         self._end_journal()
         self._journal, self._submission = self._journals.open(submission), submission
         recovered = self._journal.recovered
@@ -63,7 +63,7 @@ class RunRecorder:
         return recovered.groups, recovered.claims
 
     def restored(self) -> None:
-        """Keep no second copy of what was given back."""
+        """Free what `begin` returned."""
         journal, _ = self._current()
         journal.forget_recovered()
 
@@ -90,7 +90,7 @@ class RunRecorder:
         self.audit.fail(version, reason)
 
     def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
-        """An evaluation has ended. It is not journaled: one that a kill ended is asked for again."""
+        """Record an evaluation. It is not journaled: after a kill it is evaluated again."""
         self.audit.evaluate(evaluation, groups)
 
     def head(self) -> tuple[str, int]:
@@ -104,7 +104,7 @@ class RunRecorder:
         self.audit.close()
 
     def _group(self, submission: wire.Submission, group: wire.Group, is_restored: bool = False) -> None:
-        """An engine that joined after the publish is reported by its first group, with what that says it holds."""
+        """Record a group; an engine that joined after the publish is reported with its first group."""
         joined = {r.engine: r.fingerprint for r in group.responses if r.engine not in self._reported}
         if joined:
             reports = [

@@ -1,6 +1,6 @@
-"""The rollout service: takes an iteration's prompts, hands back slots of finished, scored, on-policy groups.
+"""The rollout service: takes an iteration's prompts and hands back slots of finished, scored, on-policy groups.
 
-What it promises is held by the objects it is made of: the iteration (`sidecar/iteration.py`) decides what each slot
+The objects that it is made of hold its promises: the iteration (`sidecar/iteration.py`) decides what each slot
 holds, the pool finds an engine for each group, the scorer rewards it, the journal and the audit log remember it.
 """
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Conflict(MegatronRLError):
-    """The caller is not the one that this service works for now, or asks for what is past."""
+    """The caller does not hold the lease, or the call does not fit the state of the service."""
 
 
 class Engines(Samplers, Protocol):
@@ -45,18 +45,18 @@ class Engines(Samplers, Protocol):
 
 
 class Recorder(Protocol):
-    """What is remembered of an iteration, and given back after a restart."""
+    """Remembers an iteration, and gives it back after a restart."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None: ...
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None: ...
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """Record an iteration, and give back what was recorded of it before, by this process or an earlier one."""
+        """Record an iteration, and return what this process or an earlier one recorded of it."""
         ...
 
     def restored(self) -> None:
-        """What was given back has been taken over."""
+        """Forget what `begin` returned: the service has taken it over."""
         ...
 
     def finished(self, group: wire.Group) -> None: ...
@@ -78,11 +78,11 @@ class Recorder(Protocol):
 
 @dataclasses.dataclass
 class Lease:
-    """Whom the service works for. A run that comes back takes the lease over; its former holder is told so."""
+    """The trainer that the service works for. A run that comes back takes the lease over from its former holder."""
 
     run: str = ""
     number: int = dataclasses.field(default_factory=lambda: time.time_ns() // 1000)
-    """Counted from the clock's microseconds: no later sidecar gives what an earlier one gave."""
+    """Counted from the clock's microseconds, so that a later sidecar never repeats a number."""
     renewed: float = 0.0
 
 
@@ -97,7 +97,7 @@ class RolloutService:
         lease_seconds: float = 60.0,
         run: str | None = None,
     ):
-        """With `run`, whose records are kept here, no other is worked for."""
+        """With `run`, whose records are kept here, no other run is served."""
         self.engines = engines
         self._recorder = recorder
         self._lease_seconds = lease_seconds
@@ -115,13 +115,13 @@ class RolloutService:
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._has_failed = False
         self._next = asyncio.Event()
-        """Set, and replaced, when the next iteration is submitted."""
+        """Set when the next iteration is submitted, and then replaced."""
 
     async def take_lease(self, run: str) -> int:
-        """Work for this run from now on, and return the number that its requests must carry.
+        """Work for this run from now on; returns the number that its requests must carry.
 
-        An iteration that runs is ended: whoever asked for it is gone, or told so. What it has finished is recorded,
-        and given back when the same iteration is submitted again.
+        A running iteration ends, because its trainer is gone or no longer holds the lease. What it finished is recorded
+        and comes back when the same iteration is submitted again.
         """
         if self._only_run not in (None, run):
             raise Conflict(f"this sidecar keeps the records of the run {self._only_run!r}: start another for {run!r}")
@@ -132,7 +132,7 @@ class RolloutService:
                 f"{self._lease_seconds:.0f} s after its last request"
             )
         self.lease = mine = Lease(run, lease.number + 1, now)
-        # Whoever would have answered it is gone.
+        # The trainer that would have answered it is gone.
         self._probe.call_off(f"lease {lease.number} is over: another trainer has taken this sidecar")
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
@@ -140,33 +140,33 @@ class RolloutService:
         if self.evaluation is not None:
             await self.evaluation.stop(f"the run {run!r} was started again, and another trainer holds the lease now")
         if self.lease is not mine:
-            raise Conflict("another trainer has taken this sidecar in the same moment")
-        # Even where it is over, and of a version that this trainer will ask for: it has yet to submit its own.
+            raise Conflict("another trainer took this sidecar at the same moment")
+        # Even if it is over and has a version that this trainer will ask for: the trainer submits its own.
         self.iteration = None
         return mine.number
 
     def renew_lease(self, number: int) -> None:
-        """Every request of the trainer does this; it is refused to all but the newest holder."""
+        """Check and renew the lease, with every request of the trainer; only its newest holder succeeds."""
         if number != self.lease.number:
             if not self.lease.run:
                 raise Conflict(
-                    f"lease {number} is over: this sidecar was started after it was taken; start the trainer again, it "
-                    "goes on from its checkpoint"
+                    f"lease {number} is over: this sidecar was started after it was taken; start the trainer again, to "
+                    "resume from its checkpoint"
                 )
             raise Conflict(
-                f"lease {number} is over, {self.lease.number} is held: another trainer has taken this sidecar"
+                f"lease {number} is over and {self.lease.number} is held: another trainer has taken this sidecar"
             )
         self.lease.renewed = time.monotonic()
 
     async def publish(self, weights: wire.Weights) -> wire.EngineKind:
-        """Bring a version to every engine, all or none; returns how the coarsest of them computes."""
+        """Bring a version to all engines or none; returns the coarsest way in which they compute."""
         if weights.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
         self._must_not_run("publishing")
         self._must_not_evaluate("publishing")
         async with self._publishing:
             start = time.monotonic()
-            # Until all of them have it, nobody knows what the engines hold.
+            # What the engines hold is not known until all of them have it.
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
@@ -180,7 +180,7 @@ class RolloutService:
             return find_coarsest_kind(published.kinds)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
-        """The trainer's log-probs of a version's probe; they may come before its publish does."""
+        """Take the trainer's log-probs of a version's probe; they may come before its publish."""
         if answer.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {answer.run!r}")
         self._probe.give(answer)
@@ -192,7 +192,7 @@ class RolloutService:
         return wait
 
     async def submit(self, submission: wire.Submission) -> None:
-        """Start an iteration. The same submission again changes nothing; another one replaces what is over."""
+        """Start an iteration. The same submission again changes nothing; another replaces an iteration that is over."""
         if self.iteration is not None and self.iteration.is_same(submission):
             return
         self._check_held(submission, "submitted")
@@ -213,9 +213,9 @@ class RolloutService:
         self._task = asyncio.create_task(self._run(iteration))
 
     async def evaluate(self, evaluation: wire.Evaluation) -> None:
-        """Start an evaluation, beside an iteration or without one; the same again changes nothing.
+        """Start an evaluation, beside an iteration or alone; the same again changes nothing.
 
-        Its groups take what engines the iteration leaves, and reach no slot and no journal.
+        Its groups use the engines that the iteration leaves free, and reach no slot and no journal.
         """
         if self.evaluation is not None and self.evaluation.is_same(evaluation):
             return
@@ -229,14 +229,14 @@ class RolloutService:
         self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
 
     async def evaluated(self, version: int, patience: float) -> bytes | None:
-        """The encoded `wire.Evaluated`; None when `patience` seconds were not enough."""
+        """Wait for the encoded `wire.Evaluated`, for at most `patience` seconds; then None."""
         if self.evaluation is None or self.evaluation.version != version:
-            which = f"the last one is of version {self.evaluation.version}" if self.evaluation else "there is none"
-            raise Conflict(f"there is no evaluation of version {version}, {which}: ask for it first")
+            which = f"the last was of version {self.evaluation.version}" if self.evaluation else "there was none"
+            raise Conflict(f"version {version} is not being evaluated, {which}: POST /v1/evaluations first")
         return await self.evaluation.answer(patience)
 
     async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
-        """The slot's bytes, as soon as there is one; None when `patience` seconds were not enough.
+        """Wait for the slot's bytes, for at most `patience` seconds; then None.
 
         A rank may ask before another has submitted the iteration.
         """
@@ -255,8 +255,8 @@ class RolloutService:
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
-        """The trainer says that it has trained on all of it, and what it measured. Hash and number of the audit log's
-        last line come back: kept by the trainer, the hash proves later that nothing up to that line was changed."""
+        """End an iteration that the trainer has trained on. Returns hash and number of the audit log's last line: with
+        the hash, the trainer can prove later that nothing up to that line was changed."""
         iteration = self._find_iteration(version)
         try:
             if mismatch is not None and not iteration.is_over:
@@ -268,15 +268,15 @@ class RolloutService:
         return self._recorder.head()
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
-        """The trainer will not train on an iteration: its tokens are not of the policy that it was to train."""
+        """Fail an iteration that the trainer will not train on: its tokens are not of the trainer's policy."""
         iteration = self._find_iteration(version)
         if not iteration.is_over:
             self._recorder.judged(version, mismatch)
-            self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on the average, beyond {mismatch.bound}")
+            self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on average, beyond {mismatch.bound}")
         await self._stop()
 
     async def close(self) -> None:
-        """Stop whatever runs."""
+        """Stop what is running."""
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, "the sidecar was asked to end")
         await self._stop()
@@ -284,7 +284,7 @@ class RolloutService:
             await self.evaluation.stop("the sidecar was asked to end")
 
     def status(self) -> dict[str, Any]:
-        """Who waits for what."""
+        """What the service is doing, and what waits for what."""
         iteration = self.iteration
         return {
             "run": self.lease.run,
@@ -321,7 +321,7 @@ class RolloutService:
             )
 
     async def _submitted(self, version: int, patience: float) -> Iteration | None:
-        """The iteration, waited for if it is not submitted yet; None when it was not within `patience` seconds."""
+        """Wait until the iteration is submitted, for at most `patience` seconds; then None."""
         deadline, lease = time.monotonic() + patience, self.lease
         while self.iteration is None or self.iteration.version < version:
             remaining = deadline - time.monotonic()
@@ -335,16 +335,16 @@ class RolloutService:
 
     def _find_iteration(self, version: int) -> Iteration:
         if self.iteration is None:
-            raise Conflict(f"there is no iteration {version}: submit it first")
+            raise Conflict(f"iteration {version} was not submitted: submit it first")
         if self.iteration.version != version:
             raise Conflict(
-                f"iteration {version} is not the current one, {self.iteration.version}: it is past, or "
+                f"iteration {version} is not the current one, {self.iteration.version}: it is over, or "
                 f"not submitted yet"
             )
         return self.iteration
 
     async def _run(self, iteration: Iteration) -> None:
-        """Make every group that is still wanted, or fail the iteration by name."""
+        """Make every group that is still missing, or fail the iteration with the reason."""
 
         def finished(group: wire.Group) -> None:
             for place in iteration.finished(group):
@@ -358,7 +358,7 @@ class RolloutService:
         try:
             return iteration.claim(replica, index, iteration.version)
         except AppendFailed as error:
-            # The iteration has ended itself; every other wait for it ends too.
+            # The iteration has failed by itself; all others that wait for it learn it here.
             self._fail(iteration, str(error))
             raise
 
@@ -371,7 +371,7 @@ class RolloutService:
         if not self._has_failed:
             self._has_failed = True
             iteration.failed(reason)
-            # The log may be what failed; the reason reaches the trainer all the same.
+            # The log may be what failed; the trainer gets the reason anyway.
             with contextlib.suppress(OSError, MegatronRLError):
                 self._recorder.failed(iteration.version, iteration.failure or reason)
         for place in list(self._waiting):
@@ -386,7 +386,7 @@ class RolloutService:
 
 
 class _Awaited:
-    """The trainer's answer to the newest probe, and whoever waits for it."""
+    """The trainer's answer to the newest probe, for the publish that waits for it."""
 
     def __init__(self) -> None:
         self._answer: wire.ProbeAnswer | None = None
@@ -399,13 +399,13 @@ class _Awaited:
         self._changed.set()
 
     def call_off(self, reason: str) -> None:
-        """End the wait for what nobody will answer."""
+        """End the wait for an answer that will not come."""
         if self._waiting:
             self._called_off = reason
             self._changed.set()
 
     async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
-        """Wait for the answer to the probe of these weights; one of others is another publish's."""
+        """Wait for the answer to the probe of these weights; an answer for others belongs to another publish."""
         self._waiting += 1
         try:
             while True:

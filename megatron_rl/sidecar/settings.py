@@ -1,4 +1,4 @@
-"""The sidecar's own command line: our flags of the rollout and of rewards, without megatron."""
+"""The sidecar's command line: our flags of the rollout and of rewards, without megatron."""
 
 import argparse
 import dataclasses
@@ -23,19 +23,19 @@ _SUBJECTS: dict[str, type] = {
     "rollout": RolloutConfig,
     "reward": RewardConfig,
 }
-# Of subjects that the sidecar reads only this much of.
+# The flags that the sidecar reads of these subjects.
 SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
 
-# What engines on a device can be sent weights by, beside files.
+# The transport that streams weights to engines on a device.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
-# What stands before the error of a sidecar that ends: the trainer that started it finds it in the log.
+# Precedes the error of a sidecar that ends: the trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
 
 
 @dataclasses.dataclass(frozen=True)
 class SidecarSettings:
-    """Everything that a sidecar's command line said, checked."""
+    """What a sidecar's command line says, checked."""
 
     platform: Literal["auto", "cpu", "cuda", "npu"]
     hf_model: Path | None
@@ -67,7 +67,7 @@ class SidecarSettings:
 
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
-    """The kind of device of this host; the engines' environment may be another, so nothing is imported for it."""
+    """The kind of device of this host, found without imports: engines may have another environment."""
     if glob.glob("/dev/davinci[0-9]*"):
         return "npu"
     return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
@@ -84,7 +84,7 @@ def list_flags() -> list[Flag]:
 
 
 def parse(words: Sequence[str]) -> SidecarSettings:
-    """The settings; a UsageError that says what to write otherwise."""
+    """Parse the command line; a UsageError says what to write instead."""
     values, found = _read(words)
     if found:
         raise UsageError(*found)
@@ -117,7 +117,7 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     names = {name: None for flag in known for name in flag.names}
     unknown = [word for word in rest if word.startswith("--")] or rest[:1]
     found = [
-        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes its own flags only" for word in unknown
+        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes only its own flags" for word in unknown
     ]
     for flag in known:
         said = getattr(namespace, flag.name, None)
@@ -125,7 +125,7 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
             continue
         subject, _, field = flag.targets[0].partition(".")
         if flag.nargs is None and len(set(said)) > 1:
-            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one of them")
+            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one")
             continue
         try:
             value = flag.read(said)
@@ -160,10 +160,10 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
 
 
 def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    """Each thing that a sidecar with these settings would end for; the architecture is that of --hf-model.
+    """Each mistake that a sidecar with these settings would end for; the architecture is that of --hf-model.
 
-    Nothing of what flags name is run, and what only a running sidecar can see is not here: whether a port is free,
-    whether a file of rewards imports, how far the kernel can confine it.
+    Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
+    imports, and how far the kernel can confine it.
     """
     yield from _problems_of_engines(settings, architecture)
     host, _, port = settings.rollout.listen.rpartition(":")
@@ -173,7 +173,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
 
 
 def _missing(settings: SidecarSettings) -> Iterator[str]:
-    """What a trainer finds by itself."""
+    """What a trainer fills in by itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
 
@@ -185,13 +185,13 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         named = " ".join(map(str, rollout.devices))
         if len(rollout.devices) != wanted:
             yield (
-                f"--rollout-devices names {len(rollout.devices)} devices, and {rollout.num_engines} engines of "
-                f"{rollout.tensor_parallel_size} take {wanted}: name as many"
+                f"--rollout-devices must name {wanted} devices, {rollout.tensor_parallel_size} for each of "
+                f"{rollout.num_engines} engines, and names {len(rollout.devices)}"
             )
         if min(rollout.devices) < 0 or len(set(rollout.devices)) < len(rollout.devices):
-            yield f"--rollout-devices {named} must be different numbers from 0 on: write each device once"
+            yield f"--rollout-devices {named} must be different numbers, none negative: write each device once"
         if device == "cpu" and rollout.engine == "vllm":
-            yield f"--rollout-devices {named} are accelerators, and the engines compute on the CPU: drop the flag"
+            yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
     if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
@@ -205,10 +205,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
     rollout = settings.rollout
     length = rollout.max_model_len or settings.seq_length
     if rollout.script is not None:
-        yield (
-            f"--rollout-script {rollout.script} is for --rollout-engine scripted, and this is {rollout.engine}: "
-            f"drop one of them"
-        )
+        yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if length is None:

@@ -1,7 +1,7 @@
 """Weights that stream from the trainer's devices to the engines': the trainer's end, and what engines are told.
 
 The trainer is rank 0 of one group; the workers of the engines follow, engine after engine. vllm-ascend registers its
-HCCL backend under the same name and takes the same calls. None of this has run: no machine of ours has either.
+HCCL backend under the same name and takes the same calls. None of this has run on NCCL or HCCL.
 The sidecar tells the engines to join and to receive, so vLLM's client of them has nothing to do in the trainer.
 """
 
@@ -39,19 +39,19 @@ class EngineCall:
 
 
 def assign_places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
-    """The places of engines with these numbers of workers."""
+    """Assign places to engines with these numbers of workers."""
     world_size = 1 + sum(num_workers)
     firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
     return [StreamPlace(first, world_size, packed_in_update) for first in firsts]
 
 
 def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
-    """Join the group. Each publish makes its own: an engine that was started again has no place in an old one."""
+    """The calls that join the group; each publish makes its own, since a restarted engine is in no old one."""
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
-        raise InputError(f"{weights.transport} weights are at host:port, not {weights.location!r}")
+        raise InputError(f"the location of {weights.transport} weights must be host:port, not {weights.location!r}")
     if not weights.manifest:
-        raise InputError(f"{weights.transport} weights need a manifest: the names, dtypes and shapes in their order")
+        raise InputError(f"{weights.transport} weights must have a manifest: names, dtypes and shapes in their order")
     init = {
         "master_address": host.strip("[]"),
         "master_port": int(port),
@@ -64,7 +64,7 @@ def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall
 
 
 def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
-    """Receive the tensors while the trainer sends them, then leave the group."""
+    """The calls that receive the tensors while the trainer sends them, then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
     if place.packed_in_update:
@@ -96,7 +96,7 @@ class Tensors(Protocol):
 
 
 def find_library(transport: str) -> tuple[Any, Any]:
-    """What opens a sender is made of; a PlatformError where it is not installed."""
+    """The classes of vLLM that open a sender; PlatformError if they are not installed."""
     module, info, sender = _LIBRARIES[transport]
     try:
         found = importlib.import_module(module)
@@ -104,13 +104,13 @@ def find_library(transport: str) -> tuple[Any, Any]:
     except (ImportError, AttributeError) as error:
         package = module.partition(".")[0].replace("_", "-")
         raise PlatformError(
-            f"--rollout-transport {transport} sends with {package}, which the trainer's environment does not have "
-            f"({error}): install the version that the engines run there too, or write --rollout-transport shm"
+            f"--rollout-transport {transport} needs {package} in the trainer's environment ({error}): install the "
+            f"version that the engines run, or write --rollout-transport shm"
         ) from None
 
 
 def open_sender(transport: str, host: str, port: int, world_size: int, tensors: Tensors) -> Any:
-    """Wait for all workers at that address; what this returns has `send_weights` and `shutdown`."""
+    """Wait for all workers at that address; the sender has `send_weights` and `shutdown`."""
     make_info, make_sender = find_library(transport)
     # Rank 0 is the one that sends.
     info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
@@ -118,7 +118,7 @@ def open_sender(transport: str, host: str, port: int, world_size: int, tensors: 
 
 
 class _ToldBySidecar:
-    """vLLM's client of the engines."""
+    """Takes the place of vLLM's client of the engines: the sidecar makes these calls."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 

@@ -6,8 +6,8 @@ Invariants:
   sampled a token from it;
 - a publish brings all engines that are there to a version, or leaves none of them READY;
 - an engine that dies is started again with growing pauses, and brought to the current version from the copy that the
-  transport keeps; without a copy it waits for the next publish. One that fails too often in a row is given up, and
-  when no other is left whoever waits for an engine is told so;
+  transport keeps; without a copy it waits for the next publish;
+- an engine that fails too often in a row is given up; when none is left, waiting requests fail with the reason;
 - an engine that is not up is being started, by its task or by a publish, or is given up.
 """
 
@@ -43,11 +43,11 @@ _UP = (EngineState.WAITING, EngineState.READY, EngineState.PUBLISHING, EngineSta
 
 
 class PublishFailed(MegatronRLError):
-    """A version could not be brought to the engines; none of them samples."""
+    """A version could not be brought to the engines, and none of them samples."""
 
 
 class WeightsNotProven(PublishFailed):
-    """Engines were proved to hold something else than the version that they say they hold."""
+    """Engines were proved not to hold the version that they report."""
 
     def __init__(self, text: str, weights: Weights, wrong: dict[str, str]) -> None:
         super().__init__(text)
@@ -56,7 +56,7 @@ class WeightsNotProven(PublishFailed):
 
 
 class OtherWorkers(PublishFailed):
-    """The trainer opened a stream for more or fewer workers than there are: it has to count again."""
+    """The trainer opened a stream for another number of workers than there are, and must count again."""
 
 
 class SupervisedEngine(Engine, Protocol):
@@ -68,11 +68,11 @@ class SupervisedEngine(Engine, Protocol):
     def num_workers(self) -> int: ...
 
     async def start(self) -> None:
-        """Return when it answers, in the state WAITING; EngineLost when it never will."""
+        """Return when it answers, in the state WAITING; EngineLost if it ends first."""
         ...
 
     async def close(self) -> None:
-        """End it, whatever state it is in."""
+        """End it, in any state."""
         ...
 
     def last_words(self) -> str:
@@ -95,7 +95,7 @@ class SupervisorConfig:
     """How engines are watched, and how much each is given."""
 
     max_responses: int = 128
-    """Responses in flight on one engine: twice what it samples at a time, so that it never runs dry."""
+    """Responses in flight on one engine: twice what it samples at a time, so that it never idles."""
     watch_seconds: float = 1.0
     first_pause: float = 1.0
     """Seconds before an engine that died is started again; doubled with each death in a row."""
@@ -103,14 +103,14 @@ class SupervisorConfig:
     max_failures: int = 5
     """Deaths in a row after which an engine is given up."""
     healthy_seconds: float = 300.0
-    """An engine that lived for so long has not died in a row."""
+    """After so long a life, an engine's earlier deaths no longer count."""
     deadlines: StepDeadlines = StepDeadlines()
     probe_tolerance: float = 1e-5
 
 
 @dataclasses.dataclass
 class Member:
-    """An engine's place: the engine in it may be another after a restart."""
+    """An engine's place; after a restart another engine is in it."""
 
     name: str
     engine: SupervisedEngine
@@ -128,7 +128,7 @@ class Member:
 
 
 class Supervisor:
-    """All engines of a sidecar; what the rollout service knows of them."""
+    """All engines of a sidecar, as the rollout service knows them."""
 
     def __init__(self, factory: EngineFactory, config: SupervisorConfig = SupervisorConfig()) -> None:
         self._factory = factory
@@ -136,11 +136,11 @@ class Supervisor:
         self._members: dict[str, Member] = {}
         self._num_made = 0
         self._published: Published | None = None
-        """What engines were last brought to: current, unless a publish has been begun since."""
+        """What engines were last brought to; current unless another publish has begun since."""
         self._is_current = False
         self._steps = Steps(config.deadlines, config.probe_tolerance)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
-        """Told of engines that were brought to the current version after its publish."""
+        """Called for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
@@ -165,16 +165,16 @@ class Supervisor:
 
     @property
     def max_in_flight(self) -> int:
-        """Groups that can be of use at a time; the pool's own bound counts responses."""
+        """The most groups worth having in flight; the pool's own bound counts responses."""
         return max(1, len(self._members)) * self._config.max_responses
 
     async def publish(self, weights: Weights, answer: AwaitAnswer | None = None) -> Published:
-        """Bring a version to every engine that is there, all or none.
+        """Bring a version to all engines that are up, or to none.
 
-        `answer` waits for the trainer's log-probs of the probe, without which engines' are compared with each other's.
+        `answer` waits for the trainer's log-probs of the probe; without it engines are compared with each other.
         """
         async with self._lock:
-            # An engine that comes back meanwhile, or after a failure, must not take up what was current before.
+            # An engine that comes back meanwhile, or after a failure, must not load what was current before.
             self._is_current = False
             await self._let_leave()
             try:
@@ -194,7 +194,7 @@ class Supervisor:
         return [member.name for member in members]
 
     async def adopt(self, address: str) -> str:
-        """Take in an engine that somebody else started on this host, by the path of its socket."""
+        """Use an engine that somebody else started on this host, given the path of its socket."""
         member = self._make(address)
         try:
             await member.engine.start()
@@ -207,7 +207,7 @@ class Supervisor:
     def remove(self, name: str) -> None:
         """Let an engine go with the next publish, when nothing is in flight."""
         if name not in self._members:
-            raise InputError(f"there is no engine {name!r}: there are {', '.join(self._members) or 'none'}")
+            raise InputError(f"unknown engine {name!r}: write one of {', '.join(self._members) or 'none'}")
         self._members[name].is_leaving = True
 
     def status(self) -> dict[str, Any]:
@@ -249,9 +249,10 @@ class Supervisor:
     # publishing
 
     async def _publish(self, weights: Weights, answer: AwaitAnswer | None) -> Published:
-        """Attempts until one succeeds. What is refused is tried again; who is lost, or refuses twice, is restarted.
+        """Try until an attempt succeeds. An engine that is lost, or refuses twice, is restarted.
 
-        Not so what holds something else than it says: it was found out this once, and nothing tells what else it does.
+        An engine that holds other weights than it reports ends the publish: nothing else that it reports can be
+        trusted either.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             members = await self._present()
@@ -269,7 +270,7 @@ class Supervisor:
                     raise WeightsNotProven(text, weights, failure.wrong) from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
-                    # A stream is sent again by the trainer, or by nobody.
+                    # Only the trainer can send a stream again.
                     for name, error in failure.errors.items():
                         self._revive(self._members[name], str(error))
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
@@ -278,7 +279,7 @@ class Supervisor:
         raise AssertionError("the last attempt returns or raises")
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
-        """Give each engine its place in the stream that the trainer has opened."""
+        """Assign each engine its place in the stream that the trainer has opened."""
         places = streams.assign_places([engine.num_workers for engine in engines])
         if places[0].world_size != weights.world_size:
             raise OtherWorkers(
@@ -289,7 +290,7 @@ class Supervisor:
             engine.stream_place = place
 
     async def _present(self) -> list[Member]:
-        """The engines that are up; while some are only starting, the first of those."""
+        """The engines that are up; waits for one while engines are starting."""
         while True:
             members = [member for member in self._members.values() if member.engine.state in _UP]
             if members:
@@ -303,7 +304,7 @@ class Supervisor:
 
         async def one(member: Member) -> None:
             try:
-                # A group that was in flight may have found it lost before the publish did.
+                # A group in flight may have found it lost before the publish did.
                 await _cancel([member.task])
                 await self._replace(member, str(failure.errors[member.name]))
                 await member.engine.start()
@@ -320,7 +321,7 @@ class Supervisor:
                 )
 
     def _withdraw(self) -> None:
-        """No engine takes groups until a publish has succeeded."""
+        """Let no engine take groups until a publish has succeeded."""
         for member in self._members.values():
             if member.engine.state is EngineState.READY:
                 member.engine.state = EngineState.DIRTY
@@ -335,7 +336,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(self._config.watch_seconds)
             for member in self._members.values():
-                # One that is slow to answer does not keep the others waiting.
+                # A slow answer must not delay the checks of the others.
                 if member.engine.state in _UP and (member.check is None or member.check.done()):
                     member.check = asyncio.create_task(self._check(member, member.engine))
 
@@ -343,7 +344,7 @@ class Supervisor:
         is_alive = await engine.is_alive()
         # In a publish every step has its own deadline.
         if not is_alive and member.engine is engine and engine.state in _UP and not self._lock.locked():
-            self._revive(member, f"engine {member.name} is gone, or does not get on\n{engine.last_words()}")
+            self._revive(member, f"engine {member.name} is gone, or makes no progress\n{engine.last_words()}")
 
     def _lost(self, engine: Engine, error: EngineLost) -> None:
         member = self._members.get(engine.name)
@@ -390,7 +391,7 @@ class Supervisor:
         return True
 
     async def _catch_up(self, member: Member) -> None:
-        """Bring an engine to the current version from the copy of it, if there is one."""
+        """Bring an engine to the current version from its copy, if there is one."""
         async with self._lock:
             _must_be_up(member)
             published = self._published
@@ -400,7 +401,7 @@ class Supervisor:
                 answer = None if published.answer is None else _given(published.answer)
                 joined = await self._steps.publish([member.engine], published.weights, published, answer)
                 self.on_joined(joined.weights, joined.proofs)
-                # Groups come as soon as it is READY, and may have found it lost again.
+                # Groups come as soon as it is READY, and may already have found it lost.
                 _must_be_up(member)
 
     async def _replace(self, member: Member, reason: str) -> None:
@@ -428,7 +429,7 @@ class Supervisor:
         return [member.engine for member in self._members.values()]
 
     def _none_left(self) -> str | None:
-        """Why no engine will be READY before the next publish; None while one is, or may become so."""
+        """Why no engine will be READY before the next publish; None while one is or may become so."""
         if self._lock.locked():
             return None
         for member in self._members.values():
@@ -442,19 +443,19 @@ class Supervisor:
         )
 
     def _run_for(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
-        """In the background; whoever waits for an engine looks again when it is done."""
+        """Run it in the background; requests that wait for an engine are looked at again when it is done."""
         member.task = asyncio.create_task(work)
         member.task.add_done_callback(lambda _: self.pool.engines_changed())
 
 
 def _is_coming(member: Member) -> bool:
-    """Whether it may be up without anybody's doing anything."""
+    """Whether it may come up by itself."""
     is_starting = member.engine.state is EngineState.STARTING
     return is_starting or (member.task is not None and not member.task.done())
 
 
 def _must_be_up(member: Member) -> None:
-    """Whoever loses an engine whose task is not done leaves it to that task."""
+    """Raise EngineLost unless it is up: a loss during its task is left to that task."""
     if member.engine.state not in _UP:
         raise EngineLost(member.error)
 

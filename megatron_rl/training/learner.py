@@ -63,10 +63,10 @@ class Learner:
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update = self.forward_backward(slots, update, reference_is_policy)
-            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _checked(of_update))  # type: ignore[misc]
+            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
-            if not mismatch.is_borne:
+            if not mismatch.is_accepted:
                 raise MismatchBeyond(slots.identity.version, mismatch)
             parts += of_replicas
             updates.append(self._step(slots, update))
@@ -102,7 +102,7 @@ class Learner:
         )
 
 
-def _checked(statistics: list[Statistics]) -> Part | None:
+def _check(statistics: list[Statistics]) -> Part | None:
     """What this replica's tokens differ by, on the rank that speaks for it; an error where a loss is not finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])

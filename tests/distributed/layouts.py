@@ -86,7 +86,7 @@ class LossStep(ForwardStep):
     def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         pack = next(data_iterator)
         output_tensor = model(pack, self._temperature)
-        auxiliary.weigh(output_tensor, 1.0, get_model_config(model))
+        auxiliary.weigh_losses(output_tensor, 1.0, get_model_config(model))
         return output_tensor, functools.partial(self.loss_func, pack)
 
     def loss_func(self, pack: Pack, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:  # type: ignore[override]

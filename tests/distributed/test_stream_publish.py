@@ -208,5 +208,5 @@ def test_vllm_sends_what_it_is_given(folders):
 
 
 def test_without_the_library_of_the_engines_the_error_says_what_to_install():
-    with pytest.raises(PlatformError, match="--rollout-transport hccl sends with vllm-ascend"):
+    with pytest.raises(PlatformError, match="--rollout-transport hccl needs vllm-ascend"):
         find_library("hccl")

@@ -20,10 +20,8 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore.checkpoint import state_dict
 from megatron_rl.mcore.checkpoint.checkpointer import Loaded
 from megatron_rl.mcore.checkpoint.folders import TRACKER
-from megatron_rl.mcore.checkpoint.state_dict import TrainState
 from megatron_rl.mcore.model.gpt import named_shards
 from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.training.saver import Saver
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at
@@ -105,7 +103,7 @@ def go_on(trained: Training) -> dict[str, Any]:
     for chunk in trained.wrapped:
         chunk.zero_grad_buffer()
     reports = [trained.update() for _ in range(2)]
-    state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+    trained.policy.synchronize()
     return {
         "drawn": drawn, "weights": weights, "remembered": memory, "gradients": gradients, "reports": reports,
         "after": trained.parameters(),
@@ -232,7 +230,7 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
     with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
         saver = checkpointer(trained, save=out, keep_last=1)
         trained.update()
-        state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        trained.policy.synchronize()
         results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
         gate = folder.parent / "write"
         original = write_late(gate)
@@ -353,7 +351,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         assert before == trained.weights.fingerprint()
         loaded = checkpointer(trained, load=out / "weights", no_load_optim=True, no_load_rng=True).load()
         told["weights only"] = (
-            f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.schedule.num_steps}"
+            f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.scheduler.num_steps}"
         )
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
         told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
@@ -405,7 +403,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
             with pytest.raises(Killed):
                 saver.save_if_due(2, True, "")
         results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
-        state_dict.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        trained.policy.synchronize()
         results["trained"] = trained.weights.fingerprint()
         trained.session.barrier()
     with training(folder, words) as trained:
@@ -416,8 +414,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def build_saver(trained: Training) -> Saver:
-    policy = Policy(trained.chunks, trained.wrapped, trained.optimizer, trained.schedule, trained.weights)
-    return Saver(trained.settings, trained.session, policy, "run", None, None)
+    return Saver(trained.settings, trained.session, trained.policy, "run", None, None)
 
 
 def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:

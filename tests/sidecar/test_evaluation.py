@@ -175,7 +175,7 @@ def test_what_an_engine_sampled_with_other_weights_is_no_evaluation_either() -> 
     [
         (lambda s: s.evaluate(evaluation(1)), r"version 1 .* is to be evaluated, and the engines hold 0 .*publish it"),
         (lambda s: s.evaluate(evaluation(run="other")), "the lease is held by the run 'run', not by 'other'"),
-        (lambda s: s.evaluated(3, 0), "there is no evaluation of version 3, there is none: ask for it first"),
+        (lambda s: s.evaluated(3, 0), "version 3 is not being evaluated, there was none: POST /v1/evaluations first"),
     ],
 )
 def test_an_evaluation_out_of_turn_is_refused_with_what_to_do(
@@ -191,13 +191,13 @@ def test_an_evaluation_out_of_turn_is_refused_with_what_to_do(
 @pytest.mark.parametrize(
     ("make", "sampling", "message"),
     [
-        (submission, {"temperature": 0.0}, r"temperature 0: .* at least 0.01.*only evaluations may be greedy"),
+        (submission, {"temperature": 0.0}, r"temperature 0 must .* at least 0.01.*only evaluations may be greedy"),
         (submission, {"temperature": 0.001}, "temperature 0.001"),
         (submission, {"temperature": -1.0}, "temperature -1"),
-        (submission, {"temperature": float("inf")}, "temperature inf: write a finite one"),
+        (submission, {"temperature": float("inf")}, "temperature inf must be finite"),
         (submission, {"temperature": float("nan")}, "temperature nan"),
-        (submission, {"max_tokens": 0}, "max_tokens 0: it must be at least 1"),
-        (submission, {"min_tokens": 9}, "min_tokens 9: it must be from 0 to max_tokens, which is 8"),
+        (submission, {"max_tokens": 0}, "max_tokens 0 must be at least 1"),
+        (submission, {"min_tokens": 9}, "min_tokens 9 must be from 0 to max_tokens, which is 8"),
         (evaluation, {"temperature": -0.5}, "temperature -0.5.* or 0 for greedy"),
         (evaluation, {"temperature": 0.005}, "temperature 0.005"),
         (evaluation, {"temperature": float("nan")}, "temperature nan"),
@@ -220,10 +220,10 @@ def test_sampling_that_an_engine_would_quietly_change_is_refused_by_its_value_at
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_size": 2}, "group_size 2 at temperature 0: greedy responses to one prompt are all the same"),
+        ({"group_size": 2}, "group_size 2 at temperature 0: greedy responses to one prompt are equal"),
         ({"group_size": 0}, "group_size 0 of an evaluation"),
         ({"prompts": []}, "an evaluation of 0 prompts"),
-        ({"prompts": evaluation().prompts[1:]}, "with indices 0, 1, 2"),
+        ({"prompts": evaluation().prompts[1:]}, "and indices 0, 1, 2"),
         ({"deadline_seconds": 0.0}, "deadline_seconds 0"),
     ],
 )

@@ -191,7 +191,7 @@ def test_threads_share_a_client_and_one_that_waits_keeps_no_other_waiting(tmp_pa
 def test_a_sidecar_that_stays_away_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with (
         RolloutClient("http://sidecar", TOKEN, 0.6, httpx.HTTPTransport(uds=str(tmp_path / "none"))) as client,
-        pytest.raises(RolloutError, match="did not answer for 1 s.*look at its log, or start one"),
+        pytest.raises(RolloutError, match="did not answer for 1 s.*read its log, or start one"),
     ):
         client.status()
 

@@ -123,7 +123,7 @@ def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) 
         (("--rollout-num-engins", "2"), 2, "the nearest is --rollout-num-engines"),
         (("--reward", "length:8"), 2, "--hf-model is missing"),
         ((*SCRIPTED, "--rollout-listen", "127.0.0.1"), 2, "must be HOST:PORT"),
-        ((*SCRIPTED, "--rollout-devices", "0"), 2, "name as many"),
+        ((*SCRIPTED, "--rollout-devices", "0"), 2, "must name 1 devices"),
         ((*SCRIPTED, "--reward-on-error", "perhaps"), 2, "perhaps"),
         ((*SCRIPTED, "--rollout-script", "none.json"), 2, "none.json cannot be read"),
         ((*SCRIPTED, "--reward-environment", "NO_SUCH"), 2, "--reward-environment NO_SUCH: it is not set here"),

@@ -148,7 +148,7 @@ def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         assert await failure_of(service) == (
-            "a fault of the sidecar: OSError(24, 'Too many open files'); its log has the traceback"
+            "the sidecar failed: OSError(24, 'Too many open files'); its log has the traceback"
         )
 
     serve(check, scorer=Faulty())
@@ -331,7 +331,7 @@ def test_another_run_is_refused_while_the_lease_is_held() -> None:
     ("act", "message"),
     [
         (lambda s: s.submit(submission(1)), "publish it first"),
-        (lambda s: asyncio.to_thread(s.complete, 0), "there is no iteration 0"),
+        (lambda s: asyncio.to_thread(s.complete, 0), "iteration 0 was not submitted"),
     ],
 )
 def test_what_comes_out_of_turn_is_refused_with_what_to_do(act: Callable, message: str) -> None:
@@ -443,7 +443,7 @@ def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_comple
         await all_slots(service)
         for _ in range(2):
             await service.refuse(0, FAR_OFF)
-        assert await failure_of(service) == "log-probs differ by 0.25 on the average, beyond 0.005"
+        assert await failure_of(service) == "log-probs differ by 0.25 on average, beyond 0.005"
         with pytest.raises(IterationFailed, match="beyond 0.005"):
             service.complete(0, FAR_OFF)
 

@@ -314,7 +314,7 @@ def test_engines_join_with_the_current_version_and_leave_with_the_next(tmp_path)
             assert [proof.engine for proof in proofs] == ["engine-1", "engine-2", "engine-3"]
             assert factory.engine("engine-0").is_closed
             assert factory.released == ["engine-0"]
-            with pytest.raises(InputError, match="there is no engine 'engine-0'"):
+            with pytest.raises(InputError, match="unknown engine 'engine-0'"):
                 supervisor.remove("engine-0")
 
     asyncio.run(check())

@@ -207,7 +207,7 @@ def test_weights_that_others_could_have_written_are_refused(run, engine, models)
     with in_shared_memory(models.second, 16) as weights:
         path = Path(weights.location) / "model.safetensors"
         path.chmod(0o644)
-        assert "is not private to user" in refusal(run, engine, weights)
+        assert "must be private to user" in refusal(run, engine, weights)
         path.chmod(0o600)
         run(publish(engine, described(Path(weights.location), 16)))
 

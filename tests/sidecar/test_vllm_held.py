@@ -140,7 +140,7 @@ def test_a_layer_that_does_not_take_over_what_was_loaded_is_named():
     order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
     tensors = drawn(torch.float32)
     del worker.model["qkv"].quant_method
-    with pytest.raises(NotHeld, match="the layers of 1 parameters did not take over what was loaded: qkv.weight"):
+    with pytest.raises(NotHeld, match="the layers of 1 parameters did not process what was loaded: qkv.weight"):
         loaded(worker, order, tensors, tensors)
 
 

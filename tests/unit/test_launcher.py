@@ -186,7 +186,7 @@ def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
-    with pytest.raises(UsageError, match="open to other users"):
+    with pytest.raises(UsageError, match="must belong to you and have mode 700"):
         make_process_spec(CONFIG, "engine-0", tmp_path, tmp_path / "log")
 
 

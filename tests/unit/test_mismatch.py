@@ -43,14 +43,14 @@ def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
 def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:
     found = combine_parts([Part(3.0, 0.5, 30), Part(1.0, 2.0, 10)], 0.2)
     assert found == Mismatch(mean=0.1, largest=2.0, bound=0.2)
-    assert found.is_borne
-    assert not combine_parts([Part(3.0, 0.5, 10)], 0.2).is_borne
-    assert combine_parts([Part(3.0, 0.5, 10)], None).is_borne
+    assert found.is_accepted
+    assert not combine_parts([Part(3.0, 0.5, 10)], 0.2).is_accepted
+    assert combine_parts([Part(3.0, 0.5, 10)], None).is_accepted
 
 
 def test_what_is_not_a_number_is_borne_by_no_bound() -> None:
     for parts in ([Part(math.nan, math.nan, 4), Part(1.0, 1.0, 4)], [Part(1.0, 1.0, 4), Part(math.nan, math.nan, 4)]):
         found = combine_parts(parts, 1e9)
         assert math.isnan(found.largest)
-        assert not found.is_borne
-        assert not combine_parts(parts, math.inf).is_borne
+        assert not found.is_accepted
+        assert not combine_parts(parts, math.inf).is_accepted

@@ -48,7 +48,7 @@ def test_flags_become_settings_and_lists_join(tmp_path: Path) -> None:
         ("--rollout-max-in-flight -1", "--rollout-max-in-flight -1 must be at least 1"),
         ("--rollout-num-engines many", "--rollout-num-engines many"),
         ("--rollout-listen 127.0.0.1:99999", "must be HOST:PORT"),
-        ("--rollout-devices 0 1 2 --rollout-num-engines 2", "names 3 devices"),
+        ("--rollout-devices 0 1 2 --rollout-num-engines 2", "and names 3"),
         ("--rollout-devices 1 1 --rollout-num-engines 2", "--rollout-devices 1 1 must be different numbers"),
         ("--rollout-engine scripted --rollout-transport nccl", "does not reach a scripted engine"),
         ("--reward-on-error perhaps", "--reward-on-error perhaps: neither stop nor a finite number"),
@@ -148,7 +148,7 @@ def test_a_script_is_for_scripted_engines_only(model: Path, tmp_path: Path) -> N
     script = tmp_path / "s.json"
     script.write_text("{}")
     (found,) = problems(f"{VLLM} --hf-model {model} --rollout-script {script}")
-    assert f"--rollout-script {script} is for --rollout-engine scripted, and this is vllm" in found
+    assert f"--rollout-script {script} is for --rollout-engine scripted, not vllm" in found
     assert parse(f"{SCRIPTED} --reward exact --rollout-script {script}".split()).rollout.script == script
 
 
@@ -171,7 +171,7 @@ def test_a_vllm_sidecar_wants_a_length(model: Path) -> None:
             "--rollout-tensor-parallel-size 64: the model's 8 attention heads and 96 columns of the MLP cannot",
         ),
         ("--rollout-max-model-len 257", "--rollout-max-model-len 257 is above the model's longest sequence, 256"),
-        ("--rollout-devices 0", "--rollout-devices 0 are accelerators, and the engines compute on the CPU"),
+        ("--rollout-devices 0", "--rollout-devices 0 names accelerators, but the engines compute on the CPU"),
         ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),
     ],
 )

@@ -102,7 +102,7 @@ def test_an_answer_that_is_not_whole_is_refused(changes, message):
         ([{**SPAN, "version": "3:other"}], "tokens 0 to 3 are of version '3:other', wanted '3'"),
         ([{**SPAN, "end": 2}, {"version": "2:abc", "start": 2, "end": 3}], "tokens 2 to 3 are of version '2:abc'"),
         ([{**SPAN, "end": 2}], "its spans end at token 2 of 3"),
-        ([{**SPAN, "start": 1}], "a span of tokens 1 to 3 follows on 0 tokens"),
+        ([{**SPAN, "start": 1}], "the span of tokens 1 to 3 must start at token 0"),
     ],
 )
 def test_a_group_whose_tokens_are_not_all_of_the_version_is_refused_by_who_makes_it(spans, message):

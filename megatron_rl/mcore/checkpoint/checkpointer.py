@@ -16,9 +16,9 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint import folders, serialization, state_dict
 from megatron_rl.mcore.checkpoint.serialization import Prepared
-from megatron_rl.mcore.checkpoint.state_dict import CONTENT, TrainState
+from megatron_rl.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step.policy import Reference
+from megatron_rl.mcore.step.policy import Policy, Reference
 
 _EXTRA = "megatron_rl"
 # Of which version of the policy the reference's weights are, where they were saved.
@@ -40,31 +40,17 @@ class Loaded:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every method is called on every rank."""
 
-    def __init__(self, settings: Settings, session: Session, state: TrainState, reference: Reference | None = None):
+    def __init__(self, settings: Settings, session: Session, policy: Policy, reference: Reference | None = None):
         """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
         self._is_overriding = settings.schedule.override_opt_param_scheduler
         self._session = session
-        self._state = state
+        self._policy = policy
         self._reference = reference
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration of the folder that is saved to which this run went on from.
         self._loaded: int | None = None
-
-    def is_due(self, version: int, is_last: bool = False) -> bool:
-        """Whether a checkpoint is written after so many iterations."""
-        interval = self._config.save_interval
-        if self._config.save is None or version == 0:
-            return False
-        return is_last or (interval is not None and version % interval == 0)
-
-    def save_if_due(self, version: int, extra: Mapping[str, Any], is_last: bool = False) -> bool:
-        """Save if it is time to, and say whether."""
-        is_due = self.is_due(version, is_last)
-        if is_due:
-            self.save(version, extra)
-        return is_due
 
     def save(self, version: int, extra: Mapping[str, Any]) -> None:
         """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
@@ -74,7 +60,7 @@ class Checkpointer:
         folder = self._config.save
         assert folder is not None
         self.finish()
-        state_dict.synchronize(self._state)
+        self._policy.synchronize()
         noted = self._session.broadcast(json.loads(json.dumps(extra)))
         state = self._session.run_or_raise_everywhere(lambda: self._without_optimizer(version, noted))
         prepared = serialization.prepare(
@@ -141,13 +127,13 @@ class Checkpointer:
         )
         parallel = config.ckpt_fully_parallel_load
         loaded = serialization.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
-        state_dict.apply_model(self._state, loaded, strict=not is_lenient)
+        state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(
-                lambda: state_dict.apply_optimizer(self._state, loaded, self._is_overriding)
+                lambda: state_dict.apply_optimizer(self._policy, loaded, self._is_overriding)
             )
         else:
-            self._state.optimizer.reload_model_params()
+            self._policy.optimizer.reload_model_params()
         if has_rng:
             state_dict.apply_rng(loaded, session.platform)
         if reference is not None:
@@ -171,22 +157,22 @@ class Checkpointer:
         return state
 
     def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
-        state = state_dict.build_model_state(self._state.chunks, content)
+        state = state_dict.build_model_state(self._policy.chunks, content)
         return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
 
     def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._config.no_save_optim:
             return state
-        model = {name: state[name] for name, _ in state_dict.name_chunks(self._state.chunks)}
-        return state | state_dict.build_optimizer_state(self._state, model, CONTENT, is_loading=False)
+        model = {name: state[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+        return state | state_dict.build_optimizer_state(self._policy, model, CONTENT, is_loading=False)
 
     def _wanted(
         self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
     ) -> dict[str, Any]:
         wanted = self._weights(reference, content)
         if has_optimizer:
-            model = {name: wanted[name] for name, _ in state_dict.name_chunks(self._state.chunks)}
-            wanted["optimizer"] = state_dict.build_optimizer_state(self._state, model, content, is_loading=True)[
+            model = {name: wanted[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+            wanted["optimizer"] = state_dict.build_optimizer_state(self._policy, model, content, is_loading=True)[
                 "optimizer"
             ]
         return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
@@ -243,7 +229,7 @@ class Checkpointer:
                 f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
             )
         has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
-        if has_several != (len(getattr(self._state.optimizer, "chained_optimizers", ())) > 1):
+        if has_several != (len(getattr(self._policy.optimizer, "chained_optimizers", ())) > 1):
             size = "above 1" if has_several else "of 1"
             raise InputError(
                 f"{source} was written with --expert-model-parallel-size {size}, where experts have "
@@ -251,7 +237,7 @@ class Checkpointer:
                 f"--no-load-optim"
             )
         is_sharded = self._is_distributed(common["optimizer"])
-        is_wanted = self._state.wrapped[0].ddp_config.use_distributed_optimizer
+        is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
         if is_sharded != is_wanted:
             change = "add it" if is_sharded else "drop it"
             how = "with" if is_sharded else "without"

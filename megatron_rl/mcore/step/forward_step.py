@@ -102,7 +102,7 @@ class PolicyStep(ForwardStep):
         if self.communicator is not None and not unwrap(model).post_process:
             self.communicator.put(output_tensor, frozen_outputs)
         share = self._objective.share(batch.num_targets, batch.num_responses)
-        auxiliary.weigh(output_tensor, share, get_model_config(model))
+        auxiliary.weigh_losses(output_tensor, share, get_model_config(model))
         return output_tensor, partial(self.loss_func, batch, frozen_outputs)
 
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone

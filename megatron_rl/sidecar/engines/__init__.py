@@ -1,4 +1,4 @@
-"""What the rest of the sidecar knows of an engine; beside it the scripted one, and which engine samples which group."""
+"""What the sidecar asks of an engine. The other modules: the scripted engine, and the pool that spreads groups."""
 
 import dataclasses
 import enum
@@ -14,11 +14,11 @@ class EngineState(enum.StrEnum):
 
     STARTING = "starting"
     WAITING = "waiting"
-    """It is there, and holds no version of this run yet: the next publish brings it one."""
+    """It is up and holds no version of this run yet: the next publish brings one."""
     READY = "ready"
     PUBLISHING = "publishing"
     DIRTY = "dirty"
-    """A publish broke off in it: nobody knows what it would sample with."""
+    """A publish broke off: it is not known which weights it holds."""
     DEAD = "dead"
 
 
@@ -27,11 +27,11 @@ class EngineLost(MegatronRLError):
 
 
 class EngineRefused(MegatronRLError):
-    """The engine answered, and will not do what was asked."""
+    """The engine answered and refused the request."""
 
 
 class WrongWeights(EngineRefused):
-    """The engine says that it holds a version, and it was proved that it does not: nobody may sample with it."""
+    """The engine was proved not to hold the version that it reports: nothing may be sampled with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,34 +44,34 @@ class GroupRequest:
     seed: int
     sampling: Sampling
     can_wait: bool = False
-    """Others go first: an evaluation takes what training leaves."""
+    """Others go first: an evaluation uses what training leaves free."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightReport:
-    """What an engine says of the weights it holds."""
+    """What an engine reports of the weights it holds."""
 
     version: int
     fingerprint: str
     """Digested from what it received, before loading it."""
     num_compared: int = dataclasses.field(default=0, compare=False)
-    """Of a load: parameters that were proved to hold what was received, bit for bit, on all workers."""
+    """Parameters that a load proved to hold, bit for bit, what all workers received."""
     num_parameters: int = dataclasses.field(default=0, compare=False)
 
 
 class Engine(Protocol):
-    """One vLLM server, or what stands in for one in tests."""
+    """One vLLM server, or its stand-in in tests."""
 
     name: str
     state: EngineState
 
     @property
     def kind(self) -> EngineKind:
-        """What its log-probs may differ by depends on."""
+        """How it computes log-probs."""
         ...
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """All responses of a group, unscored; EngineLost or EngineRefused otherwise. Cancelling aborts it."""
+        """Sample a group, not scored yet. Raises EngineLost or EngineRefused; cancelling aborts it."""
         ...
 
     async def pause(self) -> None:
@@ -81,7 +81,7 @@ class Engine(Protocol):
     async def load(self, weights: Weights) -> WeightReport:
         """Receive, digest, check for completeness, load, and compare what the parameters hold with what was received.
 
-        The engine is DIRTY from the call until `commit`. WrongWeights where it holds something else.
+        The engine is DIRTY from the call until `commit`. Raises WrongWeights if it holds something else.
         """
         ...
 
@@ -90,13 +90,13 @@ class Engine(Protocol):
         ...
 
     async def verify(self) -> WeightReport:
-        """What the engine is tagged with now."""
+        """The engine's tag, as a report."""
         ...
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of a prompt's tokens, from the second on, at temperature 1: of as many as the engine takes.
+        """Log-probs at temperature 1 of a prompt's tokens, from the second on, up to the engine's longest sequence.
 
-        Without tokens, of some that the engine chooses by its version.
+        Without tokens the engine chooses some by its version.
         """
         ...
 

@@ -2,11 +2,11 @@
 
 Invariants:
 
-- a group goes to the READY engine with the fewest responses in flight, and to none beyond its bound; whoever waits
-  longest is served first, but a group that can wait only when no other does;
-- a group whose engine is lost, or whose answer is not one, goes to an engine again at once, with the same seed, a
-  bounded number of times;
-- what was taken of an engine is given back however a request ends, cancellation included.
+- a group goes to the READY engine with the fewest responses in flight, and to none beyond its bound; the group that
+  has waited longest goes first, but a group that can wait goes only when no other waits;
+- a group whose engine is lost or refuses goes to an engine again at once, with the same seed, a bounded number of
+  times;
+- an engine's room is given back however a request ends, also when it is cancelled.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ class EnginePool:
         on_lost: Callable[[Engine, EngineLost], None],
         none_left: Callable[[], str | None],
     ) -> None:
-        """`max_responses` is the bound of each engine; a larger group goes to an engine that has nothing else.
-        `none_left` says why no engine will ever be ready again, or None."""
+        """`max_responses` bounds each engine; a larger group goes to an idle engine. `none_left` returns why no engine
+        will be ready again, or None."""
         self.num_retried = 0
         self._engines = engines
         self._max_responses = max_responses
         self._on_lost = on_lost
         self._none_left = none_left
         self._in_flight: collections.Counter[str] = collections.Counter()
-        # Those that go first, and those that can wait.
+        # Groups that go first, and groups that can wait.
         self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """The responses of a group, from whichever engine gives them."""
+        """Sample a group on one of the engines."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             engine = await self._take(request.group_size, self._waiting[request.can_wait])
             try:
@@ -63,7 +63,7 @@ class EnginePool:
         raise EngineLost(f"{reason}; request {request.request_id} was tried {MAX_ATTEMPTS} times")
 
     def in_flight(self, name: str) -> int:
-        """Responses that the engine of this name is sampling for us."""
+        """Responses that the engine of this name is sampling."""
         return self._in_flight[name]
 
     @property
@@ -72,7 +72,7 @@ class EnginePool:
         return sum(map(len, self._waiting))
 
     def engines_changed(self) -> None:
-        """An engine has become ready, or will never be."""
+        """Serve waiting groups: an engine has become ready, or never will."""
         while queue := self._waiting[0] or self._waiting[1]:
             size, future = queue[0]
             if future.done():

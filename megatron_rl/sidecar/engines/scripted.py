@@ -1,7 +1,7 @@
-"""An engine for tests and rehearsals: what it samples is a pure function of seed, prompt and fingerprint.
+"""An engine for tests and rehearsals: its responses are a pure function of seed, prompt and fingerprint.
 
-It stands in for a vLLM engine, in this process, with a speed, lengths, delays and faults that a test sets. Nothing
-chooses it by default.
+It replaces a vLLM engine within this process, with speed, lengths, delays and faults that a test sets. It is never
+chosen by default.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ class Script:
 
     vocab_size: int = 1000
     lengths: tuple[int, int] = (1, 32)
-    """The least and the most tokens of a response; the request's own bound holds too."""
+    """The least and the most tokens of a response, within the request's own bound."""
     tokens_per_second: float | None = None
-    """Of the engine, shared by what is in flight; None answers at once."""
+    """Of the engine, shared by all that is in flight; None answers at once."""
     delay: Callable[[GroupRequest], float] = lambda request: 0.0
-    """Seconds that a group takes beside its tokens."""
+    """Seconds that a group takes besides its tokens."""
     group_faults: Mapping[str, Fault] = dataclasses.field(default_factory=dict)
     """What happens to a request, by its id, the first time it comes."""
     step_faults: Mapping[Step, Fault] = dataclasses.field(default_factory=dict)
     """What happens at a step of a publish, once."""
     keeps_old_weights: bool = False
-    """Claims every version that is published, and goes on sampling with the first one."""
+    """Reports every version that is published and keeps sampling with the first."""
 
 
 class ScriptedEngine:
@@ -64,11 +64,11 @@ class ScriptedEngine:
 
     @property
     def kind(self) -> EngineKind:
-        """It has no model, so nothing can be compared with the trainer's."""
+        """Without a model, nothing can be compared with the trainer's."""
         return EngineKind(has_model=False)
 
     async def start(self) -> None:
-        """There at once, without weights."""
+        """Up at once, without weights."""
         self.state = EngineState.WAITING
 
     def last_words(self) -> str:
@@ -179,7 +179,7 @@ class ScriptedFactory:
         return ScriptedEngine(name, self._script)
 
     def adopt(self, name: str, address: str) -> ScriptedEngine:
-        raise InputError(f"{address} cannot be taken in: the engines of this sidecar are scripted")
+        raise InputError(f"{address} cannot be adopted: the engines of this sidecar are scripted")
 
     def release(self, name: str) -> None:
         """It holds nothing."""
@@ -199,7 +199,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_script(path: Path | None, vocab_size: int | None) -> Script:
-    """The script in a file, or the plain one without a file; `vocab_size` is that of the model, where there is one."""
+    """Read a script, or return the default one without a file; `vocab_size` is the model's, if there is one."""
     fields = _Fields() if path is None else _read(path)
     _check(fields, path, vocab_size)
     return Script(

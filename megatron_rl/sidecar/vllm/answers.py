@@ -1,4 +1,4 @@
-"""What a vLLM server is asked and answers: checked, because vLLM clamps, ignores and goes on without a word."""
+"""What a vLLM server is asked and answers, checked, because vLLM clamps and ignores values silently."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def build_request(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
-    """The request to vLLM; an InputError where vLLM would do something else without a word."""
+    """The request to vLLM; InputError where vLLM would silently do something else."""
     _check_fits(request, limits)
     return {
         "request_id": request.request_id,
@@ -63,16 +63,16 @@ def build_request(request: GroupRequest, limits: Limits, tag: str) -> dict[str, 
             "n": request.group_size,
             "seed": request.seed,
         },
-        # Keys and values of other weights are never found again, even if a reset of the cache failed.
+        # Keys and values of other weights are never reused, even if a reset of the cache failed.
         "cache_salt": tag,
     }
 
 
 def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
-    """Every field that vLLM samples by is named: a default of vLLM's never decides."""
+    """All of vLLM's sampling parameters, so that none of its defaults decides."""
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
-        # Without a tokenizer vLLM knows no end of a response.
+        # Without a tokenizer vLLM does not know which tokens end a response.
         stop_token_ids |= set(limits.eos_token_ids)
     return {
         "max_tokens": sampling.max_tokens,
@@ -94,9 +94,9 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
 def read_responses(
     answer: GenerateAnswer, request: GroupRequest, engine: str, version: int, tag: str
 ) -> list[Response]:
-    """The group's responses; EngineRefused when one is missing or cut off.
+    """Read a group's responses; EngineRefused if one is missing or cut off.
 
-    Spans are as vLLM recorded them, those of other weights under their own tag: whoever makes the group refuses it.
+    Spans are as vLLM recorded them, those of other weights under their own tag: `check_group` refuses these.
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
@@ -131,7 +131,7 @@ def _response(
 
 
 def _find_fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest) -> str | None:
-    """What is wrong with a choice, if anything."""
+    """What is wrong with a choice; None if nothing is."""
     most = request.sampling.max_tokens
     if choice.finish_reason not in ("stop", "length"):
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
@@ -144,7 +144,7 @@ def _find_fault(choice: _Choice, tokens: list[int], content: list[_LogProb], req
         if not math.isfinite(entry.logprob) or entry.logprob <= _CLAMPED or entry.logprob > 1e-3:
             return f"has {entry.logprob} for the log-prob of token {entry.token_id}"
     if choice.weight_versions is None:
-        return "does not say which weights sampled it: this vLLM does not record the version of a token"
+        return "does not say which weights sampled it: this vLLM does not record the version of each token"
     return None
 
 
@@ -157,27 +157,27 @@ def _check_fits(request: GroupRequest, limits: Limits) -> None:
     if len(tokens) + most > limits.max_model_len:
         raise InputError(
             f"request {request.request_id}: a prompt of {len(tokens)} tokens and {most} more are beyond the engines' "
-            f"{limits.max_model_len}: shorten one of them or start the engines with a larger --rollout-max-model-len"
+            f"{limits.max_model_len}: shorten one of them, or raise --rollout-max-model-len"
         )
     if request.group_size > limits.max_num_seqs:
         raise InputError(
             f"request {request.request_id}: {request.group_size} responses are more than the {limits.max_num_seqs} "
-            "that an engine samples at a time: start the engines with a larger --rollout-max-num-seqs"
+            "that an engine samples at a time: raise --rollout-max-num-seqs"
         )
     if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
         raise InputError(
             f"request {request.request_id}: token {min(tokens) if min(tokens) < 0 else max(tokens)} of the prompt is "
-            f"not one of the model's {limits.vocab_size}: tokenize with the tokenizer of this model"
+            f"not one of the model's {limits.vocab_size}: tokenize with the model's own tokenizer"
         )
 
 
 def is_sum(parts: Iterable[Sequence[int]], whole: Sequence[int]) -> bool:
-    """Whether digests of parts add up to that of the whole, lane by lane."""
+    """Whether the digests of parts add up to that of the whole, lane by lane."""
     return all((sum(lanes) - total) % 2**64 == 0 for *lanes, total in zip(*parts, whole, strict=True))
 
 
 def find_wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tensors that workers hold between them, and whose parts are not, together, what was given.
+    """Find tensors divided over workers whose parts together are not what was given.
 
     Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds;
     several workers may hold the same one.

@@ -32,7 +32,7 @@ from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause,
 
 _log = logging.getLogger(__name__)
 
-# Between log-probs of the same weights from the same kernels: those of some devices do not add in a fixed order.
+# Between log-probs of the same weights and kernels: some devices do not add in a fixed order.
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
@@ -46,11 +46,11 @@ class Deadlines:
 
     start: float = 600
     health: float = 60
-    """Generous: while the server writes the answer to a large group it does nothing else."""
+    """Long, because the server does nothing else while it writes the answer to a large group."""
     group: float = 7200
-    """A whole group, queueing included."""
+    """For a whole group, including the time in the queue."""
     stall: float = 120
-    """Without one more token while something is in flight."""
+    """The longest time without another token while something is in flight."""
 
 
 class VllmEngine:
@@ -76,7 +76,7 @@ class VllmEngine:
         self._tag = ""
         self._num_in_flight = 0
         self._progress = (0.0, 0.0)
-        # A connection kept open may be closed by the server just when it is used again.
+        # The server may close an idle connection just when it is used again.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
@@ -85,7 +85,7 @@ class VllmEngine:
         )
 
     async def start(self) -> None:
-        """Wait until the server answers and its workers are ready for us; EngineLost with its last lines otherwise."""
+        """Wait until the server answers and its workers are ready; EngineLost has its last lines otherwise."""
         try:
             async with asyncio.timeout(self._deadlines.start):
                 await self._until_healthy()
@@ -99,7 +99,7 @@ class VllmEngine:
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         if self.state is not EngineState.READY:
-            # A paused vLLM would keep the request, and sample it from whatever comes next.
+            # A paused vLLM would keep the request and sample it from the next weights.
             raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
         version, tag = self._version, self._tag
         content = build_request(request, self.limits, tag)
@@ -118,7 +118,9 @@ class VllmEngine:
         try:
             answer = msgspec.json.decode(data, type=GenerateAnswer)
         except msgspec.DecodeError as error:
-            raise EngineRefused(f"engine {self.name}: the answer to {request.request_id} is not one: {error}") from None
+            raise EngineRefused(
+                f"engine {self.name}: the answer to {request.request_id} cannot be read: {error}"
+            ) from None
         return read_responses(answer, request, self.name, version, tag)
 
     async def pause(self) -> None:
@@ -127,7 +129,7 @@ class VllmEngine:
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
-        # Until the next commit nothing that this engine samples is of a version.
+        # Until the next commit, nothing that it samples belongs to a version.
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
@@ -140,7 +142,7 @@ class VllmEngine:
             weights.version,
             self._common("load", answers, "fingerprint"),
             num_compared=min(answer["compared"] for answer in answers),
-            # What no worker holds was not compared either.
+            # Tensors that no worker holds were not compared either.
             num_parameters=max(answer["parameters"] for answer in answers)
             + len(set.intersection(*(set(answer["unheld"]) for answer in answers))),
         )
@@ -149,7 +151,7 @@ class VllmEngine:
         tag = f"{report.version}:{report.fingerprint}"
         reset = await self._post("commit", "/reset_prefix_cache")
         if reset.get("success") is not True:
-            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, something still holds it")
+            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because something still uses it")
         await self._post("commit", "/update_weight_version", {"new_version": tag})
         self._version, self._tag = report.version, tag
         self.state = EngineState.PUBLISHING
@@ -166,7 +168,7 @@ class VllmEngine:
         return WeightReport(int(version), fingerprint)
 
     async def probe(self, tokens: Sequence[int]) -> list[float]:
-        # A paused vLLM takes no step, so it runs for this one request; nobody else sends it any before `resume`.
+        # A paused vLLM takes no step, so it runs for this one request; no other is sent before `resume`.
         chosen = tokens or probe.draw_tokens(max(0, self._version), self.limits.vocab_size)
         prompt = list(chosen[: self.limits.max_model_len - 1])
         content = {
@@ -186,13 +188,13 @@ class VllmEngine:
         self.state = EngineState.READY
 
     async def is_alive(self) -> bool:
-        """Whether the process is there, answers, and gets on with what is in flight."""
+        """Whether the process is there, answers, and makes progress with what is in flight."""
         if self._handle and self._handle.poll():
             return False
         return await self._answers_health() and await self._makes_progress()
 
     async def close(self) -> None:
-        """End what was started by us; leave alone what was adopted."""
+        """End the engine, unless it was adopted."""
         self.state = EngineState.DEAD
         await self._http.aclose()
         if self._handle:
@@ -208,9 +210,9 @@ class VllmEngine:
         return int(self.facts["world_size"])
 
     def last_words(self) -> str:
-        """What its log says of why it ended, and where that log is."""
+        """Why it ended, from its log, and where the log is."""
         if self._handle is None:
-            return "somebody else has started it: its log is there"
+            return "it was not started here: see its own log"
         return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
 
     async def _prepare(self) -> None:
@@ -224,7 +226,7 @@ class VllmEngine:
         self.facts = facts = answers[0]
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
-                f"engine {self.name} gives {facts['logprobs_mode']}, and the trainer's log-probs are of logits/T: "
+                f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer's log-probs are of logits/T: "
                 f"start it with --logprobs-mode {_LOG_PROBS_MODE}"
             )
         self.limits = Limits(
@@ -241,17 +243,17 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_updates(self) -> None:
-        """A vLLM that loads this model in place otherwise than from its start would sample from nobody's weights.
+        """Refuse a vLLM that loads this model in place otherwise than at its start: its weights would be wrong.
 
-        Every later check would pass: what was received is what was announced, and all engines are wrong alike.
+        Later checks would pass: what was received is what was announced, and all engines are wrong alike.
         """
         patched = self.facts["moe_patch"]
         if self._handle is None:
-            # It may hold any weights by now, so it cannot be tried.
+            # It may hold any weights, so it cannot be tried.
             if patched.startswith(NOT_APPLIED):
                 raise EngineRefused(
-                    f"engine {self.name}: it is not known whether vLLM {self.facts['vllm']} updates experts in place "
-                    f"on a CPU ({patched}): let the sidecar start the engine, which tries it"
+                    f"engine {self.name}: vLLM {self.facts['vllm']} may not update experts in place on a CPU "
+                    f"({patched}): let the sidecar start the engine, which tries it"
                 )
             await self._learn_order()
             await self._reload()
@@ -259,31 +261,33 @@ class VllmEngine:
         before = await self.probe(())
         await self._learn_order()
         if not await self._reload():
-            _log.warning("engine %s: no safetensors to try updates in place with", self.name)
+            _log.warning("engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name)
             return
         await self._post("reload", "/reset_prefix_cache")
         after = await self.probe(())
         tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
-        # Written so that what is not a number is no match.
+        # Written so that NaN never matches.
         if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
             raise EngineRefused(
-                f"engine {self.name}: after other numbers and then its own checkpoint were loaded in place the "
-                f"log-probs of the probe are others, by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot "
+                f"engine {self.name}: once other numbers and then its own checkpoint were loaded in place, the "
+                f"log-probs of the probe differ by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot "
                 f"update this model here (experts: {patched})"
             )
 
     async def _learn_order(self) -> None:
-        """Have the workers learn where in their parameters tensors lie; they hold nobody's weights then."""
+        """Have the workers learn where tensors lie in their parameters; they hold no real weights afterwards."""
         answers = await self._workers("learn", "megatron_rl_learn_order")
         unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
         if any(answer["unknown"] is None for answer in answers):
-            _log.warning("engine %s: no safetensors to learn from where its parameters lie", self.name)
+            _log.warning(
+                "engine %s: where its parameters lie cannot be learned, its checkpoint has no safetensors", self.name
+            )
         elif unknown:
             names = ", ".join(unknown[:5])
             _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
 
     async def _reload(self) -> bool:
-        """Load the checkpoint that the engine started from, in place; whether there is one to be loaded."""
+        """Load the engine's own checkpoint in place; returns whether there is one to load."""
         answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
         return all(answer["reloaded"] for answer in answers)
 
@@ -296,7 +300,7 @@ class VllmEngine:
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
         if self.stream_place is None:
             raise EngineRefused(
-                f"engine {self.name} has no place in a stream: start it with the {weights.transport} transport"
+                f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
             )
         for call in streams.list_join_calls(weights, self.stream_place):
             await self._post("load", call.route, call.content)
@@ -325,7 +329,7 @@ class VllmEngine:
         return json.loads(await self._send(step, "POST", route, content) or b"null")
 
     async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
-        """The body of the answer. EngineLost where none comes, EngineRefused where it is an error."""
+        """Send a request; returns the body of its answer. EngineLost without an answer, EngineRefused with an error."""
         if content is None:
             request = self._http.build_request(method, route)
         else:
@@ -340,7 +344,7 @@ class VllmEngine:
         return answer.content
 
     async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
-        """It is the engine that failed, not the request, when it is not healthy either; then its log says more."""
+        """An EngineRefused if the engine is healthy, else an EngineLost with the cause from its log."""
         said = f": {answer}" if answer else ""
         if await self._answers_health():
             return EngineRefused(f"engine {self.name}: {text}{said}")
@@ -354,7 +358,7 @@ class VllmEngine:
             return False
 
     async def _makes_progress(self) -> bool:
-        """/health says nothing about a core that hangs: while something is in flight tokens must be counted."""
+        """Whether tokens are counted while something is in flight: /health does not notice a core that hangs."""
         if not self._num_in_flight or self.state is not EngineState.READY:
             return True
         try:
@@ -385,7 +389,7 @@ class VllmFactory:
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
     ) -> None:
-        """`folder` is private and short, for sockets; `logs` is where the engines' output goes, else the same."""
+        """`folder` is private and has a short path, for sockets; the engines' output goes to `logs`, or there too."""
         self._config = config
         self._folder = folder
         self._logs = logs or folder
@@ -400,11 +404,11 @@ class VllmFactory:
         return VllmEngine(name, handle.address, handle, self._deadlines)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
-        """An engine that somebody else started on this host, by the path of its socket."""
+        """An engine that was started elsewhere on this host, given the path of its socket."""
         return VllmEngine(name, address, None, self._deadlines)
 
     def release(self, name: str) -> None:
-        """The engine of that name is gone for good."""
+        """Free the devices of an engine that is gone for good."""
         for devices, holder in self._devices.items():
             if holder == name:
                 self._devices[devices] = None
@@ -417,6 +421,6 @@ class VllmFactory:
                 self._devices[devices] = name
                 return devices
         raise UsageError(
-            f"engine {name} has no accelerators left: {len(self._devices)} sets are in use; give more with "
-            "--rollout-devices or remove an engine"
+            f"engine {name} has no accelerators left: all {len(self._devices)} sets are in use; name more with "
+            "--rollout-devices, or remove an engine"
         )

@@ -1,4 +1,4 @@
-"""Proves what a vLLM model holds: the numbers that it was given, in another order, bit for bit.
+"""Proves that a vLLM model holds the numbers that it was given, in another order, bit for bit.
 
 The order is learned once. Tensors that say where they are take the place of weights, and each row of a parameter then
 says which rows of which tensor it is made of; random numbers that are loaded in the same way must be found there again.
@@ -83,7 +83,7 @@ class Order:
 
 
 class Sight(Generic[T]):
-    """What a look at each parameter has shown."""
+    """What was found in each parameter."""
 
     def __init__(self) -> None:
         self.handed_over: dict[str, T] = {}
@@ -277,7 +277,7 @@ def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
 
 
 class NotHeld(MegatronRLError):
-    """Parameters are not the numbers that were given."""
+    """The model does not hold the numbers that it was given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,7 @@ def compare(
 ) -> Held:
     """Whether what lies in the parameters is what was given, by the digests of both."""
     if left := sorted(order.handed_over - sight.handed_over.keys()):
-        raise NotHeld(f"the layers of {len(left)} parameters did not take over what was loaded: {_first(left)}")
+        raise NotHeld(f"the layers of {len(left)} parameters did not process what was loaded: {_first(left)}")
     digests = {
         name: lanes_SL for name in order.rows if (lanes_SL := sight.get(name not in order.packed).get(name)) is not None
     }

@@ -1,4 +1,4 @@
-"""Mends vLLM on CPUs, each patch where the version has the fault.
+"""Patches of vLLM on CPUs, each applied where the version has the fault.
 
 - Experts that are updated in place compute nonsense: a CPU's kernel wants their weights in a layout of its own. vLLM
   0.32 packs them so when the model is loaded; when they are loaded again it copies them as they are into what is read
@@ -19,7 +19,7 @@ NOT_APPLIED = "not applied"
 
 
 def patch_experts_updated_in_place(model: Any) -> str:
-    """Patch it where the model needs it; says what was done."""
+    """Patch vLLM if the model needs it; returns what was done."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -38,9 +38,9 @@ def has_experts(model: Any) -> bool:
 
 
 def patch_method(method: Any) -> str:
-    """Patch vLLM's method for experts; says what was done.
+    """Patch vLLM's method for experts; returns what was done.
 
-    Another vLLM than the one that is known is left as it is: it may be right without.
+    An unknown vLLM is left as it is: it may not have the fault.
     """
     if getattr(method, _MOE_MARK, False):
         return "applied before"
@@ -63,13 +63,13 @@ def patch_method(method: Any) -> str:
 
 
 _SEED_MARK = "megatron_rl_seed_patch"
-# What vLLM 0.32 has. Another vLLM may have mended it, or have moved what is patched.
+# As in vLLM 0.32. Another vLLM may have fixed it, or moved what is patched.
 _SAMPLE = ("self", "logits", "spec_decode_metadata")
 _BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
 
 
 def patch_seeded_partial_prefill() -> str:
-    """Patch it where needed; says what was done."""
+    """Patch vLLM if needed; returns what was done."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -80,7 +80,7 @@ def patch_seeded_partial_prefill() -> str:
 
 
 def patch_runner(runner: Any) -> str:
-    """Patch vLLM's runner of models; says what was done."""
+    """Patch vLLM's runner of models; returns what was done."""
     if getattr(runner, _SEED_MARK, False):
         return "applied before"
     bookkeep, sample = runner._bookkeeping_sync, runner._sample

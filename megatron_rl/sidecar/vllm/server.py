@@ -1,7 +1,7 @@
 """A vLLM server from outside: how it is started, what it cannot do with a model, why it ended.
 
-What it cannot do is taken from vLLM 0.32's sources, since vLLM itself may live in another environment, and is said
-before an engine is started. What is not here it says in its log.
+What it cannot do is taken from vLLM 0.32's sources, since vLLM may be installed in another environment, and is
+reported before an engine starts. vLLM reports the rest in its log.
 
 Several of its processes print a traceback when one fails. The API server's says to look above, the core's repeats what
 a worker said, the worker's is the cause: the innermost process counts, and of its tracebacks the first, because the
@@ -26,9 +26,9 @@ from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
-# A unix socket's path has room for 107 bytes; vLLM's own sockets are named by 36 characters below the same folder.
+# A unix socket's path may have 107 bytes; vLLM's own sockets have names of 36 characters in the same folder.
 _MAX_FOLDER_BYTES = 70
-# What the environment of the sidecar gives to engines; all else is named below or by the user.
+# What engines inherit from the environment of the sidecar; the rest is set below or by the user.
 _INHERITED = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TZ",
     "CUDA_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH",
@@ -39,7 +39,7 @@ _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DE
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """A vLLM server, apart from where it listens."""
+    """How a vLLM server runs, except for where it listens."""
 
     model: str
     """Folder of the checkpoint it starts from; the weights are replaced at the first publish."""
@@ -51,7 +51,7 @@ class ServerConfig:
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     devices: tuple[int, ...] = ()
-    """The accelerators of this engine, by number; none leaves the choice to vLLM."""
+    """The accelerators of this engine, by number; empty leaves the choice to vLLM."""
     num_threads: int = 1
     """Threads of a worker, on a CPU."""
     cache_gib: int = 1
@@ -60,7 +60,7 @@ class ServerConfig:
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
     eager: bool | None = None
-    """Without compilation and captured graphs; None is yes on a CPU, where compiling takes longer than it gives."""
+    """Without compilation and captured graphs; None means yes on a CPU, where compiling costs more than it saves."""
     flags: tuple[str, ...] = ()
     """More flags for vLLM, after ours."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class ServerConfig:
 
 
 def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) -> ProcessSpec:
-    """How the engine `name` is started, in a private folder of its own that this makes."""
+    """Describe the process of the engine `name`, and make its private folder."""
     address = folder / "api.sock"
     _make_private(folder)
     address.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) 
 
 
 def run_folder(parent: str | None = None) -> Path:
-    """A new private folder for the sockets of a sidecar's engines: with a short path, and on a disk of this host."""
+    """Make a private folder for the sockets of a sidecar's engines: with a short path, on a disk of this host."""
     return Path(tempfile.mkdtemp(prefix="mrl-", dir=parent or os.environ.get("XDG_RUNTIME_DIR") or None))
 
 
@@ -91,7 +91,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
         "--tensor-parallel-size", str(config.tensor_parallel_size),
-        # Token ids in and out; the sampling parameters of the checkpoint's generation_config.json stay out of it.
+        # Token ids in and out, without the sampling parameters of the checkpoint's generation_config.json.
         "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm",
         # Of logits/T, as the trainer computes them; vLLM's default is before temperature.
         "--logprobs-mode", "processed_logprobs",
@@ -101,7 +101,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if eager:
         command.append("--enforce-eager")
     if config.transport != "shm":
-        # vllm-ascend registers its HCCL engine under the name of the one that it stands in for.
+        # vllm-ascend registers its HCCL engine under the same name.
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return (*command, *config.flags)
 
@@ -114,7 +114,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         # vLLM's own sockets, and the files of torch's rendezvous.
         "VLLM_RPC_BASE_PATH": str(folder),
         "TMPDIR": str(folder),
-        # The routes that pause and update. They ask for no key: the folder keeps everyone else out.
+        # The routes that pause and update. They need no key: the private folder keeps others out.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -143,18 +143,18 @@ def _make_private(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{folder} is open to other users (owner {found.st_uid}, mode {found.st_mode & 0o777:o}), and whoever "
-            "reaches an engine's socket can replace its weights: choose a folder of your own with mode 700"
+            f"{folder} must belong to you and have mode 700 (owner {found.st_uid}, mode {found.st_mode & 0o777:o}): "
+            "a user who reaches an engine's socket can replace its weights"
         )
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         raise UsageError(
-            f"{folder} is {len(os.fsencode(folder))} bytes long, and the sockets below it leave room for "
-            f"{_MAX_FOLDER_BYTES}: choose a shorter one"
+            f"the path {folder} has {len(os.fsencode(folder))} bytes and must have at most "
+            f"{_MAX_FOLDER_BYTES}, for the sockets in it: choose a shorter one"
         )
 
 
 def _package_folder(folder: Path) -> Path:
-    """A folder that holds this package and nothing else: the engine's interpreter has its own of all the others."""
+    """Make a folder with this package alone: the engine's interpreter has all others itself."""
     packages = folder / "python"
     packages.mkdir(mode=0o700, exist_ok=True)
     link = packages / "megatron_rl"
@@ -163,14 +163,14 @@ def _package_folder(folder: Path) -> Path:
     return packages
 
 
-# The columns of a head that its attention on a CPU is compiled for. With others it starts, and its first request fails.
+# The columns of a head that its CPU attention is compiled for. With others it starts, and the first request fails.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def find_problems(
     model: Architecture, device: Literal["cpu", "cuda", "npu"], tensor_parallel_size: int, max_model_len: int | None
 ) -> Iterator[str]:
-    """Each thing that an engine of this model would end for."""
+    """Each reason for which an engine of this model would end."""
     if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
             f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
@@ -186,7 +186,7 @@ def find_problems(
 
 
 def _division(model: Architecture, size: int) -> Iterator[str]:
-    """Devices share heads and columns evenly; several of them may have copies of the same keys and values."""
+    """Heads and columns must divide evenly over devices; several devices may hold the same keys and values."""
     if size < 1:
         return
     groups = model.num_query_groups
@@ -202,8 +202,8 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
     ]
     if uneven:
         yield (
-            f"--rollout-tensor-parallel-size {size}: the model's {' and '.join(uneven)} cannot be divided over so many "
-            "devices: write another number"
+            f"--rollout-tensor-parallel-size {size}: the model's {' and '.join(uneven)} cannot be divided by it: write "
+            "another number"
         )
 
 
@@ -220,10 +220,10 @@ _LINE = re.compile(
 _BEGIN = "Traceback (most recent call last)"
 # The processes of a server from the outermost to the innermost, as the beginnings of their names.
 _KINDS = (("", "server"), ("EngineCore", "core"), ("Worker", "worker"), ("VllmWorker", "worker"))
-# An error that the server outlived is not why it ended: those who fail together say so within this time.
+# The server ended by an error of its last time: what it outlived longer ago is not the cause.
 _TOGETHER = datetime.timedelta(seconds=60)
 _NUM_FRAMES = 2
-# Of a message that goes on, indented, after its first line.
+# Of a message that continues, indented, after its first line.
 _MOST_MESSAGE_LINES = 8
 _NUM_LAST_LINES = 10
 
@@ -239,7 +239,7 @@ class _Report:
 
 
 def find_cause(log: Sequence[str]) -> str:
-    """The process that failed first with the end of its traceback; the last lines where there is none."""
+    """The process that failed first, with the end of its traceback; the last lines if there is none."""
     reports, latest = _reports(log)
     recent = [report for report in reports if latest - report.time <= _TOGETHER]
     if not recent:
@@ -247,16 +247,16 @@ def find_cause(log: Sequence[str]) -> str:
     deepest = max(report.depth for report in recent)
     of_deepest = [report for report in recent if report.depth == deepest]
     first = next((report for report in of_deepest if report.is_traceback), of_deepest[0])
-    # That a process is gone is said by another one, in a line.
+    # Another process reports, in one line, that a process is gone.
     deaths = [line for report in recent for line in report.lines if "died unexpectedly" in line][:1]
     lines = _end(first.lines) if first.is_traceback else first.lines
     return "\n".join([f"in its {_KINDS[first.depth][1]}:", *deaths, *(line for line in lines if line not in deaths)])
 
 
 def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
-    """What went wrong, and the time of the last line that has one."""
+    """Tracebacks and errors, and the time of the last line that has one."""
     reports: list[_Report] = []
-    # The tracebacks that are being read: lines of several processes come mixed.
+    # The tracebacks that are still read: lines of several processes come mixed.
     open_ones: dict[str, _Report] = {}
     time = datetime.datetime.min
     for line in log:

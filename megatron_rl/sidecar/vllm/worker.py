@@ -1,7 +1,7 @@
-"""What vLLM's workers do for us: receive weights, digest them, load them completely, say which they hold.
+"""What our extension of vLLM's workers does: receives weights, digests and loads them, says which it holds.
 
 vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
-data. A refusal is an answer, `{"error": ...}`, not an exception: vLLM would only say "worker failed".
+data. A refusal is the answer `{"error": ...}` and not an exception, of which vLLM would only say "worker failed".
 
 An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
 fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
@@ -35,11 +35,11 @@ RpcAnswer = dict[str, Any]
 
 
 class Refusal(MegatronRLError):
-    """What was asked for cannot be done; nothing was changed."""
+    """The request cannot be served; nothing was changed."""
 
 
 def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
-    """A refusal becomes an answer."""
+    """Turn a refusal into an answer."""
 
     def call(self: Any, *args: str) -> RpcAnswer:
         try:
@@ -68,7 +68,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_prepare(self) -> RpcAnswer:
-        """Make the worker ready for us; what the sidecar has to know of it."""
+        """Prepare the worker; returns what the sidecar needs to know of it."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -147,7 +147,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_begin_stream(self) -> RpcAnswer:
-        """Digest from now on whatever vLLM's own transfer engine hands to the model, before it is loaded."""
+        """Digest all that vLLM's own transfer engine hands to the model, before it is loaded."""
         self.megatron_rl_end_recording()
         if self.megatron_rl_is_torn:
             raise Refusal("an earlier update broke off in this worker: it has to be started again")
@@ -159,7 +159,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
-        """Whether what came through was all of the announced weights."""
+        """Check that all of the announced weights came through."""
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
@@ -176,11 +176,11 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
-        """The fingerprint of the weights that this worker loaded last; empty where it holds others."""
+        """The fingerprint of the weights that this worker holds; empty if an update broke off."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
     def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
-        """Replace all weights of the model; whose they are is for the caller to know."""
+        """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
         with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
             self.reload_weights(weights_iterator=iter(tensors.items()))
@@ -189,7 +189,7 @@ class WorkerExtension:
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
-        """vLLM's half-done updates cannot be taken up again: such a worker never loads, nor claims, anything more."""
+        """Mark the worker as torn if a load breaks off: vLLM cannot resume it, so it never loads or reports again."""
         if self.megatron_rl_is_torn:
             raise Refusal("an earlier update broke off in this worker: it has to be started again")
         self.megatron_rl_is_torn = True
@@ -198,7 +198,7 @@ class WorkerExtension:
 
     @contextlib.contextmanager
     def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator["Record"]:
-        """Notes what passes into the model's `load_weights`, and what that says it has loaded."""
+        """Record what passes into the model's `load_weights`, and what it reports as loaded."""
         model = self.model_runner.get_model()
         record = Record({name for name, _ in model.named_parameters()})
         original = model.load_weights
@@ -224,7 +224,7 @@ class WorkerExtension:
             stream.__exit__(None, None, None)
 
     def megatron_rl_learn(self, specs: list[TensorSpec]) -> None:
-        """Once: where tensors lie does not change."""
+        """Learn where tensors lie, once: it does not change."""
         if self.megatron_rl_order is not None:
             return
         self.megatron_rl_fingerprint = ""
@@ -237,7 +237,7 @@ class WorkerExtension:
             self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> RpcAnswer:
-        """What the load has left in the parameters; NotHeld if that is not what was given."""
+        """Compare what a load left in the parameters with what was given; NotHeld if they differ."""
         if self.megatron_rl_order is None or record.sight is None:
             return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}
         held = compare(self.megatron_rl_order, record.sight, digests, record.specs)
@@ -251,12 +251,12 @@ class WorkerExtension:
         }
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
-        """Each name is of one worker of the engine."""
+        """Pick this worker's share of the names: each belongs to one worker of the engine."""
         world_size = self.vllm_config.parallel_config.world_size
         return sorted(names)[self.rank % world_size :: world_size]
 
     def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
-        """The tensors have the names and shapes of the checkpoint that this engine started from."""
+        """Check names and shapes against the checkpoint that this engine started from."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         given = {spec.name: spec.shape for spec in specs}
@@ -303,7 +303,7 @@ def _must_be_private(folder: Path, user: int) -> None:
         found = path.lstat()
         if found.st_uid != user or found.st_mode & 0o077 or stat.S_ISLNK(found.st_mode):
             raise Refusal(
-                f"{path} is not private to user {user} (owner {found.st_uid}, mode {stat.filemode(found.st_mode)})"
+                f"{path} must be private to user {user} (owner {found.st_uid}, mode {stat.filemode(found.st_mode)})"
             )
 
 
@@ -314,7 +314,7 @@ def _mapped(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
-        raise Refusal(f"{folder} holds no safetensors file")
+        raise Refusal(f"{folder} must hold a safetensors file")
     for path in files:
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
