@@ -117,7 +117,7 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     names = {name: None for flag in known for name in flag.names}
     unknown = [word for word in rest if word.startswith("--")] or rest[:1]
     found = [
-        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes its own flags only" for word in unknown
+        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes only its own flags" for word in unknown
     ]
     for flag in known:
         said = getattr(namespace, flag.name, None)
