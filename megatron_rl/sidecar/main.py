@@ -21,7 +21,7 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.sidecar import starting
-from megatron_rl.sidecar.engines.engine import EngineState
+from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
