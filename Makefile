@@ -9,9 +9,10 @@ PYTHON ?=
 PYTHON312 ?=
 VENV := .venv
 MEGATRON_LM_VENV := .venv-megatron-lm
+DOCS_VENV := .venv-docs
 BENCHMARKS = $(or $(NAME),$(filter-out report gpu_check gpu_times,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
-.PHONY: help env test test-all lint types format test-slow test-megatron-lm demo demo-core learning bench gpu-check flags clean
+.PHONY: help env test test-all lint types format test-slow test-megatron-lm demo demo-core learning bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,16 @@ flags: env ## write docs/flags.md anew from the installed megatron-core
 	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished
 	mv docs/flags.md.unfinished docs/flags.md
 
+docs: ## build the site of the documents into build/site; a broken link fails it
+	@tools/make_environment $(DOCS_VENV) requirements/docs.lock 3.11 $(PYTHON)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+
+english: env ## what is hard to read in the documents, errors and helps; a report, not a gate
+	$(VENV)/bin/python -m tools.check_english
+
+figures: env ## draw the pictures in docs/images anew from figures.json
+	$(VENV)/bin/python -m tools.draw_figures
+
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(MEGATRON_LM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_LM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,7 +55,7 @@ def main() -> None:
 
 def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl import platforms
-    from megatron_rl.arguments.resolve import transformer_config
+    from megatron_rl.arguments.resolve import build_transformer_config
     from megatron_rl.mcore.model.gpt import build_chunks
     from megatron_rl.mcore.model.weights import ModelWeights
     from megatron_rl.mcore.publish.probe import Probe
@@ -71,7 +71,7 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
         Session(ParallelSizes(), platform, seed=1, timeout=datetime.timedelta(minutes=5)) as session,
         RolloutClient((run / "address").read_text().strip(), read_token(run / "token")) as client,
     ):
-        chunks = build_chunks(transformer_config(architecture, overrides, platform), architecture)
+        chunks = build_chunks(build_transformer_config(architecture, overrides, platform), architecture)
         weights = ModelWeights(chunks, session)
         weights.load_hf(model)
         client.take_lease(run.name)

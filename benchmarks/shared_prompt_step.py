@@ -7,9 +7,9 @@ import copy
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -88,14 +88,14 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """As a run makes it."""
     from megatron_rl.algorithm.objective import Objective
-    from megatron_rl.arguments.plan import sizes_of
+    from megatron_rl.arguments.run import compute_sizes
     from megatron_rl.data.slots import Identity, IterationSlots
     from megatron_rl.mcore.step.policy import build_policy
-    from megatron_rl.mcore.step.tri_model import build_roles
+    from megatron_rl.mcore.step.roles import build_roles
     from megatron_rl.training.learner import Learner
     from megatron_rl.training.rollouts import build_batcher
 
-    sizes = sizes_of(settings, 1)
+    sizes = compute_sizes(settings, 1)
     policy = build_policy(settings, session, settings.training.train_iters)
     roles = build_roles(settings, session, policy, None, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
@@ -116,7 +116,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_rl.mcore.model.gpt import wrap
-    from megatron_rl.mcore.step import schedule
+    from megatron_rl.mcore.step.forward_step import ForwardStep, loss_scale, run_schedule
     from megatron_rl.mcore.step.optimizer import apply_update, build_optimizer, build_scheduler
 
     config = copy.copy(settings.transformer)
@@ -136,14 +136,17 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     learning_rates = build_scheduler(settings, optimizer, settings.training.train_iters)
     batch = Sequences.of(slot)
 
-    def compute(chunk: torch.nn.Module, micro_batch: Sequences) -> tuple[torch.Tensor, Callable]:
-        losses_BS = chunk(
-            micro_batch.tokens_BS, micro_batch.positions_BS, micro_batch.hidden_11SS, labels=micro_batch.labels_BS
-        )
-        return losses_BS, lambda losses_BS: (losses_BS * micro_batch.weights_BS).sum()
+    class BatchStep(ForwardStep):
+        def forward_step(self, data_iterator: Iterator[Sequences], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = next(data_iterator)
+            output_tensor = model(batch.tokens_BS, batch.positions_BS, batch.hidden_11SS, labels=batch.labels_BS)
+            return output_tensor, self.loss_func
+
+        def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            return (output_tensor * batch.weights_BS).sum() * loss_scale(1), {}
 
     def step() -> None:
-        schedule.train(wrapped, [batch], compute)
+        run_schedule(BatchStep(), wrapped, [batch])
         apply_update(optimizer, learning_rates, wrapped, 1.0 / batch.weights_BS.count_nonzero().item())
 
     return step

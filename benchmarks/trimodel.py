@@ -21,24 +21,22 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from benchmarks import report
 from benchmarks.log_probs_memory import logprob_peak
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.mcore.model.gpt import build_model
 from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step.forward_step import Cast, PolicyStep, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.roles import SeparateRoles
-from megatron_rl.mcore.step.tri_model import TriModel
+from megatron_rl.mcore.step.roles import SeparateRoles, TriModel
 from megatron_rl.protocol.wire import Slot
+from megatron_rl.training.learner import Learner
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of
@@ -139,7 +137,7 @@ class _Bench:
     def __init__(self, session: Session, settings: Settings, problem: Problem):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[session.rank % len(cores)]})
-        sizes = sizes_of(settings, session.num_replicas)
+        sizes = compute_sizes(settings, session.num_replicas)
         self._session = session
         self._division = sizes.division
         self._batcher = build_batcher(settings, session.device)
@@ -147,11 +145,13 @@ class _Bench:
         self.reference = build_reference(settings, session, problem.reference).chunks
         self.old = freeze(build_model(settings))
         copy_weights(self.policy.wrapped, self.old)
-        self._objective = Objective(settings.algorithm, sizes.longest_response)
+        self.objective = Objective(settings.algorithm, sizes.longest_response)
         self._identity = Identity("run", 0, "fingerprint")
         self._source = Source(problem, sizes.division, session.replica, self._identity, is_shuffled=False)
-        self.fused = TriModel(self.policy.wrapped, self.reference, self.old, 1.0)
-        self.separate = SeparateRoles(self.policy.wrapped, self.reference, 1.0)
+        fused = TriModel(self.policy.wrapped, self.reference, self.old, 1.0)
+        self._separate = SeparateRoles(self.policy.wrapped, self.reference, 1.0)
+        self._fused_learner = Learner(self.policy, fused, self.objective, session)
+        self._separate_learner = Learner(self.policy, self._separate, self.objective, session)
 
     @contextlib.contextmanager
     def slots(self, interval: float = 0.0) -> Iterator[IterationSlots]:
@@ -175,20 +175,12 @@ class _Bench:
                 chunk.zero_grad_buffer()
 
     def run_fused(self, slots: IterationSlots) -> None:
-        self.fused.forward_backward(slots, UPDATE, self.loss, self.share)
+        self._fused_learner.forward_backward(slots, UPDATE, reference_is_policy=False)
 
     def run_separate(self, slots: IterationSlots) -> None:
         slots.wait_for_all()
-        self.separate._remember(slots)
-        self.separate.forward_backward(slots, UPDATE, self.loss, self.share)
-
-    def loss(self, log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
-        sequences_N = batch.pack.target_sequences_N
-        advantages_N = batch.advantages_S.index_select(0, sequences_N)
-        return self._objective.loss(log_probs, batch.engine_log_probs_N, advantages_N, sequences_N, batch.lengths_S)[0]
-
-    def share(self, batch: Batch) -> int:
-        return self._objective.share(batch.num_targets, batch.num_responses)
+        self._separate.keep_old(slots, reference_is_policy=False)
+        self._separate_learner.forward_backward(slots, UPDATE, reference_is_policy=False)
 
     def seconds(self, action: Callable[[], Any]) -> float:
         """Until the slowest rank is done."""
@@ -233,15 +225,14 @@ def _one_stage(problem: Problem, rounds: int) -> Times:
         micro_batches = slots.of_update(UPDATE)
         policy = bench.policy.wrapped
 
-        def on_policy(log_probs_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-            own_N = log_probs_N.detach()
-            return bench.loss(RoleLogProbs(log_probs_N, own_N, own_N), batch)
+        # Each role is the policy's.
+        on_policy = PolicyStep(policy, Cast(reference=0), bench.objective, 1.0, loss_scale(len(micro_batches)))
 
         parts = {
             "fused": lambda: bench.run_fused(slots),
-            "policy forward and backward": lambda: schedule.forward_backward(policy, micro_batches, on_policy),
-            "old forward": lambda: schedule.forward(bench.old, micro_batches),
-            "reference forward": lambda: schedule.forward(bench.reference, micro_batches),
+            "policy forward and backward": lambda: run_schedule(on_policy, policy, micro_batches),
+            "old forward": lambda: compute_log_probs(bench.old, micro_batches),
+            "reference forward": lambda: compute_log_probs(bench.reference, micro_batches),
         }
         for number, name in itertools.product(range(rounds + 1), parts):
             seconds = bench.seconds(parts[name])

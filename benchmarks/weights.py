@@ -59,7 +59,7 @@ def main() -> None:
 
 def _measure(source: Path, out: Path, rounds: int) -> dict:
     from megatron_rl import platforms
-    from megatron_rl.arguments.resolve import transformer_config
+    from megatron_rl.arguments.resolve import build_transformer_config
     from megatron_rl.mcore.model import gpt
     from megatron_rl.mcore.model.weights import ModelWeights
     from megatron_rl.mcore.session import ParallelSizes, Session
@@ -68,7 +68,7 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
     sizes = ParallelSizes(tensor=NUM_RANKS)
     results: dict = {name: [] for name in ("copy", "import", "write", "export", "memory")}
     with Session(sizes, platform, seed=1, timeout=datetime.timedelta(minutes=10)) as session:
-        config = transformer_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
+        config = build_transformer_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
 
         def timed(name: str, action: Callable, *action_arguments: Any) -> Any:
             session.barrier()

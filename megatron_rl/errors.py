@@ -18,7 +18,7 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     """By SIGINT, and as a shell has it: 128 and the signal's number."""
     OUT_OF_GRACE = 143
-    """By SIGTERM, and what ran was not over in time."""
+    """By SIGTERM, before the first iteration or because what ran was not over in time."""
 
 
 class MegatronRLError(Exception):

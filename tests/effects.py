@@ -21,10 +21,11 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.mcore import session
 from megatron_rl.mcore.checkpoint import checkpointer
 from megatron_rl.mcore.model import gpt, rope
-from megatron_rl.mcore.step import optimizer, tri_model
+from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
 from megatron_rl.sidecar.child import write_words
 from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.saver import Saver
 
 # What tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
@@ -96,8 +97,8 @@ def _schedule(settings: Settings) -> dict[str, object]:
 
 
 def _roles(settings: Settings) -> dict[str, object]:
-    roles = tri_model.build_roles(settings, MagicMock(), MagicMock(), None, 1)
-    return {"temperature": roles._temperature, "kind": type(roles).__name__}
+    made = roles.build_roles(settings, MagicMock(), MagicMock(), None, 1)
+    return {"temperature": made.temperature, "kind": type(made).__name__}
 
 
 def _checkpoints(settings: Settings) -> dict[str, object]:
@@ -111,24 +112,25 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
     )
     calls = MagicMock()
     with (
-        patch.object(checkpointer, "sharded", calls.sharded),
-        patch.object(checkpointer, "training_state", calls.training_state),
+        patch.object(checkpointer, "serialization", calls.serialization),
+        patch.object(checkpointer, "state_dict", calls.state_dict),
         patch.object(checkpointer, "folders", calls.folders),
         patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
     ):
-        calls.sharded.find.return_value = (3, Path("iter_0000003"))
+        calls.serialization.find.return_value = (3, Path("iter_0000003"))
         # They are called where there are files.
-        calls.sharded.prepare.side_effect = lambda state, *_: state() and MagicMock()
-        calls.sharded.finish.side_effect = lambda session, prepared, action: action()
-        calls.sharded.together.side_effect = lambda session, action, explain: action()
-        calls.sharded.common_of.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
+        calls.serialization.prepare.side_effect = lambda state, *_: state() and MagicMock()
+        calls.serialization.finish.side_effect = lambda session, prepared, action: action()
+        calls.serialization.run_together.side_effect = lambda session, action, explain: action()
+        calls.serialization.read_common.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
         calls.folders.holds_checkpoint.return_value = False
-        calls.training_state.has_rng_of_layout.return_value = True
+        calls.state_dict.has_rng_of_layout.return_value = True
         calls.folders.latest_iteration.return_value = None
-        state = MagicMock()
-        state.wrapped[0].ddp_config.use_distributed_optimizer = False
-        made = checkpointer.Checkpointer(settings, session, state)  # type: ignore[arg-type]
-        due = [version for version in range(_NUM_VERSIONS + 1) if made.is_due(version)]
+        policy = MagicMock()
+        policy.wrapped[0].ddp_config.use_distributed_optimizer = False
+        made = checkpointer.Checkpointer(settings, session, policy)  # type: ignore[arg-type]
+        saver = Saver(settings, session, policy, "run", None, None)  # type: ignore[arg-type]
+        due = [version for version in range(_NUM_VERSIONS + 1) if saver.is_due(version, is_last=False)]
         if settings.checkpoint.save is not None:
             made.save(2, {})
             made.finish()

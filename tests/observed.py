@@ -9,6 +9,7 @@ def metrics_record(version, seconds=1.0):
         "fingerprint": "f" * 64,
         "reward": {"mean": 0.1 * version, "all_equal_groups": 1},
         "loss": -0.1,
+        "responses": {"truncated": 0.25},
         "time": {
             "iteration": 4 * seconds,
             "wait": 0.5 * seconds,
@@ -18,7 +19,8 @@ def metrics_record(version, seconds=1.0):
             "trained_tokens_per_second": 2000.0,
         },
     }
-    return record | ({"evaluation": {"mean": 0.2, "pass": 0.1 * version, "num_prompts": 8}} if version % 2 == 0 else {})
+    evaluation = {"mean": 0.2, "pass": 0.1 * version, "num_prompts": 8, "num_samples": 1}
+    return record | ({"evaluation": evaluation} if version % 2 == 0 else {})
 
 
 def write_metrics(path, versions, seconds=1.0):

@@ -30,14 +30,18 @@ def request(
 
 
 def with_pool(
-    specs: Sequence[str], use: Callable[[RewardPool], Awaitable[Any]], timeout: float = 5, **settings: Any
+    specs: Sequence[str],
+    use: Callable[[RewardPool], Awaitable[Any]],
+    timeout: float = 5,
+    trial: RewardRequest | None = None,
+    **settings: Any,
 ) -> Any:
     """What `use` makes of a started pool; fails if a process or an open file is left when the pool is closed."""
     before = open_files()
 
     async def run() -> Any:
         pool = RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))
-        await pool.start()
+        await pool.start(trial)
         scratch = pool._scratch
         try:
             return await use(pool)

@@ -1,9 +1,14 @@
-"""The losses of tokens: PPO's clipped surrogate, the engine's correction, the divergence from a reference.
+"""The losses of tokens: PPO's clipped surrogate, the engine's correction, the divergence from a reference; their sum.
 
-Letters: N targets.
+How tokens become the loss of an update is registered by the names of `--grpo-aggregation`. A micro-batch gives a sum
+and its share of a denominator; the update's denominator is the sum of the shares over all micro-batches of all
+replicas, and divides once, at the end. So nothing depends on how responses are packed.
+
+Letters: N targets, S responses of the micro-batch.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -39,3 +44,24 @@ def k3(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
     """Schulman's third estimator of KL(policy || reference), of log-probs: unbiased, never negative."""
     difference_N = reference_N - policy_N
     return difference_N.exp() - difference_N - 1
+
+
+Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the response of each target and the responses' lengths to each target's weight in the sum."""
+
+
+def _weigh_alike(sequences_N: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(sequences_N), device=sequences_N.device)
+
+
+def _weigh_by_length(sequences_N: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    # index_select: what reads by position must not depend on the number of threads.
+    return (1.0 / lengths_S.clamp(min=1)).float().index_select(0, sequences_N)
+
+
+WEIGHTS: dict[str, Weigh] = {"token": _weigh_alike, "sequence": _weigh_by_length, "constant": _weigh_alike}
+
+
+def count_share(aggregation: str, num_targets: int, num_responses: int, max_tokens: int) -> int:
+    """A micro-batch's share of the denominator; whole numbers, so that their sum is exact."""
+    return {"token": num_targets, "sequence": num_responses, "constant": num_responses * max_tokens}[aggregation]

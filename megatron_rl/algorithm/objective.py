@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_rl.algorithm import aggregation
-from megatron_rl.algorithm.losses import Clip, importance, k3
+from megatron_rl.algorithm.losses import WEIGHTS, Clip, count_share, importance, k3
 from megatron_rl.config.settings import AlgorithmConfig
 
 
@@ -60,7 +59,7 @@ class Objective:
 
     def share(self, num_targets: int, num_responses: int) -> int:
         """A micro-batch's share of the update's denominator."""
-        return aggregation.share(self.config.aggregation, num_targets, num_responses, self.max_tokens)
+        return count_share(self.config.aggregation, num_targets, num_responses, self.max_tokens)
 
     def loss(
         self,
@@ -81,14 +80,14 @@ class Objective:
         if log_probs.reference_N is not None:
             divergence_N = k3(log_probs.policy_N, log_probs.reference_N)
             loss_N = loss_N + config.kl_beta * divergence_N
-        weights_N = aggregation.WEIGHTS[config.aggregation](sequences_N, lengths_S)
+        weights_N = WEIGHTS[config.aggregation](sequences_N, lengths_S)
         total = (loss_N * weights_N).sum()
         with torch.no_grad():
-            statistics = _statistics(clip, total, ratio_N, advantages_N, old_N, old_N - engine_N, divergence_N)
+            statistics = _measure(clip, total, ratio_N, advantages_N, old_N, old_N - engine_N, divergence_N)
         return total, statistics
 
 
-def _statistics(
+def _measure(
     clip: Clip,
     total: torch.Tensor,
     ratio_N: torch.Tensor,

@@ -1,90 +1,89 @@
-"""What flags must not say together. Each problem names the flag, the bound it breaks, and what to write instead."""
+"""What flags must not say together. Each problem names the flag, its value, what it must be, and what to write instead.
+
+What a number must be for itself is its flag's bound, and checked where the flag is read.
+"""
 
 import importlib.util
-import math
 from collections.abc import Iterator
-from typing import get_type_hints
+
+import torch
 
 from megatron_rl.arguments import model_checks
-from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP, countable_sizes
-from megatron_rl.config.settings import Settings, Subjects
+from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
+from megatron_rl.config.settings import Settings
 
 
-def problems(settings: Settings) -> Iterator[str]:
-    """Everything that is wrong with the flags of any command. What is wrong with a run is in `training.settings`.
+def check_settings(settings: Settings) -> Iterator[str]:
+    """Everything that is wrong with the flags of any command; what is wrong with a run is in `run`.
 
-    An architecture that is None could not be read: what hangs on it is left out.
+    An architecture that is None could not be read: what depends on it is left out.
     """
-    yield from _below_one(settings)
-    for subject in get_type_hints(Subjects):
-        yield from getattr(settings, subject).problems()
     if settings.architecture is not None:
-        yield from model_checks.problems(settings)
-        yield from _lengths(settings)
-        yield from _world(settings)
-    yield from _batches(settings)
-    yield from _optimizer(settings)
-    yield from _schedule(settings)
-    yield from _checkpoint(settings)
-    yield from _service(settings)
+        yield from model_checks.check_model(settings)
+        yield from _check_length(settings)
+        yield from _check_world(settings)
+    yield from _check_needs(settings)
+    yield from _check_pairs(settings)
+    yield from _check_batches(settings)
+    yield from _check_optimizer(settings)
+    yield from _check_schedule(settings)
+    yield from _check_checkpoint(settings)
+    yield from _check_endpoint(settings)
 
 
-def _below_one(settings: Settings) -> Iterator[str]:
-    config, training, checkpoint = settings.transformer, settings.training, settings.checkpoint
-    values = {
-        TP: config.tensor_model_parallel_size,
-        PP: config.pipeline_model_parallel_size,
-        CP: config.context_parallel_size,
-        EP: config.expert_model_parallel_size,
-        "--num-virtual-stages-per-pipeline-rank": config.virtual_pipeline_model_parallel_size,
-        "--recompute-num-layers": config.recompute_num_layers,
-        "--micro-batch-size": training.micro_batch_size,
-        "--global-batch-size": training.global_batch_size,
-        "--seq-length": training.seq_length,
-        "--train-iters": training.train_iters,
-        "--make-vocab-size-divisible-by": settings.model.make_vocab_size_divisible_by,
-        "--save-interval": checkpoint.save_interval,
-        "--save-retain-interval": checkpoint.save_retain_interval,
-        "--save-keep-last": checkpoint.keep_last,
-        "--distributed-timeout-minutes": settings.distributed.distributed_timeout_minutes,
-        "--lr-decay-iters": settings.schedule.lr_decay_iters,
-        "--lr-wsd-decay-iters": settings.schedule.lr_wsd_decay_iters,
-    }
-    # They have values that no flag gave, too.
-    for flag, field, value in (
-        (ETP, "expert_tensor_parallel_size", config.expert_tensor_parallel_size),
-        (
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-            "microbatch_group_size_per_vp_stage",
-            config.microbatch_group_size_per_vp_stage,
+def _check_needs(settings: Settings) -> Iterator[str]:
+    """Flags that are an error without another."""
+    config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
+    schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
+    truncation = algorithm.is_truncation
+    precise, distributed = "--use-precision-aware-optimizer", "--use-distributed-optimizer"
+    for flag, is_given, needed, is_there in (
+        ("--overlap-param-gather", ddp.overlap_param_gather, distributed, ddp.use_distributed_optimizer),
+        ("--overlap-param-gather", ddp.overlap_param_gather, "--overlap-grad-reduce", ddp.overlap_grad_reduce),
+        (precise, optimizer.use_precision_aware_optimizer, distributed, optimizer.use_distributed_optimizer),
+        ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload, precise, optimizer.use_precision_aware_optimizer),
+        *(
+            (f"--{name.replace('_', '-')}", getattr(optimizer, name) != torch.float32, precise,
+             optimizer.use_precision_aware_optimizer)
+            for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         ),
-    ):
-        if f"transformer.{field}" in settings.sources:
-            values[flag] = value
-    model = settings.architecture
-    if model is not None:
-        values |= {
-            "--num-layers": model.num_layers,
-            "--hidden-size": model.hidden_size,
-            "--ffn-hidden-size": model.ffn_hidden_size,
-            "--num-attention-heads": model.num_attention_heads,
-            "--num-query-groups": model.num_query_groups,
-            "--kv-channels": model.kv_channels,
-            "--vocab-size": model.vocab_size,
-        }
-    for flag, value in values.items():
-        if value is not None and value < 1:
-            yield f"{flag} {value} is below 1: write 1 or more"
+        ("--grad-reduce-in-bf16", settings.sources.get("ddp.grad_reduce_in_fp32") == "--grad-reduce-in-bf16",
+         "--bf16", config.bf16),
+        ("--lr-decay-style WSD", schedule.lr_decay_style == "WSD", "--lr-wsd-decay-iters",
+         schedule.lr_wsd_decay_iters is not None),
+        ("--save-retain-interval", checkpoint.save_retain_interval is not None, "--save-interval",
+         checkpoint.save_interval is not None),
+        ("--ckpt-step", checkpoint.ckpt_step is not None, "--load", checkpoint.load is not None),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, "--load", checkpoint.load is not None),
+        (f"--rl-importance-sampling-truncation-coef {truncation or 0:g}", truncation is not None,
+         "--rl-inference-logprobs-is-correction", algorithm.is_correction),
+    ):  # fmt: skip
+        if is_given and not is_there:
+            yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"
 
 
-def _lengths(settings: Settings) -> Iterator[str]:
+def _check_pairs(settings: Settings) -> Iterator[str]:
+    """Flags that cannot stand together."""
+    config, schedule = settings.transformer, settings.schedule
+    for first, second, are_given in (
+        ("--bf16", "--fp16", config.bf16 and config.fp16),
+        ("--lr-warmup-fraction", "--lr-warmup-iters",
+         schedule.lr_warmup_fraction is not None and schedule.lr_warmup_iters),
+        ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler",
+         schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler),
+    ):  # fmt: skip
+        if are_given:
+            yield f"{first} and {second} cannot be given together: drop one of them"
+
+
+def _check_length(settings: Settings) -> Iterator[str]:
     length, longest = settings.training.seq_length, settings.architecture.max_position_embeddings
     if length is not None and length > longest:
-        yield f"--seq-length {length} is above the model's longest sequence, {longest}: write at most that"
+        yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"
 
 
-def _world(settings: Settings) -> Iterator[str]:
-    sizes, world = countable_sizes(settings), settings.world_size
+def _check_world(settings: Settings) -> Iterator[str]:
+    sizes, world = settings.parallel_sizes, settings.world_size
     if world is None:
         return
     if world % sizes.model:
@@ -101,146 +100,89 @@ def _world(settings: Settings) -> Iterator[str]:
         )
 
 
-def _batches(settings: Settings) -> Iterator[str]:
-    training, sizes = settings.training, countable_sizes(settings)
+def _check_batches(settings: Settings) -> Iterator[str]:
+    training, sizes = settings.training, settings.parallel_sizes
     replicas = 0 if settings.world_size is None else settings.world_size // sizes.model
     if training.global_batch_size is None or not replicas:
         return
-    unit = max(1, training.micro_batch_size) * replicas
+    unit = training.micro_batch_size * replicas
     if training.global_batch_size % unit:
         yield (
             f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
             f"{training.micro_batch_size} times {replicas} replicas: write a multiple of {unit}"
         )
-    if sizes.virtual_pipeline is None:
-        return
     count = training.global_batch_size // unit
-    if not fills_interleaving(settings, count):
-        group = interleaved_group(settings)
+    if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
         yield (
-            f"{count} micro-batches a replica do not fill the interleaved schedule of {sizes.pipeline} stages: write "
-            f"--global-batch-size so that there is a multiple of {group} micro-batches, or drop the virtual stages"
+            f"{count} micro-batches a replica do not fill the interleaved schedule of {sizes.pipeline} stages: write a "
+            f"--global-batch-size of a multiple of {count_interleaved(settings)} micro-batches, or drop the virtual "
+            "stages"
         )
 
 
-def interleaved_group(settings: Settings) -> int:
+def count_interleaved(settings: Settings) -> int:
     """The micro-batches that a virtual stage takes in turn."""
-    return max(1, settings.transformer.microbatch_group_size_per_vp_stage or countable_sizes(settings).pipeline)
+    return settings.transformer.microbatch_group_size_per_vp_stage or settings.parallel_sizes.pipeline
 
 
 def fills_interleaving(settings: Settings, num_micro_batches: int) -> bool:
     """Whether the interleaved schedule can run so many."""
-    stages = countable_sizes(settings).pipeline
-    return num_micro_batches >= stages and not 0 < num_micro_batches % interleaved_group(settings) < stages
+    stages = settings.parallel_sizes.pipeline
+    return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 
 
-def _optimizer(settings: Settings) -> Iterator[str]:
+def _check_optimizer(settings: Settings) -> Iterator[str]:
     optimizer = settings.optimizer
-    for flag, decay in (
-        ("--adam-beta1", optimizer.adam_beta1),
-        ("--adam-beta2", optimizer.adam_beta2),
-        ("--sgd-momentum", optimizer.sgd_momentum),
-    ):
-        if decay is not None and not 0 <= decay < 1:
-            yield f"{flag} {decay:g} is not from 0 to below 1: write one that is"
-    for flag, value in (
-        ("--adam-eps", optimizer.adam_eps),
-        ("--weight-decay", optimizer.weight_decay),
-        ("--clip-grad", optimizer.clip_grad),
-    ):
-        if value is not None and value < 0:
-            yield f"{flag} {value:g} is below 0: write 0 or more"
-    if settings.ddp.overlap_param_gather:
-        for has, flag in (
-            (settings.ddp.use_distributed_optimizer, "--use-distributed-optimizer"),
-            (settings.ddp.overlap_grad_reduce, "--overlap-grad-reduce"),
-        ):
-            if not has:
-                yield f"--overlap-param-gather needs {flag}: add it, or drop --overlap-param-gather"
-    if optimizer.use_precision_aware_optimizer and not optimizer.use_distributed_optimizer:
-        yield "--use-precision-aware-optimizer needs --use-distributed-optimizer: add it"
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield "--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd"
     if optimizer.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
-        yield ("--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag")
-    if optimizer.optimizer_cpu_offload and not optimizer.use_precision_aware_optimizer:
-        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer: add it"
+        yield "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
 
 
-def _schedule(settings: Settings) -> Iterator[str]:
+def _check_schedule(settings: Settings) -> Iterator[str]:
     schedule, optimizer = settings.schedule, settings.optimizer
-    rate, lowest = optimizer.lr, optimizer.min_lr
-    if rate is not None and not 0 <= rate < math.inf:
-        yield f"--lr {rate:g} must be a finite number of 0 or more: write one that is"
-    elif rate is not None:
-        for flag, bound in (("--min-lr", lowest), ("--lr-warmup-init", schedule.lr_warmup_init)):
-            if not 0 <= bound <= rate:
-                yield f"{flag} {bound:g} is not between 0 and --lr {rate:g}: write one that is"
-    if schedule.lr_warmup_iters < 0:
-        yield f"--lr-warmup-iters {schedule.lr_warmup_iters} is below 0: write 0 or more"
-    if schedule.lr_warmup_fraction is not None:
-        if schedule.lr_warmup_iters:
-            yield "--lr-warmup-fraction and --lr-warmup-iters say the same in two ways: drop one of them"
-        if not 0 <= schedule.lr_warmup_fraction < 1:
-            yield (f"--lr-warmup-fraction {schedule.lr_warmup_fraction:g} is not from 0 to below 1: write one that is")
-    if schedule.lr_decay_iters is not None and schedule.lr_warmup_iters >= schedule.lr_decay_iters >= 1:
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    for flag, value, top_flag, top in (
+        ("--min-lr", optimizer.min_lr, "--lr", optimizer.lr),
+        ("--lr-warmup-init", schedule.lr_warmup_init, "--lr", optimizer.lr),
+        ("--start-weight-decay", first, "--end-weight-decay", last),
+    ):
+        if value is not None and top is not None and not 0 <= value <= top:
+            yield f"{flag} {value:g} must be between 0 and {top_flag} {top:g}: write one that is"
+    if schedule.lr_decay_iters is not None and schedule.lr_warmup_iters >= schedule.lr_decay_iters:
         yield (
-            f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below --lr-decay-iters {schedule.lr_decay_iters}: "
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below --lr-decay-iters {schedule.lr_decay_iters}: "
             "write fewer"
         )
-    if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it"
-    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: "
-            "drop one of them"
-        )
-    ends = (schedule.start_weight_decay, schedule.end_weight_decay)
-    if schedule.weight_decay_incr_style == "constant" and any(end is not None for end in ends):
+    style = schedule.weight_decay_incr_style
+    if style == "constant" and (first is not None or last is not None):
         yield (
             "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: "
             "add it, or write --weight-decay"
         )
-    if schedule.weight_decay_incr_style != "constant" and any(end is None for end in ends):
-        yield (
-            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay: add them"
-        )
-    first, last = ends
-    if first is not None and last is not None and not 0 <= first <= last:
-        yield (f"--start-weight-decay {first:g} is not between 0 and --end-weight-decay {last:g}: write one that is")
+    if style != "constant" and (first is None or last is None):
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"
 
 
-def _checkpoint(settings: Settings) -> Iterator[str]:
+def _check_checkpoint(settings: Settings) -> Iterator[str]:
     checkpoint = settings.checkpoint
-    if checkpoint.save_retain_interval is not None and (
-        checkpoint.save_interval is None or checkpoint.save_retain_interval % max(1, checkpoint.save_interval)
-    ):
-        yield (
-            f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
-            f"{checkpoint.save_interval}: write one that is"
-        )
+    interval, retained = checkpoint.save_interval, checkpoint.save_retain_interval
+    if retained is not None and interval is not None and retained % interval:
+        yield f"--save-retain-interval {retained} must be a multiple of --save-interval {interval}: write one that is"
     save, save_hf = checkpoint.save, checkpoint.save_hf
     if save is not None and save_hf is not None and save.resolve() == save_hf.resolve():
         yield (
             f"--save and --save-hf are both {save}, where folders of iterations would have the same names: write "
             "another --save-hf"
         )
-    if checkpoint.load is None:
-        for given, flag in (
-            (checkpoint.ckpt_step is not None, "--ckpt-step"),
-            (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint"),
-        ):
-            if given:
-                yield f"{flag} needs --load: add it, or drop {flag}"
 
 
-def _service(settings: Settings) -> Iterator[str]:
+def _check_endpoint(settings: Settings) -> Iterator[str]:
     endpoint = settings.service.endpoint
     if endpoint is not None and not _is_address(endpoint):
         yield (
-            f"--rollout-endpoint {endpoint} must be an address: write http://HOST:PORT, what `address` in the folder "
-            "of its run says"
+            f"--rollout-endpoint {endpoint} must be an address: write http://HOST:PORT, as the file `address` in the "
+            "run's folder has it"
         )
 
 
@@ -254,3 +196,47 @@ def _is_address(text: str) -> bool:
         return False
     has_port = url.port is None or 0 < url.port < 65536
     return url.scheme in ("http", "https") and url.host != "" and has_port
+
+
+def note_idle_flags(settings: Settings) -> Iterator[str]:
+    """What was asked for and nothing reads without another flag, each with what it needs."""
+    for is_there, text, subject, fields in _list_readers(settings):
+        for field in fields.split():
+            source = settings.sources.get(f"{subject}.{field}", "")
+            if source.startswith("--") and not is_there:
+                yield f"{source} has no effect {text}"
+
+
+def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
+    """Whether something reads these fields of a subject, and without what it does not."""
+    config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
+    checkpoint, model = settings.checkpoint, settings.architecture
+    adaptation = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+    is_adam = optimizer.optimizer == "adam"
+    is_saved, is_exported = checkpoint.save is not None, checkpoint.save_hf is not None
+    is_interleaved = config.virtual_pipeline_model_parallel_size is not None
+    is_wsd = settings.schedule.lr_decay_style == "WSD"
+    yield config.fp16, "without --fp16", "optimizer", f"loss_scale {adaptation}"
+    yield not (config.fp16 and optimizer.loss_scale), "with --loss-scale", "optimizer", adaptation
+    yield config.bf16, "without --bf16", "transformer", "disable_bf16_reduced_precision_matmul"
+    yield is_adam, "with --optimizer sgd", "optimizer", "adam_beta1 adam_beta2 adam_eps"
+    yield not is_adam, "without --optimizer sgd", "optimizer", "sgd_momentum"
+    yield optimizer.decoupled_lr is not None, "without --decoupled-lr", "optimizer", "decoupled_min_lr"
+    offload = "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d"
+    pinned = f"{offload} pin_cpu_grads pin_cpu_params"
+    yield optimizer.optimizer_cpu_offload, "without --optimizer-cpu-offload", "optimizer", pinned
+    yield is_wsd, "without --lr-decay-style WSD", "schedule", "lr_wsd_decay_style lr_wsd_decay_iters"
+    norms = "in a model without norms of queries and keys"
+    yield model.qk_layernorm, norms, "optimizer", "apply_wd_to_qk_layernorm"
+    yield is_interleaved, "without virtual pipeline stages", "transformer", "microbatch_group_size_per_vp_stage"
+    yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size"
+    sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"
+    yield ddp.use_distributed_optimizer, "without --use-distributed-optimizer", "ddp", sharded
+    yield ddp.nccl_ub, "without --use-nccl-ub", "ddp", "disable_symmetric_registration"
+    routed = "moe_router_dtype moe_router_load_balancing_type moe_layer_recompute moe_token_dispatcher_type"
+    yield model.experts is not None, "in a model without experts", "transformer", routed
+    yield is_saved or is_exported, "without --save or --save-hf", "checkpoint", "save_interval"
+    saving = "save_retain_interval keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"
+    yield is_saved, "without --save", "checkpoint", saving
+    loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
+    yield checkpoint.load is not None, "without --load", "checkpoint", loading

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from megatron_rl import platforms
-from megatron_rl.arguments import checks, describe, idle, model, resolve, table
+from megatron_rl.arguments import checks, describe, flags, model, resolve
+from megatron_rl.arguments.flags import Given
 from megatron_rl.arguments.run import RunSettings, resolve_run
-from megatron_rl.arguments.table import Given
-from megatron_rl.config.flag import Flag, Kind, flags_of, index, meant, nearest
+from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops.shared_prompt import Choice, Conditions, choose_backend
+from megatron_rl.ops.shared_prompt import Conditions, choose_backend
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
@@ -26,34 +26,34 @@ _NAME = re.compile(r"--[a-z][\w-]*")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
-    """The settings that the words of a command line (by default this process's) come to.
+    """The settings of a command line, by default this process's.
 
-    Everything that is wrong with them is one UsageError here, before any process group exists. Installs the platform,
-    because the table of flags is made from the megatron-core that runs on it.
+    Everything that is wrong with it is one UsageError, before any process group exists. Installs the platform, because
+    the flags are those of the megatron-core that runs on it.
     """
     reading = _read(argv)
-    settings = _settings(reading, _world_size(), needs_folder=False)
-    _raise(reading)
+    settings = _resolve_settings(reading, _find_world_size(), needs_folder=False)
+    _raise_problems(reading)
     return settings
 
 
 def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
-    """The same of a run that trains. Its ranks are those of the launcher; without one there is one."""
+    """The settings of a run that trains, on the launcher's ranks; without a launcher it has one."""
     reading = _read(argv)
-    world_size = _world_size()
+    world_size = _find_world_size()
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
-    settings = _settings(reading, world_size, needs_folder=True)
+    settings = _resolve_settings(reading, world_size, needs_folder=True)
     run, problems = resolve_run(settings, is_first=os.environ.get("RANK", "0") == "0")
     reading.consider(problems)
-    _raise(reading)
+    _raise_problems(reading)
     assert run is not None
     return run
 
 
 @dataclasses.dataclass
 class _Reading:
-    """What was said, and what is wrong with it."""
+    """What a command line says, and what is wrong with it."""
 
     flags: Sequence[Flag]
     platform: Platform
@@ -70,7 +70,7 @@ class _Reading:
         self.faulty.add(name)
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add those that do not follow from what is known to be wrong: they name no flag that is faulty already."""
+        """Add the problems that name no faulty flag; the others follow from one that is known."""
         for problem in problems:
             named = _NAME.findall(problem)
             if problem in self.problems or not self.faulty.isdisjoint(named):
@@ -80,7 +80,7 @@ class _Reading:
                 self.faulty.add(named[0])
 
 
-def _raise(reading: _Reading) -> None:
+def _raise_problems(reading: _Reading) -> None:
     if reading.input_error is not None and reading.problems == [str(reading.input_error)]:
         raise reading.input_error
     if reading.problems:
@@ -88,23 +88,23 @@ def _raise(reading: _Reading) -> None:
 
 
 def _read(argv: Sequence[str] | None) -> _Reading:
-    """What was said, as far as it can be understood."""
+    """What the command line says, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
-    platform = platforms.select(_platform_name(words))
+    platform = platforms.select(_find_platform_name(words))
     platform.install()
-    reading = _Reading(table.all_flags(), platform)
+    reading = _Reading(flags.list_flags(), platform)
     namespace = argparse.Namespace(reading=reading, ignored={})
-    _, rest = _parser(reading.flags).parse_known_args(words, namespace)
-    _unknown(rest, reading)
+    _, rest = _make_parser(reading.flags).parse_known_args(words, namespace)
+    _report_unknown(rest, reading)
     reading.notes += (
         f"without effect here: {', '.join(names)} ({remedy})" for remedy, names in namespace.ignored.items()
     )
     return reading
 
 
-def _platform_name(words: list[str]) -> str:
+def _find_platform_name(words: list[str]) -> str:
     """The value of --platform: the one flag that is needed before the others can be known."""
-    flag = next(flag for flag in flags_of(RunConfig, "run") if flag.name == "--platform")
+    flag = next(flag for flag in derive_flags(RunConfig, "run") if flag.name == "--platform")
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]
     names += [word.partition("=")[2] for word in words if word.startswith(f"{flag.name}=")]
     # An unknown platform is said with all else that is wrong.
@@ -118,12 +118,12 @@ class _Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """What stands after a flag, which may be other than what argparse is to read there."""
+        """What --help shows after a flag; argparse itself is told to read any number of words there."""
         return action.flag.value_text() if isinstance(action, _Store) else super()._format_args(action, default_metavar)
 
 
 class _Store(argparse.Action):
-    """Remembers a flag's words under its targets, and that it was said."""
+    """Keeps the value of a flag, and the words it was given with, under the flag's targets."""
 
     def __init__(self, *, flag: Flag, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -136,7 +136,9 @@ class _Store(argparse.Action):
         source = " ".join((name, *words))
         try:
             self.flag.check_count(words, name)
-            value = self.flag.value(words, name)
+            value = self.flag.read(words, name)
+            if problems := list(self.flag.check_bound(value, name)):
+                raise UsageError(*problems)
         except UsageError as error:
             reading.fault(str(error), self.flag.name)
             return
@@ -155,7 +157,7 @@ class _Store(argparse.Action):
                 reading.fault(f"{earlier.source} and {source} contradict each other: drop one of them", self.flag.name)
 
 
-def _parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
+def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_grpo.py",
         description="Trains with reinforcement learning under Megatron's flags. docs/flags.md lists them by subject.",
@@ -172,13 +174,13 @@ def _parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown(rest: Sequence[str], reading: _Reading) -> None:
+def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
     # Nobody meant one that is refused.
-    known = index(flag for flag in reading.flags if flag.kind is not Kind.REFUSED)
+    known = index_by_name(flag for flag in reading.flags if flag.kind is not Kind.REFUSED)
     names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
     for name in names:
-        reading.problems.append(f"unknown flag {name}{nearest(name, known)}")
-        near = meant(name, known)
+        reading.problems.append(f"unknown flag {name}{suggest_nearest(name, known)}")
+        near = find_nearest(name, known)
         if near is not None:
             # It is not missing.
             reading.faulty.add(known[near].name)
@@ -186,17 +188,17 @@ def _unknown(rest: Sequence[str], reading: _Reading) -> None:
         reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
 
 
-def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
-    """What the words come to. It holds only if nothing is wrong with them.
+def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
+    """The settings, which hold only if nothing is wrong.
 
-    Where a folder is needed and there is none, which is said by whoever needs it, what describes a model is not read.
+    Where a folder is needed and missing, flags that describe a model are not read; whoever needs it reports that.
     """
     given, platform = reading.given, reading.platform
-    subjects = {name: config(**_values_of(name, given)) for name, config in get_type_hints(Subjects).items()}
+    subjects = {name: config(**_select_values(name, given)) for name, config in get_type_hints(Subjects).items()}
     folder = subjects["model"].hf_model
-    architecture = None if folder is None and needs_folder else _architecture(folder, reading)
-    fields = resolve.resolve(reading.flags, given, architecture, platform)
-    built = resolve.build(fields)
+    architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
+    fields = resolve.resolve_fields(reading.flags, given, architecture, platform)
+    configs, refusals = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
     if folder is not None:
         sources["architecture"] = str(folder / "config.json")
@@ -206,38 +208,38 @@ def _settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> 
         world_size=world_size,
         # What hangs on an architecture that cannot be read is not checked, and an error follows.
         architecture=architecture,  # type: ignore[arg-type]
-        transformer=built.transformer,
-        optimizer=built.optimizer,
-        ddp=built.ddp,
+        **configs,
         sources=sources,
         notes=(*reading.notes, *fields.notes),
     )
-    reading.consider((*fields.problems, *checks.problems(settings)))
+    reading.consider((*fields.problems, *checks.check_settings(settings)))
     if architecture is not None:
-        settings = _with_backend(settings, reading)
+        settings = _choose_backend(settings, reading)
     if not reading.problems:
-        reading.problems += built.refusals
+        reading.problems += refusals
     if architecture is not None and not reading.problems:
-        settings = dataclasses.replace(settings, notes=(*settings.notes, *idle.notes(settings)))
+        settings = dataclasses.replace(settings, notes=(*settings.notes, *checks.note_idle_flags(settings)))
     return settings
 
 
-def _architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
+def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
     try:
-        read = model.from_flags(reading.given) if folder is None else model.from_folder(folder, reading.given)
+        found = model.read_flags(reading.given) if folder is None else model.read_folder(folder, reading.given)
     except InputError as error:
         reading.problems.append(str(error))
         reading.input_error = error
         return None
-    architecture, problems = read
+    architecture, problems = found
     reading.consider(problems)
     return architecture
 
 
-def _with_backend(settings: Settings, reading: _Reading) -> Settings:
-    """The settings with the backend of shared-prompt attention that runs."""
+def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
+    """The settings with the backend of shared-prompt attention that will run."""
+    device = platforms.select(settings.platform).device_type
+    conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
     try:
-        choice = _choice_of(settings)
+        choice = choose_backend(settings.attention.backend, conditions)
     except UsageError as error:
         reading.consider(error.problems)
         return settings
@@ -245,22 +247,16 @@ def _with_backend(settings: Settings, reading: _Reading) -> Settings:
     sources = dict(settings.sources)
     if choice.notes:
         sources["attention.backend"] = "; ".join(choice.notes)
-    return dataclasses.replace(settings, attention=attention, sources=sources, notes=(*settings.notes, *choice.notes))
+    notes = (*settings.notes, *(choice.notes if settings.observe.verbose else ()))
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
 
 
-def _choice_of(settings: Settings) -> Choice:
-    """What `--shared-prompt-backend` comes to on this platform, in this precision, for this model."""
-    device = platforms.select(settings.platform).device_type
-    conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
-    return choose_backend(settings.attention.backend, conditions)
-
-
-def _world_size() -> int | None:
+def _find_world_size() -> int | None:
     text = os.environ.get("WORLD_SIZE")
     return int(text) if text else None
 
 
-def _values_of(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
+def _select_values(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
     prefix = f"{subject}."
     return {target.removeprefix(prefix): item.value for target, item in given.items() if target.startswith(prefix)}
 
@@ -271,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--docs"]:
         # The page is of a version of megatron-core, not of a platform.
         platforms.select("cpu").install()
-        sys.stdout.write(describe.flags_page())
+        sys.stdout.write(describe.write_flags_page())
         return ExitCode.OK
     try:
         sys.stdout.write(describe.print_config(parse_run([*words, "--print-config"])))

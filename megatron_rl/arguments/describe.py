@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
-from megatron_rl.arguments import generated, resolve, table
+from megatron_rl.arguments import resolve
+from megatron_rl.arguments.flags import find_megatron_version, list_flags
 from megatron_rl.arguments.run import RunSettings
-from megatron_rl.config.flag import Flag, Kind, text_of
+from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
 from megatron_rl.sidecar.child import write_words
 
@@ -15,9 +16,9 @@ Row = tuple[str, str, str]
 
 
 def print_config(settings: RunSettings) -> str:
-    """Every value with where it came from: a flag, the Hugging Face folder, or a default."""
+    """Every value and where it came from: a flag, the Hugging Face folder, or a default."""
     lines = [f"platform = {settings.platform}"]
-    for title, rows in _sections(settings):
+    for title, rows in _list_sections(settings):
         lines += ["", f"[{title}]"]
         found = list(rows)
         width = max(len(name) for name, _, _ in found)
@@ -27,25 +28,25 @@ def print_config(settings: RunSettings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
-    yield "architecture", _architecture_rows(settings)
+def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
+    yield "architecture", _list_architecture_rows(settings)
     for name in get_type_hints(Subjects):
-        yield name, _rows(name, getattr(settings, name), settings.sources)
+        yield name, _list_rows(name, getattr(settings, name), settings.sources)
     for name in resolve.SUBJECTS:
-        yield name, _built_rows(name, getattr(settings, name), settings.sources)
-    yield "iteration", _iteration_rows(settings)
+        yield name, _list_built_rows(name, getattr(settings, name), settings.sources)
+    yield "iteration", _list_iteration_rows(settings)
     if settings.sidecar is not None:
         words = write_words(settings.sidecar)
         yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
 
 
-def _rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
+def _list_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
     for field in dataclasses.fields(config):
-        yield field.name, _text(getattr(config, field.name)), sources.get(f"{subject}.{field.name}", "default")
+        yield field.name, _write_cell(getattr(config, field.name)), sources.get(f"{subject}.{field.name}", "default")
 
 
-def _built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
-    """The fields of one of megatron-core's dataclasses as it is built, those that are not its defaults first."""
+def _list_built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:
+    """The fields of one of megatron-core's configurations, those that are not defaults first."""
     rows: dict[bool, list[Row]] = {True: [], False: []}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -55,43 +56,43 @@ def _built_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterat
         is_default = source is None and value == field.default
         if source is None:
             source = "default of megatron-core" if is_default else "follows from the model and the other values"
-        rows[is_default].append((field.name, _text(value), source))
+        rows[is_default].append((field.name, _write_cell(value), source))
     yield from sorted(rows[False])
     yield from sorted(rows[True])
 
 
-def _architecture_rows(settings: RunSettings) -> Iterator[Row]:
+def _list_architecture_rows(settings: RunSettings) -> Iterator[Row]:
     origin = settings.sources.get("architecture", "default")
-    for path, value in _leaves("", settings.architecture):
+    for path, value in _list_leaves("", settings.architecture):
         source = settings.sources.get(f"architecture.{path}", origin)
-        yield path, _text(value), source
+        yield path, _write_cell(value), source
 
 
-def _iteration_rows(settings: RunSettings) -> Iterator[Row]:
+def _list_iteration_rows(settings: RunSettings) -> Iterator[Row]:
     sizes, division = settings.sizes, settings.sizes.division
     ranks = "the ranks of the launcher" if settings.world_size is not None else "no launcher says how many there are"
-    yield "num_replicas", _text(sizes.plan.num_replicas), ranks
+    yield "num_replicas", _write_cell(sizes.plan.num_replicas), ranks
     follows = "follows from the batch sizes"
-    yield "prompts_per_update", _text(division.prompts_per_update), follows
-    yield "updates", _text(sizes.plan.num_updates), follows
-    yield "micro_batches_per_update", _text(division.slots_per_update), follows + ", of a replica"
-    yield "longest_prompt", _text(sizes.longest_prompt), "follows from the lengths"
-    yield "longest_response", _text(sizes.longest_response), "follows from the lengths"
-    yield "largest_micro_batch", _text(sizes.largest_micro_batch), "tokens, padding counted in"
-    yield "folder", _text(settings.folder), "--rollout-folder, or follows from --save"
+    yield "prompts_per_update", _write_cell(division.prompts_per_update), follows
+    yield "updates", _write_cell(sizes.plan.num_updates), follows
+    yield "micro_batches_per_update", _write_cell(division.slots_per_update), follows + ", of a replica"
+    yield "longest_prompt", _write_cell(sizes.longest_prompt), "follows from the lengths"
+    yield "longest_response", _write_cell(sizes.longest_response), "follows from the lengths"
+    yield "largest_micro_batch", _write_cell(sizes.largest_micro_batch), "tokens, padding counted in"
+    yield "folder", _write_cell(settings.folder), "--rollout-folder, or follows from --save"
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, object]]:
+def _list_leaves(prefix: str, value: Any) -> Iterator[tuple[str, object]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if dataclasses.is_dataclass(inner):
-            yield from _leaves(f"{prefix}{field.name}.", inner)
+            yield from _list_leaves(f"{prefix}{field.name}.", inner)
         else:
             yield prefix + field.name, inner
 
 
-def _text(value: object) -> str:
-    return "-" if value is None else text_of(value)
+def _write_cell(value: object) -> str:
+    return "-" if value is None else format_value(value)
 
 
 _INTRODUCTION = """\
@@ -99,40 +100,39 @@ _INTRODUCTION = """\
 
 Generated by `make flags` for megatron-core {version}; do not edit.
 
-Flags have Megatron's names. They are written in full, each followed by its value, and a flag said twice must say the
-same. What is wrong with a command line is said at once, a line each with what to write instead, and ends the command
-with exit code 2. `--print-config` shows what all flags come to: the configurations that the run is made of, each value
-with where it came from. `python -m megatron_rl.arguments FLAGS` checks the command line of a run without running
-anything.
+Flags have Megatron's names. Write them in full, each followed by its value; a flag given twice must say the same.
+All mistakes in a command line are reported at once, a line each with what to write instead, and the exit code is 2.
+`--print-config` prints the configurations that the run is made of, each value with where it came from.
+`python -m megatron_rl.arguments FLAGS` checks the command line of a run without running anything.
 
 With `--hf-model` the architecture comes from the folder's config.json, and flags that describe the model must agree
-with it. Without it they describe the model, as in Megatron's scripts.
+with it. Without it, these flags describe the model, as in Megatron's scripts.
 """
 
 
-def flags_page() -> str:
+def write_flags_page() -> str:
     """docs/flags.md, for the megatron-core that is installed."""
-    flags = table.all_flags()
+    flags = list_flags()
     used = [flag for flag in flags if flag.kind is Kind.USED]
     lines = [
-        _INTRODUCTION.format(version=generated.installed_version()),
+        _INTRODUCTION.format(version=find_megatron_version()),
         "## Of this package",
         "",
-        *_used_table(flag for flag in used if not flag.megatron),
+        *_write_table(flag for flag in used if not flag.megatron),
         "",
         "## Of Megatron, used",
         "",
-        *_used_sections(flag for flag in used if flag.megatron),
+        *_write_sections(flag for flag in used if flag.megatron),
         "## Of Megatron, without effect here",
         "",
-        "They are accepted, and said once at start.",
+        "They are accepted, and noted once at the start.",
         "",
-        *_lists(flag for flag in flags if flag.kind is Kind.IGNORED),
+        *_write_lists(flag for flag in flags if flag.kind is Kind.IGNORED),
         "## Of Megatron, refused",
         "",
-        "A value in brackets asks for nothing and is accepted.",
+        "A value in brackets asks for nothing, and is accepted.",
         "",
-        *_lists(flag for flag in flags if flag.kind is Kind.REFUSED),
+        *_write_lists(flag for flag in flags if flag.kind is Kind.REFUSED),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -148,16 +148,16 @@ _TITLES = {
 }
 
 
-def _used_sections(flags: Iterable[Flag]) -> Iterator[str]:
+def _write_sections(flags: Iterable[Flag]) -> Iterator[str]:
     sections: dict[str, list[Flag]] = {}
     for flag in flags:
         subject = flag.targets[0].partition(".")[0] if flag.targets else "described"
         sections.setdefault(_TITLES.get(subject, subject.capitalize()), []).append(flag)
     for title, members in sections.items():
-        yield from (f"### {title}", "", *_used_table(sorted(members, key=lambda flag: flag.name)), "")
+        yield from (f"### {title}", "", *_write_table(sorted(members, key=lambda flag: flag.name)), "")
 
 
-def _used_table(flags: Iterable[Flag]) -> Iterator[str]:
+def _write_table(flags: Iterable[Flag]) -> Iterator[str]:
     yield "| flag | without it | meaning |"
     yield "| --- | --- | --- |"
     for flag in flags:
@@ -165,22 +165,22 @@ def _used_table(flags: Iterable[Flag]) -> Iterator[str]:
         value = f" `{flag.value_text()}`" if flag.value_text() else ""
         meaning = flag.help
         if flag.allowed is not None:
-            meaning += f" Only {' or '.join(text_of(item) for item in flag.allowed)}: {flag.remedy}."
-        yield f"| {names}{value} | {_default(flag)} | {meaning} |"
+            meaning += f" Only {' or '.join(format_value(item) for item in flag.allowed)}: {flag.remedy}."
+        yield f"| {names}{value} | {_write_default(flag)} | {meaning} |"
 
 
-def _default(flag: Flag) -> str:
+def _write_default(flag: Flag) -> str:
     if flag.is_switch:
         return "on" if flag.default else "off" if flag.const is True else ""
     if flag.default is None:
         return ""
-    return text_of(flag.default)
+    return format_value(flag.default)
 
 
-def _lists(flags: Iterable[Flag]) -> Iterator[str]:
+def _write_lists(flags: Iterable[Flag]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for flag in flags:
-        harmless = [text_of(item) for item in flag.allowed or () if item is not None]
+        harmless = [format_value(item) for item in flag.allowed or () if item is not None]
         accepted = f" [{' or '.join(dict.fromkeys(harmless))}]" if harmless else ""
         by_reason.setdefault(flag.remedy, []).append(f"`{flag.name}`{accepted}")
     for reason, names in by_reason.items():

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.arguments.table import Given
-from megatron_rl.config.flag import text_of
+from megatron_rl.arguments.flags import Given
+from megatron_rl.config.flag import format_value
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from megatron_rl.weights import families
 
@@ -27,46 +27,46 @@ _OF_YARN = ("original_max_positions", "beta_fast", "beta_slow", "truncate")
 _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_factor": RopeKind.YARN}
 
 
-def from_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
-    """The architecture that the folder holds, and each flag that says otherwise, with what it contradicts."""
+def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
+    """The architecture in the folder, and a problem for each flag that contradicts it."""
     architecture = families.read_architecture(folder)
-    said = _statements(given)
+    said = _collect_statements(given)
     for name, kind in _FACTORS.items():
         if name in given and architecture.rope.kind is kind:
             said["rope.factor"] = given[name]
         elif name in given and given[name].value != 1 and "rope.kind" not in said:
             said["rope.kind"] = dataclasses.replace(given[name], value=kind)
     return architecture, [
-        f"{item.source} contradicts {_key(architecture, path)} = {_text(_at(architecture, path))} in "
+        f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()
-        if _at(architecture, path) != item.value
+        if _look_up(architecture, path) != item.value
     ]
 
 
-def from_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
-    """The architecture that Megatron's flags describe, what they leave out being as in Megatron's scripts.
+def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
+    """The architecture that Megatron's flags describe; what they leave out is as in Megatron's scripts.
 
     And what is wrong with it; where that leaves no architecture, None.
     """
-    said = {path: item.value for path, item in _statements(given).items()}
+    said = {path: item.value for path, item in _collect_statements(given).items()}
     missing = [flag for field, flag in REQUIRED.items() if field not in said]
     if missing:
         return None, [
             f"no model is given: write --hf-model with a Hugging Face folder, or describe one with Megatron's flags, "
             f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         ]
-    problems = [*_unsupported(given), *_without_effect(said, given)]
+    problems = [*_check_supported(given), *_check_effects(said, given)]
     fields: dict[str, Any] = {path: value for path, value in said.items() if "." not in path}
     heads = fields["num_attention_heads"]
     if "kv_channels" not in fields:
-        if heads < 1 or fields["hidden_size"] % heads:
+        if fields["hidden_size"] % heads:
             problems.append(
                 f"--hidden-size {fields['hidden_size']} must be a multiple of --num-attention-heads {heads}: write "
                 "--kv-channels too, the width of a head"
             )
-        fields["kv_channels"] = fields["hidden_size"] // max(1, heads)
-    fields["num_query_groups"] = _query_groups(given, heads)
+        fields["kv_channels"] = fields["hidden_size"] // heads
+    fields["num_query_groups"] = _count_query_groups(given, heads)
     # Megatron's own default for gated units: two thirds of four times the width, in whole 64s.
     fields.setdefault("ffn_hidden_size", int(fields["hidden_size"] * 8 / 3 / 64) * 64)
     fields.setdefault("tied_embeddings", True)
@@ -74,16 +74,16 @@ def from_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     fields.setdefault("linear_bias", True)
     # A bias of every linear layer is one of the attention's too, to Megatron.
     fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
-    fields["rope"] = _rope(said)
-    fields["experts"] = _experts(said, fields["ffn_hidden_size"])
-    fields["dtype"] = _dtype(given)
+    fields["rope"] = _describe_rope(said)
+    fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
+    fields["dtype"] = _find_dtype(given)
     architecture = Architecture(family="", **fields)
     if problems:
         return architecture, problems
     return dataclasses.replace(architecture, family=families.infer_family(architecture)), []
 
 
-def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
+def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
     """What the flags say about the architecture, under the field's path in it."""
     said = {
         target.removeprefix("architecture."): item
@@ -95,6 +95,8 @@ def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
         said["experts.num_experts"] = dataclasses.replace(said["experts.num_experts"], value=None)
     if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
+    if "rope.kind" in said:
+        said["rope.kind"] = dataclasses.replace(said["rope.kind"], value=RopeKind(said["rope.kind"].value))
     if "described.interpolation_factor" in given:
         factor = given["described.interpolation_factor"]
         said["rope.kind"] = dataclasses.replace(factor, value=RopeKind.LINEAR)
@@ -105,8 +107,8 @@ def _statements(given: Mapping[str, Given]) -> dict[str, Given]:
     return said
 
 
-def _unsupported(given: Mapping[str, Given]) -> Iterator[str]:
-    """Megatron's defaults describe a GPT of 2019: what a supported model has must be said."""
+def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
+    """Megatron's defaults describe a GPT of 2019, so flags must say what every supported model has."""
     for name, flag in (
         ("described.swiglu", "--swiglu"),
         ("described.normalization", "--normalization RMSNorm"),
@@ -119,8 +121,8 @@ def _unsupported(given: Mapping[str, Given]) -> Iterator[str]:
             )
 
 
-def _without_effect(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
-    """What describes a part that the model does not have."""
+def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+    """Flags that describe a part which the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     yarn = "--position-embedding-type yarn"
     needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
@@ -132,7 +134,7 @@ def _without_effect(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iter
             yield f"{given[name].source} has no effect without {flag}: add it, or drop the flag"
     groups = None if "described.group_query_attention" in given else given.get("architecture.num_query_groups")
     if groups is not None and groups.value != said["num_attention_heads"]:
-        yield f"{groups.source} has no effect without --group-query-attention: add that"
+        yield f"{groups.source} has no effect without --group-query-attention: add it, or drop the flag"
     if not said.get("experts.num_experts"):
         for field in ("num_active", "ffn_hidden_size", "normalize_weights"):
             if f"experts.{field}" in said:
@@ -140,21 +142,21 @@ def _without_effect(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iter
                 yield f"{source} has no effect without --num-experts: add it, or drop the flag"
 
 
-def _query_groups(given: Mapping[str, Given], heads: int) -> int:
+def _count_query_groups(given: Mapping[str, Given], heads: int) -> int:
     groups = given.get("architecture.num_query_groups")
     if "described.group_query_attention" not in given:
         return heads
     return 1 if groups is None else groups.value
 
 
-def _rope(said: Mapping[str, Any]) -> Rope:
+def _describe_rope(said: Mapping[str, Any]) -> Rope:
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     start = {RopeKind.LLAMA3: _LLAMA3, RopeKind.YARN: _YARN}.get(kind, Rope(kind=kind))
     fields = {path.removeprefix("rope."): value for path, value in said.items() if path.startswith("rope.")}
     return dataclasses.replace(start, **fields)
 
 
-def _experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
+def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
     if not said.get("experts.num_experts"):
         return None
     return Experts(
@@ -165,14 +167,14 @@ def _experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
     )
 
 
-def _dtype(given: Mapping[str, Given]) -> str:
+def _find_dtype(given: Mapping[str, Given]) -> str:
     for target, name in (("transformer.bf16", "bfloat16"), ("transformer.fp16", "float16")):
         if target in given:
             return name
     return "float32"
 
 
-def _at(architecture: Architecture, path: str) -> object:
+def _look_up(architecture: Architecture, path: str) -> object:
     value: Any = architecture
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -182,7 +184,7 @@ def _at(architecture: Architecture, path: str) -> object:
 _ROPE_KEYS = {"base": "rope_theta", "kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
 
 
-def _key(architecture: Architecture, path: str) -> str:
+def _name_key(architecture: Architecture, path: str) -> str:
     """What config.json calls a field of the architecture."""
     subject, _, field = path.partition(".")
     if subject == "rope":
@@ -197,6 +199,6 @@ def _key(architecture: Architecture, path: str) -> str:
     )
 
 
-def _text(value: object) -> str:
+def _write_json(value: object) -> str:
     """A value as config.json has it."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else text_of(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)

@@ -1,13 +1,9 @@
 """What flags must not say together about the model and how it is divided. See `checks`."""
 
-import dataclasses
-import math
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-
-from megatron_rl.config.flag import text_of
+from megatron_rl.arguments.resolve import count_layers, list_divisors
+from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.types import Architecture, ParallelSizes
 
@@ -18,49 +14,28 @@ EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
 
 
-def problems(settings: Settings) -> Iterator[str]:
-    """Everything that is wrong, each with its flag, the bound that it breaks, and what to write instead."""
-    model, sizes = _countable(settings.architecture), countable_sizes(settings)
-    yield from _architecture(settings, model)
-    yield from _tensor_parallel(model, sizes)
-    yield from _context_parallel(settings, model, sizes)
-    yield from _pipeline_parallel(settings, model, sizes)
-    yield from _virtual_stages(settings, model, sizes)
-    yield from _expert_parallel(settings, model, sizes)
-    yield from _auxiliary_losses(settings, model)
-    yield from _precision(settings)
-    yield from _recompute(settings, model)
-    yield from _kernels(settings)
-    yield from _platform(settings, model, sizes)
+def check_model(settings: Settings) -> Iterator[str]:
+    """Everything that is wrong, each with its flag, what it must be, and what to write instead."""
+    model, sizes = settings.architecture, settings.parallel_sizes
+    yield from _check_architecture(settings, model)
+    yield from _check_tensor_parallel(model, sizes)
+    yield from _check_context_parallel(settings, model, sizes)
+    yield from _check_pipeline_parallel(settings, model, sizes)
+    yield from _check_virtual_stages(settings, model, sizes)
+    yield from _check_expert_parallel(settings, model, sizes)
+    yield from _check_auxiliary_losses(settings, model)
+    yield from _check_recompute(settings, model)
+    yield from _check_platform(settings, model, sizes)
 
 
-def countable_sizes(settings: Settings) -> ParallelSizes:
-    """The sizes that ranks are divided by; one below 1, which is a problem of its own, counts as 1."""
-    given: dict[str, Any] = dataclasses.asdict(settings.parallel_sizes)
-    return dataclasses.replace(
-        settings.parallel_sizes, **{name: max(1, size) for name, size in given.items() if size is not None}
-    )
-
-
-def _countable(model: Architecture) -> Architecture:
-    """The same for the counts of the architecture."""
-    counts = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-    return dataclasses.replace(model, **{name: max(1, getattr(model, name)) for name in counts})
-
-
-def divisors(*numbers: int) -> str:
-    smallest = min(numbers)
-    return ", ".join(str(n) for n in range(1, smallest + 1) if all(number % n == 0 for number in numbers))
-
-
-def _architecture(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_architecture(settings: Settings, model: Architecture) -> Iterator[str]:
     if model.num_attention_heads % model.num_query_groups:
         yield (
             f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "
-            f"heads: write one of {divisors(model.num_attention_heads)}"
+            f"heads: write one of {list_divisors(model.num_attention_heads)}"
         )
-    if model.kv_channels % 2 and settings.architecture.kv_channels >= 1:
-        yield f"--kv-channels {model.kv_channels} is odd, and rotary positions turn pairs: write another"
+    if model.kv_channels % 2:
+        yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
     pattern = settings.transformer.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != model.num_layers:
         yield f"--moe-layer-freq describes {len(pattern)} layers, and there are {model.num_layers}: drop the flag"
@@ -69,99 +44,90 @@ def _architecture(settings: Settings, model: Architecture) -> Iterator[str]:
         return
     if not 1 <= experts.num_active <= experts.num_experts:
         yield (
-            f"--moe-router-topk {experts.num_active} is not between 1 and the {experts.num_experts} experts: write one "
-            "that is"
+            f"--moe-router-topk {experts.num_active} must be between 1 and the {experts.num_experts} experts: write "
+            "one that is"
         )
     if experts.num_active == 1 and experts.normalize_weights:
         yield (
-            "--moe-router-topk 1 scales the weight of a token's one expert to 1, and the router has no gradient: add "
-            "--moe-router-pre-softmax"
+            "--moe-router-topk 1 scales the weight of a token's one expert to 1, which leaves the router without "
+            "gradient: add --moe-router-pre-softmax"
         )
 
 
-def _tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     divided = {"attention heads": model.num_attention_heads, "query groups": model.num_query_groups}
     if not model.experts:
         divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
     undivided = [f"{size} {what}" for what, size in divided.items() if size % sizes.tensor]
     if undivided:
-        yield (f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {divisors(*divided.values())}")
+        yield f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {list_divisors(*divided.values())}"
 
 
-def _context_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_context_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     if sizes.context == 1:
         return
     heads = model.num_attention_heads // sizes.tensor
-    if heads and heads % sizes.context:
+    if heads % sizes.context:
         yield (
             f"{CP} {sizes.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
-            f"one of {divisors(heads)}"
+            f"one of {list_divisors(heads)}"
         )
     kind = settings.transformer.cp_comm_type
     if kind != "a2a":
         yield (
-            f"--cp-comm-type {text_of(kind)}: context-parallel ranks exchange attention's heads, in all layers alike: "
+            f"--cp-comm-type {format_value(kind)}: context-parallel ranks exchange attention's heads in all layers: "
             "write a2a, or drop the flag"
         )
 
 
-def counted_layers(settings: Settings, model: Architecture) -> int:
-    """The layers that stages share, with what counts as one."""
-    config = settings.transformer
-    extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
-    return model.num_layers + sum(map(bool, extra))
-
-
-def _pipeline_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_pipeline_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     config = settings.transformer
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    layers = counted_layers(settings, model)
+    layers = count_layers(vars(settings.transformer), model)
     if first is None and last is None:
         if layers % sizes.pipeline:
             yield (
-                f"{PP} {sizes.pipeline} does not divide the {layers} layers: write one of {divisors(layers)}, "
+                f"{PP} {sizes.pipeline} does not divide the {layers} layers: write one of {list_divisors(layers)}, "
                 "or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )
         return
     given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     said = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
     if sizes.pipeline == 1:
-        yield f"{said} needs more stages than one: write {PP}, or drop it"
+        yield f"{said} needs at least 2 stages: write {PP} 2 or more, or drop it"
         return
     if layers != model.num_layers:
         yield (
             f"{said}: --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split divide layers "
-            "in another way: drop them"
+            "differently: drop them"
         )
     middle = model.num_layers - (first or 0) - (last or 0)
     stages = sizes.pipeline - (first is not None) - (last is not None)
-    if any(count is not None and count < 1 for count in (first, last)):
-        yield f"{said}: a stage needs 1 layer or more: write as many"
-    elif middle < stages or (middle and not stages) or (stages and middle % stages):
+    if middle < stages or (middle and not stages) or (stages and middle % stages):
         yield f"after {said} there are {middle} layers for {stages} stages, which cannot be divided: change the count"
 
 
-def _virtual_stages(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_virtual_stages(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     config, count = settings.transformer, sizes.virtual_pipeline
     if count is None:
         if config.overlap_p2p_comm_warmup_flush:
-            yield "--overlap-p2p-communication-warmup-flush needs virtual pipeline stages: add them, or drop it"
+            yield "--overlap-p2p-communication-warmup-flush needs virtual pipeline stages: add them, or drop the flag"
         return
     if sizes.pipeline == 1:
-        yield f"virtual pipeline stages need {PP} of at least 2: write it, or drop their flag"
+        yield f"virtual pipeline stages need {PP} of at least 2: add it, or drop the virtual stages"
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    per_rank = counted_layers(settings, model) // sizes.pipeline
+    per_rank = count_layers(vars(settings.transformer), model) // sizes.pipeline
     if first is None and last is None and per_rank % count:
         yield (
             f"{count} virtual pipeline stages do not divide the {per_rank} layers of a pipeline rank: write "
-            f"--num-virtual-stages-per-pipeline-rank with one of {divisors(per_rank)}"
+            f"--num-virtual-stages-per-pipeline-rank with one of {list_divisors(per_rank)}"
         )
     for flag, layers in (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last)):
         if layers is not None and layers % count:
-            yield f"{flag} {layers} must be a multiple of the {count} virtual stages of each pipeline rank: write one"
+            yield f"{flag} {layers} must be a multiple of the {count} virtual stages of a rank: write one that is"
 
 
-def _expert_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_expert_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     experts = model.experts
     if experts is None:
         is_said = "transformer.expert_tensor_parallel_size" in settings.sources
@@ -172,21 +138,21 @@ def _expert_parallel(settings: Settings, model: Architecture, sizes: ParallelSiz
     if experts.num_experts % sizes.expert:
         yield (
             f"{EP} {sizes.expert} does not divide the {experts.num_experts} experts: "
-            f"write one of {divisors(experts.num_experts)}"
+            f"write one of {list_divisors(experts.num_experts)}"
         )
     expert_tensor = sizes.expert_tensor or sizes.tensor
     if experts.ffn_hidden_size % expert_tensor:
         yield (
             f"{ETP} {expert_tensor} does not divide the {experts.ffn_hidden_size} columns of an expert: "
-            f"write one of {divisors(experts.ffn_hidden_size)}"
+            f"write one of {list_divisors(experts.ffn_hidden_size)}"
         )
     if expert_tensor > 1 and model.linear_bias:
-        yield f"{ETP} {expert_tensor} divides experts, whose biases cannot be: write {ETP} 1"
+        yield f"{ETP} {expert_tensor} divides experts, and a bias cannot be divided: write {ETP} 1"
     if sizes.tensor > 1 and not settings.transformer.sequence_parallel:
-        yield f"experts with {TP} {sizes.tensor} are trained with sequence parallelism only: add --sequence-parallel"
+        yield f"experts with {TP} {sizes.tensor} need sequence parallelism: add --sequence-parallel"
 
 
-def _auxiliary_losses(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_auxiliary_losses(settings: Settings, model: Architecture) -> Iterator[str]:
     config = settings.transformer
     kind, balance = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     for flag, value in (("--moe-router-load-balancing-type", kind), ("--moe-aux-loss-coeff", balance)):
@@ -195,34 +161,16 @@ def _auxiliary_losses(settings: Settings, model: Architecture) -> Iterator[str]:
     for flag, weight in (("--moe-aux-loss-coeff", balance), ("--moe-z-loss-coeff", config.moe_z_loss_coeff)):
         if not weight or isinstance(weight, list):
             continue
-        if not 0 < weight < math.inf:
-            yield f"{flag} {weight:g} weighs a loss that is to become smaller: write 0 or more"
         if model.experts is None:
             yield f"{flag} {weight:g} needs a model with experts, and this one has none: drop the flag"
     if balance and not isinstance(balance, list) and kind == "none":
         yield (
-            f"--moe-aux-loss-coeff {balance:g} weighs a loss that --moe-router-load-balancing-type none leaves out: "
+            f"--moe-aux-loss-coeff {balance:g} weights a loss that --moe-router-load-balancing-type none leaves out: "
             "drop one of the two"
         )
 
 
-def _precision(settings: Settings) -> Iterator[str]:
-    config, optimizer = settings.transformer, settings.optimizer
-    if config.bf16 and config.fp16:
-        yield "--bf16 and --fp16 contradict each other: drop one of them"
-    if settings.sources.get("ddp.grad_reduce_in_fp32") == "--grad-reduce-in-bf16" and not config.bf16:
-        yield "--grad-reduce-in-bf16 needs --bf16: add it, or drop --grad-reduce-in-bf16"
-    for flag, dtype in (
-        ("--main-grads-dtype", optimizer.main_grads_dtype),
-        ("--main-params-dtype", optimizer.main_params_dtype),
-        ("--exp-avg-dtype", optimizer.exp_avg_dtype),
-        ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
-    ):
-        if dtype != torch.float32 and not optimizer.use_precision_aware_optimizer:
-            yield f"{flag} needs --use-precision-aware-optimizer: add it, or drop {flag}"
-
-
-def _recompute(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_recompute(settings: Settings, model: Architecture) -> Iterator[str]:
     config = settings.transformer
     granularity, method, count = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
     if granularity == "full" and (method is None or count is None):
@@ -232,22 +180,22 @@ def _recompute(settings: Settings, model: Architecture) -> Iterator[str]:
         )
     for flag, value in (("--recompute-method", method), ("--recompute-num-layers", count)):
         if granularity != "full" and value is not None:
-            yield f"{flag} {value} is for --recompute-granularity full only: drop it, or write that"
+            yield f"{flag} {value} needs --recompute-granularity full: add it, or drop {flag}"
     if config.distribute_saved_activations and (granularity != "full" or config.sequence_parallel):
         yield "--distribute-saved-activations needs --recompute-granularity full without --sequence-parallel: drop it"
     if config.moe_layer_recompute and settings.sources.get("transformer.recompute_granularity", "").endswith(" full"):
-        yield "--moe-layer-recompute is for selective recomputation, and full has the experts in it: drop it"
+        yield "--moe-layer-recompute adds nothing to --recompute-granularity full, which has the experts in it: drop it"
     if granularity == "selective":
-        yield from _recomputed_modules(settings, model)
+        yield from _check_recomputed_modules(settings, model)
     elif "transformer.recompute_modules" in settings.sources:
         yield (
-            f"{settings.sources['transformer.recompute_modules']} is for --recompute-granularity selective only: add "
-            "it, or drop --recompute-modules"
+            f"{settings.sources['transformer.recompute_modules']} needs --recompute-granularity selective: add it, or "
+            "drop --recompute-modules"
         )
 
 
-def _recomputed_modules(settings: Settings, model: Architecture) -> Iterator[str]:
-    """What is to be computed anew and is not there. What only TransformerEngine's layers can was left out already."""
+def _check_recomputed_modules(settings: Settings, model: Architecture) -> Iterator[str]:
+    """Modules that the model lacks. Those that only TransformerEngine's layers recompute were left out already."""
     config = settings.transformer
     can = {"core_attn"} | ({"moe"} if model.experts else set())
     if config.transformer_impl != "local":
@@ -255,18 +203,14 @@ def _recomputed_modules(settings: Settings, model: Architecture) -> Iterator[str
         can |= set() if model.experts else {"mlp"}
     for module in sorted(set(config.recompute_modules or ()) - can):
         yield (
-            f"--recompute-modules {module}: the model has nothing of that name to compute anew: leave it out, or write "
+            f"--recompute-modules {module}: the model has nothing of that name to recompute: leave it out, or write "
             f"{', '.join(sorted(can))}"
         )
 
 
-def _kernels(settings: Settings) -> Iterator[str]:
-    config = settings.transformer
-    if config.use_te_activation_func and config.bias_activation_fusion:
-        yield "--use-te-activation-func takes the place of a fusion: add --no-bias-swiglu-fusion, or drop it"
-
-
-def _platform(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_platform(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    if settings.transformer.use_te_activation_func and settings.transformer.bias_activation_fusion:
+        yield "--use-te-activation-func replaces a fusion: add --no-bias-swiglu-fusion, or drop the flag"
     if settings.platform != "cpu":
         return
     if settings.transformer.deterministic_mode:
@@ -276,7 +220,7 @@ def _platform(settings: Settings, model: Architecture, sizes: ParallelSizes) -> 
             "are the same without it"
         )
     if settings.ddp.nccl_ub:
-        yield "--use-nccl-ub registers buffers with NCCL, and the platform cpu has gloo: drop the flag"
+        yield "--use-nccl-ub registers buffers with NCCL, which the platform cpu does not have: drop the flag"
     expert_tensor = sizes.expert_tensor or sizes.tensor
     if model.experts is not None and expert_tensor > 1:
         yield (

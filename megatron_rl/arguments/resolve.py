@@ -1,4 +1,4 @@
-"""What Megatron's flags come to together: megatron-core's configurations, complete."""
+"""From Megatron's flags to megatron-core's configurations, complete."""
 
 import dataclasses
 import importlib.util
@@ -9,14 +9,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.arguments import generated
-from megatron_rl.arguments.fields import OWN_DEFAULTS
-from megatron_rl.arguments.table import Given
+from megatron_rl.arguments.flags import Given, find_megatron_version, import_configs
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.types import Architecture
 
 Reasons = dict[str, tuple[Any, str]]
-"""Values of fields, each with why it holds."""
+"""Values of fields, each with the reason for it."""
 
 # Modules that megatron-core computes anew through a class that it has only with TransformerEngine.
 _ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
@@ -25,7 +23,7 @@ _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "
 
 
 class HasFusions(Protocol):
-    """What is asked of a platform here."""
+    """What this module asks of a platform."""
 
     @property
     def name(self) -> str: ...
@@ -34,18 +32,18 @@ class HasFusions(Protocol):
     def unsupported_fusions(self) -> Mapping[str, bool]: ...
 
 
-def transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
-    """The TransformerConfig of a model that is trained here, of what is asked for beyond the architecture."""
-    settled = {field: value for field, (value, _) in settled_fields(asked, platform).items()}
-    return generated.configs()["transformer"](**{**architecture_fields(architecture), **asked, **settled})
+def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
+    """The TransformerConfig of a model of this architecture, with what else is asked for."""
+    settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
+    return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
 
 
-def settled_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
-    """What holds whatever is asked for: packs have any length, weights are loaded, and kernels are there or not."""
-    return _precision_fields(asked) | _packed(asked) | _limits(asked, platform)
+def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+    """Fields that follow from packs of any length, from loaded weights, and from the kernels that the platform has."""
+    return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
 
 
-def architecture_fields(architecture: Architecture) -> dict[str, Any]:
+def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
     """What TransformerConfig says about the model itself."""
     window = architecture.sliding_window
     fields: dict[str, Any] = {
@@ -77,7 +75,7 @@ def architecture_fields(architecture: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _precision_fields(asked: Mapping[str, Any]) -> Reasons:
+def _settle_precision(asked: Mapping[str, Any]) -> Reasons:
     dtype, source = torch.float32, "neither --bf16 nor --fp16"
     if asked.get("bf16"):
         dtype, source = torch.bfloat16, "that of --bf16"
@@ -86,7 +84,7 @@ def _precision_fields(asked: Mapping[str, Any]) -> Reasons:
     return {"params_dtype": (dtype, source), "pipeline_dtype": (dtype, source)}
 
 
-def _packed(asked: Mapping[str, Any]) -> Reasons:
+def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     is_interleaved = bool(asked.get("virtual_pipeline_model_parallel_size"))
     # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
     # that they still need.
@@ -99,14 +97,14 @@ def _packed(asked: Mapping[str, Any]) -> Reasons:
         "hidden_dropout": (0.0, "the policy is the one that the engines sample from"),
         "attention_dropout": (0.0, "the policy is the one that the engines sample from"),
         # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
-        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "without a weight there is no such loss"),
+        "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "a weight of 0 means no such loss"),
         "overlap_p2p_comm": (is_interleaved, interleaving),
         "batch_p2p_comm": (not is_interleaved, interleaving),
         "deallocate_pipeline_outputs": (not is_interleaved, interleaving),
     }
 
 
-def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     source = f"platform {platform.name}"
     limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
     if platform.name != "cpu" and has_transformer_engine():
@@ -118,7 +116,7 @@ def _limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
         modules = asked.get("recompute_modules")
         if modules is not None:
             limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
-    known = {field.name for field in dataclasses.fields(generated.configs()["transformer"])}
+    known = {field.name for field in dataclasses.fields(import_configs()["transformer"])}
     return {field: reason for field, reason in limits.items() if field in known}
 
 
@@ -149,77 +147,66 @@ class Fields:
         self.sources[target] = source
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """megatron-core's configurations. One that cannot be built has the values that it was to be built of."""
-
-    transformer: Any
-    optimizer: Any
-    ddp: Any
-    refusals: tuple[str, ...]
-
-
-def resolve(
+def resolve_fields(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
-    """The fields of megatron-core's dataclasses that flags, or what follows from them, give a value.
+    """The fields of megatron-core's dataclasses that get a value from flags, or from what follows from them.
 
-    Without an architecture, which is wrong then, what follows from it is left out.
+    Without an architecture, what follows from it is left out; that it is missing is an error of its own.
     """
-    fields = _start(flags, given)
+    fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
     if architecture is not None:
-        for field, value in architecture_fields(architecture).items():
+        for field, value in list_architecture_fields(architecture).items():
             fields.transformer.setdefault(field, value)
-    _layout(fields, given, architecture)
-    _single_values(fields)
-    _precision(fields, given)
-    _settle(fields, platform)
+    _derive_layout(fields, given, architecture)
+    _unwrap_single_values(fields)
+    _derive_precision(fields, given)
+    _apply_settled(fields, platform)
     # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
     # norm of the reduced gradients, which is checked here, is the same on all of them.
     fields.derive("ddp.check_for_nan_in_grad", False, "the norm of the reduced gradients is checked instead")
     return fields
 
 
-def build(fields: Fields) -> Built:
-    """The configurations themselves."""
+def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
+    """megatron-core's configurations, and why it refuses one. In that one's place stand the values for it."""
     built: dict[str, Any] = {}
     refusals = []
-    for subject, config in generated.configs().items():
+    for subject, config in import_configs().items():
         values = getattr(fields, subject)
-        if subject == "transformer" and not fields.has_model:
-            built[subject] = SimpleNamespace(**(_defaults(config) | values))
-            continue
         try:
-            built[subject] = config(**values)
+            if subject != "transformer" or fields.has_model:
+                built[subject] = config(**values)
+                continue
         except Exception as error:
-            built[subject] = SimpleNamespace(**(_defaults(config) | values))
             reason = str(error) or "an assertion without a text"
             name = {"ddp": "data-parallel"}.get(subject, subject)
-            refusals.append(f"megatron-core {generated.installed_version()} refuses the {name} configuration: {reason}")
-    return Built(**built, refusals=tuple(refusals))
+            refusals.append(f"megatron-core {find_megatron_version()} refuses the {name} configuration: {reason}")
+        built[subject] = SimpleNamespace(**(_list_defaults(config) | values))
+    return built, refusals
 
 
-def _defaults(config: type) -> dict[str, Any]:
+def _list_defaults(config: type) -> dict[str, Any]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(config)
     }
 
 
-def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
+def _collect_given(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     """What flags say, and what Megatron's scripts take without the flag where that is not the field's default."""
     defaults = {
         f"{subject}.{field.name}": field.default
-        for subject, config in generated.configs().items()
+        for subject, config in import_configs().items()
         for field in dataclasses.fields(config)
     }
     fields = Fields()
     for flag in flags:
         for target in flag.targets:
             if flag.kind is Kind.USED and target in defaults and flag.default not in (None, defaults[target]):
-                ours = target.partition(".")[2] in OWN_DEFAULTS
-                source = "default of this package" if ours else "default of Megatron's scripts"
+                origin = "this package" if flag.is_own_default else "Megatron's scripts"
+                source = f"default of {origin}"
                 fields.derive(target, flag.default, source)
     for target, item in given.items():
         if target.partition(".")[0] in SUBJECTS:
@@ -228,12 +215,12 @@ def _start(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
     return fields
 
 
-def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
+def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Architecture | None) -> None:
     transformer = fields.transformer
     if transformer.get("sequence_parallel") and transformer.get("tensor_model_parallel_size", 1) == 1:
         fields.derive("transformer.sequence_parallel", False, "off: --tensor-model-parallel-size is 1")
         fields.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
-    stages, source = _virtual_stages(fields, given, architecture)
+    stages, source = _count_virtual_stages(fields, given, architecture)
     interleaved = stages is not None and stages > 1
     if interleaved:
         fields.derive("transformer.virtual_pipeline_model_parallel_size", stages, source)
@@ -248,10 +235,10 @@ def _layout(fields: Fields, given: Mapping[str, Given], architecture: Architectu
         fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
 
 
-def _virtual_stages(
+def _count_virtual_stages(
     fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
-    """How many, and the flag that says so; None where none does, or what it says cannot be."""
+    """How many, and the flag that says so; None without such a flag, or if its value is wrong."""
     transformer, problems = fields.transformer, fields.problems
     layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
     if layers is not None and stages is not None:
@@ -270,35 +257,40 @@ def _virtual_stages(
     ]
     if uneven:
         problems.append(
-            f"{layers.source} wants as many layers in every stage, and {' and '.join(uneven)} otherwise: "
+            f"{layers.source} needs stages of equal size, and {' and '.join(uneven)} makes them unequal: "
             "write --num-virtual-stages-per-pipeline-rank"
         )
         return None, ""
-    size = max(1, transformer.get("pipeline_model_parallel_size", 1))
-    per_stage = _counted_layers(transformer, architecture) // size
-    if layers.value < 1 or per_stage % layers.value:
-        choices = ", ".join(str(n) for n in range(1, per_stage + 1) if per_stage % n == 0)
+    per_stage = count_layers(transformer, architecture) // transformer.get("pipeline_model_parallel_size", 1)
+    if per_stage % layers.value:
         problems.append(
-            f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of {choices}"
+            f"{layers.source} does not divide the {per_stage} layers of a pipeline stage: write one of "
+            f"{list_divisors(per_stage)}"
         )
         return None, ""
     return per_stage // layers.value, layers.source
 
 
-def _counted_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
+def list_divisors(*numbers: int) -> str:
+    """The numbers that divide all of these, for people."""
+    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
+
+
+def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
+    """The layers that stages share, and what else counts as one."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return architecture.num_layers + sum(bool(transformer.get(field)) for field in extra)
 
 
-def _single_values(fields: Fields) -> None:
-    """megatron-core reads a list as a value a layer, or a loss."""
+def _unwrap_single_values(fields: Fields) -> None:
+    """megatron-core reads a list as one value for each layer, or for each loss."""
     for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
         value = fields.transformer.get(field)
         if isinstance(value, list) and len(value) == 1:
             fields.transformer[field] = value[0]
 
 
-def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
+def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
     for field, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if not fields.transformer.get(field):
             continue
@@ -308,9 +300,9 @@ def _precision(fields: Fields, given: Mapping[str, Given]) -> None:
             fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
 
 
-def _settle(fields: Fields, platform: HasFusions) -> None:
-    """What holds whatever flags say, and which of them have no effect for it."""
-    for field, (value, reason) in settled_fields(fields.transformer, platform).items():
+def _apply_settled(fields: Fields, platform: HasFusions) -> None:
+    """Set the fields that no flag can change, and note each flag that tried."""
+    for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"
         if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:
             continue

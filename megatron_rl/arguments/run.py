@@ -1,15 +1,50 @@
-"""The settings of a run that trains: those of its command line, and all that follows from them."""
+"""The settings of a run that trains: how flags divide an iteration, where its files lie, and what is wrong with it."""
 
 import dataclasses
+import getpass
+import hashlib
+import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.arguments.model_checks import countable_sizes
-from megatron_rl.arguments.plan import Sizes, resolve_sizes, run_folder
+from megatron_rl.arguments.checks import count_interleaved, fills_interleaving
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.child import problems as sidecar_problems
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.protocol.slots import Division, divide
+from megatron_rl.protocol.wire import LEAST_TEMPERATURE, Plan
+from megatron_rl.sidecar.child import problems as check_sidecar
 from megatron_rl.sidecar.settings import SidecarSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How an iteration is divided, and how long its parts may be."""
+
+    division: Division
+    longest_prompt: int
+    """The most tokens of a prompt."""
+    longest_response: int
+    """The most tokens of a response."""
+    is_shared: bool
+    """Whether the responses of a group share one copy of their prompt."""
+    multiple_of: int
+    """What the tokens of a micro-batch are padded to a multiple of."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.division.plan
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most tokens that a micro-batch can have, padding counted in."""
+        group_size, size = self.plan.group_size, self.plan.micro_batch_size
+        prompts = self.division.groups_per_unit
+        responses = group_size if size >= group_size else size
+        copies = 1 if self.is_shared else responses
+        num_tokens = prompts * (copies * self.longest_prompt + responses * self.longest_response)
+        return num_tokens + -num_tokens % self.multiple_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,38 +53,38 @@ class RunSettings(Settings):
 
     sizes: Sizes
     folder: Path
-    """Where everything of the run lies but its checkpoints."""
+    """The folder of everything of the run except its checkpoints."""
     sidecar: SidecarSettings | None
-    """Of the sidecar that rank 0 starts; None with one that is running."""
+    """The sidecar that rank 0 starts; None where one is running already."""
 
 
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
-    """The settings of the run, and everything that is wrong with it beside what is wrong with any command.
+    """The settings of the run, and what is wrong with it that is not wrong with every command.
 
-    What the sidecar needs is on the host of the first rank, which starts it.
+    Only the first rank checks what the sidecar needs, because the sidecar starts on its host.
     """
     replicas = None
     if settings.world_size is not None:
         # Too few ranks are a problem of their own.
-        replicas = max(1, settings.world_size // countable_sizes(settings).model)
+        replicas = max(1, settings.world_size // settings.parallel_sizes.model)
     sizes, problems = resolve_sizes(settings, replicas)
     folder = None
     try:
-        folder = run_folder(settings)
+        folder = find_run_folder(settings)
     except UsageError as error:
         problems += error.problems
-    sidecar = None if settings.service.endpoint is not None else sidecar_of(settings, folder)
+    sidecar = None if settings.service.endpoint is not None else _resolve_sidecar(settings, folder)
     if is_first:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
-        problems += sidecar_problems(settings, sidecar, longest)
+        problems += check_sidecar(settings, sidecar, longest)
     if sizes is None or folder is None:
         return None, problems
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings)}
     return RunSettings(**given, sizes=sizes, folder=folder, sidecar=sidecar), problems
 
 
-def sidecar_of(settings: Settings, folder: Path | None) -> SidecarSettings:
-    """What a run says to the sidecar that it starts."""
+def _resolve_sidecar(settings: Settings, folder: Path | None) -> SidecarSettings:
+    """The settings of the sidecar that the run starts."""
     platform: Any = settings.platform
     # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
     journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
@@ -60,3 +95,242 @@ def sidecar_of(settings: Settings, folder: Path | None) -> SidecarSettings:
         rollout=dataclasses.replace(settings.rollout, folder=folder, retain_journals=journals),
         reward=settings.reward,
     )
+
+
+def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
+    """The sizes of a run on so many replicas, or a UsageError with everything that is wrong."""
+    sizes, problems = resolve_sizes(settings, num_replicas)
+    if sizes is None or problems:
+        raise UsageError(*problems)
+    return sizes
+
+
+def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
+    """The sizes of a run, and everything that is wrong with them.
+
+    Without a number of replicas, the sizes are those of one, and what depends on their number is not checked.
+    """
+    training = settings.training
+    problems = [*_check_missing(settings), *_check_sampling(settings), *_check_lengths(settings)]
+    division, of_division = _divide(settings, num_replicas or 1)
+    problems += of_division
+    if training.train_iters is not None and division is not None:
+        problems += _check_updates(settings, training.train_iters * division.plan.num_updates)
+    problems += _check_reference(settings)
+    if division is not None:
+        problems += _check_offload(settings, division)
+        if num_replicas is not None:
+            problems += _check_interleaving(settings, division)
+    lengths = _resolve_lengths(settings)
+    if division is None or lengths is None:
+        return None, problems
+    sizes = Sizes(division, *lengths, settings.attention.is_shared, find_pack_multiple(settings))
+    most = settings.loop.max_tokens_per_microbatch
+    if most is not None and sizes.largest_micro_batch > most:
+        problems.append(
+            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size {training.micro_batch_size} can "
+            f"have {sizes.largest_micro_batch} tokens ({sizes.longest_prompt} of a prompt, {sizes.longest_response} of "
+            "each response): lower it, --rollout-max-tokens or --max-prompt-tokens"
+        )
+    return sizes, problems
+
+
+def _check_missing(settings: Settings) -> Iterator[str]:
+    """Flags that every run needs."""
+    if settings.training.train_iters is None:
+        yield "--train-iters is missing: write the number of iterations"
+    if settings.optimizer.lr is None:
+        yield "--lr is missing: training needs a learning rate"
+    if settings.model.hf_model is None:
+        yield "--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens"
+
+
+def _check_sampling(settings: Settings) -> Iterator[str]:
+    """What the sidecar would only refuse once its engines run."""
+    temperature, evaluation = settings.sampling.temperature, settings.evaluation
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        yield (
+            f"--rollout-temperature {temperature:g} must be finite and at least {LEAST_TEMPERATURE}, because training "
+            f"needs sampled responses: write {LEAST_TEMPERATURE} or more"
+        )
+    if not 0 <= evaluation.temperature < math.inf or 0 < evaluation.temperature < LEAST_TEMPERATURE:
+        yield (
+            f"--eval-temperature {evaluation.temperature:g} must be 0, or finite and at least {LEAST_TEMPERATURE}: "
+            f"write 0 for the likeliest tokens, or {LEAST_TEMPERATURE} or more"
+        )
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        yield (
+            f"--eval-num-samples {evaluation.num_samples} at --eval-temperature 0 gives the same response each time: "
+            "write 1, or a temperature"
+        )
+
+
+def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
+    """What the number of updates means for the learning rate."""
+    schedule = settings.schedule
+    if schedule.lr_decay_iters is None and schedule.lr_warmup_iters >= num_updates:
+        yield (
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below the {num_updates} updates of the decay: write "
+            "fewer, or --lr-decay-iters"
+        )
+    decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
+    last = schedule.lr_wsd_decay_iters
+    if schedule.lr_decay_style == "WSD" and last is not None and last > decay:
+        yield (
+            f"--lr-wsd-decay-iters {last} must be at most the {decay} updates of the whole decay: write fewer, or "
+            "--lr-decay-iters"
+        )
+
+
+def _check_reference(settings: Settings) -> Iterator[str]:
+    """Flags of a reference, which only some runs have."""
+    algorithm = settings.algorithm
+    for flag, value in (("--grpo-ref-interval", algorithm.ref_interval), ("--grpo-ref-model", algorithm.ref_model)):
+        if value is not None and not algorithm.kl_beta:
+            yield f"{flag} {value} needs a reference, which --grpo-kl-beta adds: write its weight, or drop {flag}"
+    if algorithm.ref_model is not None and not algorithm.ref_model.is_dir():
+        yield f"--grpo-ref-model {algorithm.ref_model} must be a folder: write one in Hugging Face's format"
+
+
+def _check_offload(settings: Settings, division: Division) -> Iterator[str]:
+    has_old = division.plan.num_updates > 1 and settings.loop.tri_model == "fused"
+    if settings.loop.frozen_offload and not settings.algorithm.kl_beta and not has_old:
+        yield (
+            "--frozen-offload has no model to keep in host memory: a reference needs --grpo-kl-beta, an old policy "
+            "several updates an iteration and --tri-model fused; write one of them, or drop the flag"
+        )
+
+
+def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, list[str]]:
+    """How an iteration is divided, or why it cannot be."""
+    algorithm, training = settings.algorithm, settings.training
+    group_size, of_update = algorithm.group_size, training.global_batch_size
+    prompts = algorithm.prompts_per_step
+    if prompts is None and of_update is None:
+        return None, [
+            "--grpo-prompts-per-step is missing: write the prompts of an iteration, or --global-batch-size, the "
+            "responses of an update"
+        ]
+    if prompts is None:
+        assert of_update is not None
+        if of_update % group_size:
+            return None, [
+                f"--global-batch-size {of_update} must be a multiple of --grpo-group-size {group_size}, because an "
+                "update takes whole groups: write one that is"
+            ]
+        prompts = of_update // group_size
+    responses = prompts * group_size
+    if of_update is None:
+        of_update = responses
+    if responses % of_update or of_update % group_size:
+        return None, [
+            f"--global-batch-size {of_update} does not divide the {responses} responses of an iteration "
+            f"(--grpo-prompts-per-step {prompts} times --grpo-group-size {group_size}) into updates of whole groups: "
+            f"write {responses} for one update, or a multiple of {group_size} that divides it"
+        ]
+    plan = Plan(
+        num_prompts=prompts,
+        group_size=group_size,
+        num_replicas=num_replicas,
+        micro_batch_size=training.micro_batch_size,
+        num_updates=responses // of_update,
+        order=settings.loop.consume_order,
+    )
+    try:
+        return divide(plan), []
+    except InputError as error:
+        return None, [str(error)]
+
+
+def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:
+    """The number of micro-batches is known here even where no flag gives it."""
+    count = division.slots_per_update
+    sizes = settings.parallel_sizes
+    if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
+        yield (
+            f"{count} micro-batches an update do not fill the interleaved schedule of {sizes.pipeline} stages: change "
+            f"--grpo-prompts-per-step or --micro-batch-size so that there is a multiple of "
+            f"{count_interleaved(settings)}, or drop the virtual stages"
+        )
+
+
+def _check_lengths(settings: Settings) -> Iterator[str]:
+    whole, prompt, response = _read_lengths(settings)
+    if whole is None:
+        yield "--seq-length is missing: write the most tokens that a prompt and a response have together"
+    if prompt is None and response is None:
+        yield "--rollout-max-tokens is missing: write the most tokens of a response"
+    if whole is None:
+        return
+    wrong = [
+        f"{flag} {value} must be above 0 and below --seq-length {whole}: write one that is"
+        for flag, value in (("--max-prompt-tokens", prompt), ("--rollout-max-tokens", response))
+        if value is not None and not 0 < value < whole
+    ]
+    yield from wrong
+    if not wrong and prompt is not None and response is not None and prompt + response > whole:
+        yield (
+            f"--max-prompt-tokens {prompt} and --rollout-max-tokens {response} together are above --seq-length "
+            f"{whole}: make one smaller, or write --seq-length {prompt + response}"
+        )
+
+
+def _resolve_lengths(settings: Settings) -> tuple[int, int] | None:
+    """The most tokens of a prompt and of a response, which together are at most --seq-length."""
+    whole, prompt, response = _read_lengths(settings)
+    if whole is None or (prompt is None and response is None) or any(_check_lengths(settings)):
+        return None
+    if response is None:
+        assert prompt is not None
+        response = whole - prompt
+    return (prompt if prompt is not None else whole - response), response
+
+
+def _read_lengths(settings: Settings) -> tuple[int | None, int | None, int | None]:
+    return settings.training.seq_length, settings.data.max_prompt_tokens, settings.sampling.max_tokens
+
+
+def find_run_folder(settings: Settings) -> Path:
+    """The folder of everything of a run except its checkpoints; its name is the run's."""
+    save = settings.checkpoint.save
+    if settings.rollout.folder is not None:
+        return settings.rollout.folder
+    if save is None:
+        raise UsageError("--rollout-folder is missing: write it, or --save, and the run's folder is SAVE/rollout/NAME")
+    return save / "rollout" / save.resolve().name
+
+
+def check_folders(settings: Settings) -> None:
+    """A UsageError for the first folder that this host cannot make; a run can do without a dashboard's."""
+    checkpoint = settings.checkpoint
+    for flag, folder in (
+        ("--rollout-folder", settings.rollout.folder),
+        ("--publish-folder", settings.publish.folder),
+        ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
+    ):
+        if folder is not None and (problem := _check_folder(folder)) is not None:
+            raise UsageError(f"{flag} {folder} cannot be made or written: {problem}: write another folder")
+
+
+def _check_folder(folder: Path) -> str | None:
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return error.strerror
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not open to this user"
+
+
+def find_shared_folder(settings: Settings) -> Path:
+    """The folder of this run's published weights; runs of one name in two places have one each."""
+    of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
+    run = find_run_folder(settings).resolve()
+    return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
+
+
+def find_pack_multiple(settings: Settings) -> int:
+    """The length of a pack is padded to a multiple of this, so that all ranks get equally many rows."""
+    config = settings.transformer
+    return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size

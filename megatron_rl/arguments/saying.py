@@ -1,4 +1,4 @@
-"""What is wrong with a command line is said by one rank, though every rank finds it.
+"""One rank reports what is wrong with a command line, though every rank finds it.
 
 Under torchrun the ranks tell each other what they found, through the launcher's own store, which is there before they
 meet. The first rank that found something waits for what the others have, says all of it, and then every one of them
@@ -23,7 +23,7 @@ _SAID = "said"
 
 @contextlib.contextmanager
 def said_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is wrong with what is done inside, each problem once, and exit with the error's code.
+    """Report what goes wrong inside, each problem once, and exit with the error's code.
 
     Without the launcher's store the error is the caller's to say.
     """
@@ -44,7 +44,7 @@ def said_once(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:
-    """What all ranks found, where this rank is the one to say it; else None, once that is said."""
+    """What all ranks found, if this rank is to report it; else None, once another has reported."""
     _set(store, _key(rank), own)
     if any(_get(store, _key(other)) for other in range(rank)):
         _get(store, _SAID)
@@ -57,7 +57,7 @@ def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | Non
 
 
 def _launchers_store() -> dist.Store | None:
-    """That of torchrun; None where something else starts the ranks, or it is not to be reached."""
+    """torchrun's store; None where something else starts the ranks, or the store is out of reach."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:

@@ -1,6 +1,7 @@
 """`megatron-rl audit RUN`: check the audit log of a run and list every breach.
 
-    megatron-rl audit RUN                 RUN is the log, or the folder that holds audit.jsonl
+    megatron-rl audit RUN                 RUN is the log, the folder that holds audit.jsonl, or
+                                          the one that --save was given
     megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
     megatron-rl audit RUN --rescore N --checkpoints FOLDER
                                           also: the log-probs of N responses are those of the weights in
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.observe.run_folder import find_run
 from megatron_rl.records.audit_chain import Breach
 from megatron_rl.records.audit_check import Report, verify
+from megatron_rl.records.audit_log import FILE_NAME
 from megatron_rl.records.audit_samples import read_kept
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the log, or the folder that holds it")
+    parser.add_argument("run", type=Path, help="the log, the folder that holds it, or the one that --save was given")
     parser.add_argument(
         "--head", action="append", default=[], help="the hash of a line that must be there; may be given several times"
     )
@@ -42,6 +45,7 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     _check(arguments)
+    arguments.run = find_run(arguments.run, FILE_NAME)
     report = verify(arguments.run, arguments.head)
     _print(report)
     breaches = report.breaches

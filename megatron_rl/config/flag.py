@@ -3,16 +3,31 @@
 import dataclasses
 import difflib
 import enum
+import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.errors import UsageError
 
 # How alike two words are, of 1, where one is a slip of the pen for the other.
 _NEAR = 0.85
+
+T = TypeVar("T")
+
+# The bounds that numbers may have: what stands after "must be", the test, and what to write instead.
+BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "at least 0": (lambda number: number >= 0, "write 0 or more"),
+    "at least 1": (lambda number: number >= 1, "write 1 or more"),
+    "at least 2": (lambda number: number >= 2, "write 2 or more"),
+    "above 0": (lambda number: number > 0, "write more than 0"),
+    "finite and at least 0": (lambda number: 0 <= number < math.inf, "write 0 or more"),
+    "a finite duration above 0": (lambda number: 0 < number < math.inf, "write one that is"),
+    "at least 0 and below 1": (lambda number: 0 <= number < 1, "write a number in that range"),
+    "between 0 and 1": (lambda number: 0 <= number <= 1, "write a number in that range"),
+}
 
 
 class Kind(enum.StrEnum):
@@ -39,10 +54,14 @@ class Flag:
     choices: tuple[object, ...] = ()
     # What holds without the flag; None leaves it to whoever receives the value.
     default: object = None
+    # Whether that default is this package's and not Megatron's.
+    is_own_default: bool = False
     # The values that are accepted; None accepts all. A refused flag still accepts those that ask for nothing.
     allowed: tuple[object, ...] | None = None
+    # Which numbers are accepted, a key of BOUNDS; "" accepts all.
+    bound: str = ""
     help: str = ""
-    # Why it has no effect or is refused, and what to write instead.
+    # Why the flag or a value is not taken, and what to write instead.
     remedy: str = ""
     # Whether Megatron's scripts know this flag too.
     megatron: bool = True
@@ -55,12 +74,12 @@ class Flag:
     def is_switch(self) -> bool:
         return self.convert is None
 
-    def value(self, words: Sequence[str], name: str | None = None) -> object:
+    def read(self, words: Sequence[str], name: str | None = None) -> object:
         """The value that these words on the command line mean, under the name they were written with."""
         name = name or self.name
         if self.convert is None:
             return self.const
-        items = tuple(self._item(word, name) for word in words)
+        items = tuple(self._read_item(word, name) for word in words)
         return items[0] if self.nargs is None else items
 
     def check_count(self, words: Sequence[str], name: str) -> None:
@@ -72,7 +91,7 @@ class Flag:
         if self.convert is not None and self.nargs is None and len(words) > 1:
             raise UsageError(f"unexpected {words[1]!r}: {name} takes one value; write {name} {self.value_text()}")
 
-    def _item(self, word: str, name: str) -> object:
+    def _read_item(self, word: str, name: str) -> object:
         assert self.convert is not None
         try:
             item = self.convert(word)
@@ -81,10 +100,18 @@ class Flag:
         except (ValueError, KeyError, SyntaxError):
             raise UsageError(f"{name} {word}: not a valid value; write {name} {self.value_text()}") from None
         if self.choices and item not in self.choices:
-            raise UsageError(
-                f"{name} {word}: not one of the choices{nearest(word, self.choices)}; write {name} {self.value_text()}"
-            )
+            near = suggest_nearest(word, self.choices)
+            raise UsageError(f"{name} {word}: not one of the choices{near}; write {name} {self.value_text()}")
         return item
+
+    def check_bound(self, value: object, name: str | None = None) -> Iterator[str]:
+        """What is wrong with a value, or a list of them, that is out of the flag's bound."""
+        if not self.bound or value is None:
+            return
+        holds, remedy = BOUNDS[self.bound]
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if not holds(item):
+                yield f"{name or self.name} {format_value(item)} must be {self.bound}: {self.remedy or remedy}"
 
     def accepts(self, value: object) -> bool:
         items = value if isinstance(value, tuple) else (value,)
@@ -95,76 +122,90 @@ class Flag:
         if self.convert is None:
             return ""
         if self.choices:
-            return "{" + ",".join(text_of(choice) for choice in self.choices) + "}"
+            return "{" + ",".join(format_value(choice) for choice in self.choices) + "}"
         name = {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(self.convert, "VALUE")  # type: ignore[call-overload]
         return name if self.nargs is None else f"{name} ..."
 
 
-def nearest(word: str, among: Iterable[object]) -> str:
+def suggest_nearest(word: str, among: Iterable[object]) -> str:
     """ " (the nearest is ...)" where something is near, else nothing."""
-    near = meant(word, among)
+    near = find_nearest(word, among)
     return "" if near is None else f" (the nearest is {near})"
 
 
-def meant(word: str, among: Iterable[object]) -> str | None:
+def find_nearest(word: str, among: Iterable[object]) -> str | None:
     """What was probably meant: a slip of the pen away, dashes aside."""
-    plain = {_plain(text_of(item)): text_of(item) for item in among}
-    written = _plain(word)
+    plain = {_strip_dashes(format_value(item)): format_value(item) for item in among}
+    written = _strip_dashes(word)
     # One wrong letter is more of a short word.
     cutoff = min(_NEAR, 1 - 1 / max(len(written), 4))
     near = difflib.get_close_matches(written, plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
 
 
-def _plain(word: str) -> str:
+def _strip_dashes(word: str) -> str:
     return word.strip("-").replace("_", "-")
 
 
-def text_of(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as one would write it on the command line."""
     if isinstance(value, enum.Enum):
         return str(value) if isinstance(value, enum.StrEnum) else value.name
     if isinstance(value, tuple | list):
-        return " ".join(text_of(item) for item in value)
+        return " ".join(format_value(item) for item in value)
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else str(value)
     return str(value).removeprefix("torch.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """What the flag of a field of our own configuration needs beyond the field's name, type and default."""
+def own_flag(default: T, help: str, *names: str, bound: str = "", remedy: str = "") -> T:
+    """A field of our own configuration with a flag that only this package has.
 
-    help: str
-    # The spellings, where they are not the field's name.
-    names: tuple[str, ...] = ()
-    megatron: bool = True
-    allowed: tuple[object, ...] | None = None
-    remedy: str = ""
+    Its name is the field's where none is given.
+    """
+    return _declare(default, help=help, names=names, bound=bound, remedy=remedy, megatron=False)
 
 
-def flags_of(config: type, subject: str) -> list[Flag]:
+def megatron_flag(
+    default: T,
+    help: str,
+    *names: str,
+    bound: str = "",
+    allowed: tuple[object, ...] | None = None,
+    remedy: str = "",
+) -> T:
+    """A field of our own configuration with a flag that Megatron's scripts have too."""
+    return _declare(default, help=help, names=names, bound=bound, allowed=allowed, remedy=remedy, megatron=True)
+
+
+def _declare(default: Any, **metadata: object) -> Any:
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def derive_flags(config: type, subject: str) -> list[Flag]:
     """The flags of one of our own configurations."""
-    hints = typing.get_type_hints(config, include_extras=True)
+    hints = typing.get_type_hints(config)
     flags = []
     for field in dataclasses.fields(config):
-        annotation, option = typing.get_args(hints[field.name])
-        flag = flag_of_field(field, annotation, f"{subject}.{field.name}", option.names)
+        metadata = dict(field.metadata)
+        flag = derive_flag(field, hints[field.name], f"{subject}.{field.name}", metadata.pop("names"))
         assert flag is not None, f"{config.__name__}.{field.name} has a type that no command line can say"
-        flags.append(
-            dataclasses.replace(
-                flag, help=option.help, megatron=option.megatron, allowed=option.allowed, remedy=option.remedy
-            )
-        )
+        flags.append(dataclasses.replace(flag, **metadata))
     return flags
 
 
-def flag_of_field(field: dataclasses.Field, annotation: object, target: str, names: Sequence[str] = ()) -> Flag | None:
-    """The flag of a field, as Megatron derives one; None where the type is none that a command line can say.
+def check_bounds(config: Any) -> Iterator[str]:
+    """What is wrong with the values of one of our own configurations for themselves."""
+    for flag, field in zip(derive_flags(type(config), ""), dataclasses.fields(config), strict=True):
+        yield from flag.check_bound(getattr(config, field.name))
+
+
+def derive_flag(field: dataclasses.Field, annotation: object, target: str, names: Sequence[str] = ()) -> Flag | None:
+    """The flag of a field, as Megatron derives one; None where no command line can say a value of the type.
 
     A boolean that is off is a switch under its own name, one that is on a switch with "no" or "disable" before it.
     """
-    shape = _shape(annotation)
+    shape = _derive_shape(annotation)
     if shape is None:
         return None
     dashed = field.name.replace("_", "-")
@@ -177,17 +218,17 @@ def flag_of_field(field: dataclasses.Field, annotation: object, target: str, nam
     return Flag(name=names[0], aliases=tuple(names[1:]), targets=(target,), default=default, **shape)
 
 
-def _shape(annotation: object) -> dict[str, Any] | None:
+def _derive_shape(annotation: object) -> dict[str, Any] | None:
     """How words become a value of this type, as arguments of Flag."""
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not types.NoneType]
-        return _shape(inner[0]) if len(inner) == 1 else None
+        return _derive_shape(inner[0]) if len(inner) == 1 else None
     if origin is typing.Literal:
         return {"convert": type(arguments[0]), "choices": arguments}
     if origin is list:
-        inner_shape = _shape(arguments[0])
+        inner_shape = _derive_shape(arguments[0])
         return None if inner_shape is None else {**inner_shape, "nargs": "+"}
     if isinstance(annotation, type) and issubclass(annotation, enum.StrEnum):
         return {"convert": annotation, "choices": tuple(annotation)}
@@ -196,7 +237,7 @@ def _shape(annotation: object) -> dict[str, Any] | None:
     return {"convert": annotation} if annotation in (bool, int, float, str, Path) else None
 
 
-def index(flags: Iterable[Flag]) -> Mapping[str, Flag]:
+def index_by_name(flags: Iterable[Flag]) -> Mapping[str, Flag]:
     """Every spelling with its flag; where two claim one spelling, the first has it."""
     by_name: dict[str, Flag] = {}
     for flag in flags:

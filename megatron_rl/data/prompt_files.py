@@ -10,14 +10,11 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.flag import nearest
+from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.protocol.wire import JSON
-from megatron_rl.rewards.types import GIVEN
-
-# The name under which rewards know the column of --answer-key.
-ANSWER = "answer"
+from megatron_rl.rewards.types import ANSWER, GIVEN
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 
@@ -130,7 +127,7 @@ def _row(path: Path, name: str, line: int, content: object, config: DataConfig) 
             path, line, f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}"
         )
     if config.prompt_key not in content:
-        near = nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
+        near = suggest_nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
         raise _error(path, line, f"has no column {config.prompt_key}{near}; name the prompt's with --prompt-key")
     prompt = _checked_prompt(path, line, content[config.prompt_key])
     return Row(f"{name}:{line}", path, line, prompt, _columns(path, line, content, config))
@@ -141,7 +138,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
     key = config.answer_key
     if key != ANSWER:
         if key not in content:
-            near = nearest(key, content)
+            near = suggest_nearest(key, content)
             raise _error(path, line, f"has no column {key}{near}, which --answer-key names; correct the flag")
         if ANSWER in content and config.prompt_key != ANSWER:
             raise _error(

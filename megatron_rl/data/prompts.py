@@ -42,6 +42,7 @@ class PromptSource:
         seed: int,
         shuffle: bool = True,
         notes: Sequence[str] = (),
+        num_read: int | None = None,
     ) -> None:
         assert prompts
         self._prompts = list(prompts)
@@ -50,12 +51,19 @@ class PromptSource:
         self._shuffle = shuffle
         self._num_taken = 0
         self._order = (-1, np.zeros(0, dtype=np.int64))
+        self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
+        """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
         """What a person should know of the data, each said once."""
         self.fingerprint = _fingerprint(self._prompts)
         """Of the rows to train on: their identities and tokens, in order."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
         """The most tokens of a prompt, those held out included."""
+
+    @property
+    def first(self) -> Prompt:
+        """The first row to train on, in the order of the files."""
+        return self._prompts[0]
 
     @property
     def num_rows(self) -> int:
@@ -158,9 +166,9 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
         held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
     else:
         held_out = _drawn(prompts, config.held_out, seed)
-    return PromptSource(
-        _not_held_out(prompts, held_out, config, notes), held_out, seed=seed, shuffle=config.shuffle, notes=notes
-    )
+    trained = _not_held_out(prompts, held_out, config, notes)
+    num_read = len(rows) + len(eval_rows)
+    return PromptSource(trained, held_out, seed=seed, shuffle=config.shuffle, notes=notes, num_read=num_read)
 
 
 def _check(config: DataConfig) -> None:

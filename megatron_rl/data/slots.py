@@ -107,7 +107,7 @@ class IterationSlots:
 
     def _make(self, index: int) -> Batch:
         slot = self._fetch(index)
-        check(slot, self.identity)
+        check_slot(slot, self.identity)
         return self._batcher.batch(slot).to(self._device)
 
 
@@ -129,7 +129,7 @@ class UpdateSlots:
         self._slots.batch(self.indices[0])
 
 
-def check(slot: Slot, identity: Identity) -> None:
+def check_slot(slot: Slot, identity: Identity) -> None:
     """SlotRefused unless every token of every response was sampled from the weights of this version."""
     name = f"slot ({slot.replica}, {slot.index}) of iteration {identity.version}"
     found = Identity(slot.run, slot.version, slot.fingerprint)

@@ -41,6 +41,12 @@ class PromptTokenizer:
                 f"--hf-model {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
                 f"files into the folder"
             ) from None
+        # Without its files some classes of tokenizers are made all the same, and know their special tokens alone.
+        if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens):
+            raise InputError(
+                f"--hf-model {folder} holds no vocabulary of a tokenizer: put the model's tokenizer files into the "
+                f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
+            )
         return cls(folder, tokenizer, vocab_size, config)
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
+from megatron_rl.observe.timeline import START, WHOLE
 from megatron_rl.records.append_file import LineFile, read_lines
 
 FILE_NAME = "metrics.jsonl"
@@ -14,6 +15,8 @@ FILE_NAME = "metrics.jsonl"
 TIME = "time"
 # A hash over what happened when, times included.
 _HEAD = "audit_head"
+# The whole, and what was before it.
+_BESIDE = (WHOLE, START)
 
 
 class MetricsFile(LineFile):
@@ -62,11 +65,22 @@ def number_at(values: Mapping[str, Any], *names: str) -> float | None:
     return _number(found)
 
 
+def pass_name(records: Iterable[Mapping[str, Any]]) -> str:
+    """What the share of held-out prompts that pass is called, by the responses to each of them."""
+    counts = {number_at(record, "evaluation", "num_samples") for record in records} - {None}
+    return f"pass@{counts.pop():.0f}" if len(counts) == 1 else "pass"
+
+
+def start_seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """How long the run took before its first iteration, all of its starts together."""
+    return sum(number_at(record, TIME, START) or 0.0 for record in records)
+
+
 def seconds_by_span(values: Mapping[str, Any]) -> dict[str, float]:
     """Where the time of an iteration went: what of its "time" is a part of it, neither the whole nor a throughput."""
     times = values.get(TIME)
     found = flat(times) if isinstance(times, Mapping) else {}
-    return {name: value for name, value in found.items() if name != "iteration" and not name.endswith("_per_second")}
+    return {name: value for name, value in found.items() if name not in _BESIDE and not name.endswith("_per_second")}
 
 
 def _number(value: Any) -> float | None:

@@ -3,7 +3,8 @@
     megatron-rl picture RUN...                     as text
     megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
 
-RUN is a folder with metrics.jsonl, or such a file; LABEL=RUN gives it another name than the folder's.
+RUN is a folder with metrics.jsonl, such a file, or the folder that --save was given. LABEL=RUN gives it another name
+than the folder's.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
+from megatron_rl.observe.run_folder import find_run
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -27,7 +29,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-rl picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, its metrics.jsonl, or LABEL=either")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run, or LABEL=RUN",
+    )
     parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
     arguments = parser.parse_args(argv)
     files = _labelled(arguments.runs)
@@ -79,8 +86,9 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
         prefix = f"{label}: " if len(runs) > 1 else ""
         curves: dict[str, tuple[Points, dict[str, Any]]] = {
             "reward": (rewards_of(records), {"alpha": 0.6}),
-            "held out": (evaluations_of(records), {"marker": "o", "linestyle": "--"}),
         }
+        for line, (name, evaluated) in zip(("--", ":"), evaluations_of(records).items(), strict=False):
+            curves[f"held out, {name}"] = (evaluated, {"marker": "o", "linestyle": line})
         for name, (points, style) in curves.items():
             if points:
                 axes.plot(*zip(*points, strict=True), label=f"{prefix}{name}", **look, **style)
@@ -93,7 +101,9 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
 
 
 def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
-    labels = list(runs)
+    starts = {label: metrics.start_seconds(records) for label, records in runs.items()}
+    # Of no iteration, so in no bar.
+    labels = [f"{label}\nstart {starts[label]:.0f} s" if starts[label] else label for label in runs]
     means = [_mean_seconds(records) for records in runs.values()]
     spans = [*_SPANS, *sorted({span for mean in means for span in mean} - set(_SPANS))]
     below = [0.0] * len(runs)
@@ -116,7 +126,7 @@ def _labelled(runs: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for run in runs:
         label, separator, text = run.partition("=")
-        path = Path(text if separator else run)
+        path = find_run(Path(text if separator else run), metrics.FILE_NAME)
         if not separator:
             label = (path if path.is_dir() else path.parent).resolve().name
         if label in files:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.config.settings import ObserveConfig
-from megatron_rl.observe.metrics import number_at
+from megatron_rl.observe.metrics import number_at, pass_name
 
 _REFRESHES_PER_SECOND = 4
 # The time that is left follows from this many of the last iterations.
@@ -277,6 +277,7 @@ def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
     iteration = number_at(metrics, "time", "iteration")
     wait = number_at(metrics, "time", "wait")
     share = None if wait is None or not iteration else 100 * wait / iteration
+    truncated = number_at(metrics, "responses", "truncated")
     columns = [
         f"iteration {version + 1:>{width}}/{total}",
         f"reward {_number(number_at(metrics, 'reward', 'mean'), '7.3f')}",
@@ -285,6 +286,7 @@ def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
         f"{_number(number_at(metrics, 'time', 'trained_tokens_per_second'), '8,.0f')} trained",
         f"{_number(iteration, '8.2f')} s",
         f"waited {_number(share, '3.0f')}%",
+        f"truncated {_number(None if truncated is None else 100 * truncated, '3.0f')}%",
         *_remarks(metrics),
     ]
     return "  ".join(columns)
@@ -298,9 +300,9 @@ def is_due(version: int, total: int, interval: int) -> bool:
 def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     """What not every iteration has."""
     remarks = []
-    passed = number_at(metrics, "evaluation", "pass")
+    passed, reward = (number_at(metrics, "evaluation", name) for name in ("pass", "mean"))
     if passed is not None:
-        remarks.append(f"evaluation {passed:.3f}")
+        remarks.append(f"evaluation {pass_name([metrics])} {passed:.3f} reward {_number(reward, '.3f')}")
     all_equal = number_at(metrics, "reward", "all_equal_groups")
     if all_equal:
         remarks.append(f"groups of equal rewards {all_equal:.0f}")
@@ -322,7 +324,7 @@ def _left(shown: Shown, now: float) -> float:
 
 
 def _number(value: float | None, form: str) -> str:
-    width = int(form.split(".")[0].rstrip(","))
+    width = int(form.split(".")[0].rstrip(",") or 0)
     return f"{'-':>{width}}" if value is None else f"{value:{form}}"
 
 

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.observe.metrics import number_at, seconds_by_span
+from megatron_rl.observe.metrics import number_at, pass_name, seconds_by_span, start_seconds
+from megatron_rl.observe.timeline import START
 
 # A point of a curve: the iteration and its value.
 Points = Sequence[tuple[float, float]]
@@ -125,17 +126,22 @@ def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
     return _points(records, ("reward", "mean"))
 
 
-def evaluations_of(records: Iterable[Mapping[str, Any]]) -> Points:
-    """The share of held-out prompts that passed, of the versions that were evaluated."""
-    return _points(records, ("evaluation", "pass"))
+def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Of the versions that were evaluated the share of held-out prompts that passed, and the mean reward, by name."""
+    found = {
+        pass_name(records): _points(records, ("evaluation", "pass")),
+        "mean reward": _points(records, ("evaluation", "mean")),
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 def text_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The rewards of runs as a chart of text, and their evaluations as another."""
+    """The rewards of runs as a chart of text, and each of their evaluations' numbers as another."""
     charts = [chart("reward", {label: rewards_of(records) for label, records in runs.items()})]
     evaluations = {label: evaluations_of(records) for label, records in runs.items()}
-    if any(evaluations.values()):
-        charts.append(chart("evaluation", evaluations))
+    for name in dict.fromkeys(name for curves in evaluations.values() for name in curves):
+        of_runs = {label: curves[name] for label, curves in evaluations.items() if name in curves}
+        charts.append(chart(f"evaluation, {name}", of_runs))
     return "\n\n".join(charts)
 
 
@@ -155,7 +161,9 @@ def _points(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> Point
 
 def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for title, points in (("reward", rewards_of(records)), ("evaluation", evaluations_of(records))):
+    curves = {"reward": rewards_of(records)}
+    curves |= {f"evaluation, {name}": points for name, points in evaluations_of(records).items()}
+    for title, points in curves.items():
         if points:
             (first, before), (last, after) = points[0], points[-1]
             rows.append((title, f"{before:.3f}", f"at version {first},", f"{after:.3f}", f"at version {last}"))
@@ -163,7 +171,8 @@ def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _times(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    totals = time_by_span(records)
+    start = start_seconds(records)
+    totals = {START: start, **time_by_span(records)} if start else time_by_span(records)
     whole = sum(totals.values())
     if not whole:
         return []

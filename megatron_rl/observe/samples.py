@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.observe.metrics import plain
 from megatron_rl.records.append_file import LineFile
@@ -29,31 +29,35 @@ class SampledGroup:
     responses: Sequence[SampledResponse]
 
 
+# What a group was sampled for.
+Kind = Literal["training", "evaluation"]
+
+
 class SamplesFile(LineFile):
-    """The samples of a run, at most `limit` responses an iteration; see `LineFile` for what a resumed run does."""
+    """The samples of a run, at most `limit` responses of each kind an iteration; see `LineFile` for a resumed run."""
 
     def __init__(self, path: Path, limit: int) -> None:
         super().__init__(path)
         self.limit = limit
-        self._written: tuple[int | None, int] = (None, 0)
+        self._written: dict[Kind, tuple[int, int]] = {}
 
-    def left(self, version: int) -> int:
+    def left(self, version: int, kind: Kind = "training") -> int:
         """How many more responses of this iteration are taken: more need not be decoded."""
-        last, num_written = self._written
+        last, num_written = self._written.get(kind, (None, 0))
         return self.limit - num_written if version == last else self.limit
 
     def restart(self, version: int) -> int:
-        self._written = (None, 0)
+        self._written = {}
         return super().restart(version)
 
-    def write(self, version: int, groups: Iterable[SampledGroup]) -> None:
+    def write(self, version: int, groups: Iterable[SampledGroup], kind: Kind = "training") -> None:
         """Append a line a group, in their order, until the iteration's limit is reached; the rest is not written."""
         for group in groups:
-            responses = group.responses[: self.left(version)]
+            responses = group.responses[: self.left(version, kind)]
             if not responses:
                 return
-            self.append(version, _record(group, responses))
-            self._written = (version, self.limit - self.left(version) + len(responses))
+            self.append(version, {"kind": kind, **_record(group, responses)})
+            self._written[kind] = (version, self.limit - self.left(version, kind) + len(responses))
 
 
 def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[str, Any]:

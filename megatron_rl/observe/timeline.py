@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 WHOLE = "iteration"
 REST = "other"
+# Not of an iteration: what the run did before its first one.
+START = "start"
 
 
 class Timeline:
@@ -22,11 +24,12 @@ class Timeline:
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
         self._begin = self._since = clock()
+        self._start: float | None = None
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """The time in here is that of `name`, save what an inner span takes. A name may come again."""
-        assert name not in (WHOLE, REST), f"{name} is not a part of an iteration"
+        assert name not in (WHOLE, REST, START), f"{name} is not a part of an iteration"
         assert threading.get_ident() == self._thread, f"the span {name} is of another thread"
         self._count()
         self._open.append(name)
@@ -37,16 +40,22 @@ class Timeline:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call: "iteration", each span, and "other". A span that is open goes on."""
+        """The seconds since the last call: "iteration", each span, and "other". A span that is open goes on.
+
+        The first call after a restart has "start" beside them.
+        """
         self._count()
         taken = {WHOLE: self._since - self._begin, **self._seconds, REST: self._seconds.get(REST, 0.0)}
-        self._seconds = {}
+        if self._start is not None:
+            taken[START] = self._start
+        self._seconds, self._start = {}, None
         self._begin = self._since
         return taken
 
-    def restart(self) -> None:
-        """Forget the time until now, as that of starting up."""
+    def restart(self, start: float | None = None) -> None:
+        """Forget the time until now; the next `take` has these seconds under "start", where they are given."""
         self.take()
+        self._start = start
 
     def _count(self) -> None:
         now = self._clock()

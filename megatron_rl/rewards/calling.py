@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import GIVEN, RewardSpec, Values, check_values
+from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, check_values
 
 _LONGEST_MESSAGE = 2000
+# What no completion would mend.
+_MISFITS = (Misfit, ImportError)
 
 
 class CannotLoad(Exception):
@@ -55,8 +57,20 @@ class Functions:
             result = self._loop.run_until_complete(_awaited(result))
         return check_values(result, num_samples)
 
+    @staticmethod
+    def is_misfit(error: BaseException) -> bool:
+        """Whether the function would fail in this way for any completion, since it does not fit the data."""
+        return isinstance(error, _MISFITS)
+
+    @staticmethod
+    def has_remedy(error: BaseException) -> bool:
+        """Whether the error says what to do."""
+        return isinstance(error, MissingColumn)
+
     def describe(self, index: int, error: BaseException) -> str:
         """The last line of an error's traceback, and the line of the function's own file where it happened."""
+        if isinstance(error, Misfit):
+            return str(error)[:_LONGEST_MESSAGE]
         message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
         return message + _place(error, self._specs[index].source)
 
@@ -114,9 +128,15 @@ def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[st
     for parameter in parameters:
         wanted = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if wanted and parameter.default is parameter.empty and parameter.name not in arguments:
-            columns = ", ".join(sorted(set(arguments) - set(GIVEN))) or "none"
-            raise TypeError(f"it asks for {parameter.name}, and the data has no such column (it has {columns})")
+            raise MissingColumn(_missing(parameter.name, sorted(set(arguments) - set(GIVEN))))
     return named
+
+
+def _missing(name: str, columns: list[str]) -> str:
+    there = f"it asks for {name}, and the data has no such column (it has {', '.join(columns) or 'none'}): "
+    if name == ANSWER:
+        return f"{there}write --answer-key COLUMN for the column that holds the answer"
+    return f"{there}rename its parameter to a column, or to {ANSWER} and write --answer-key COLUMN"
 
 
 def _repeated(value: Any, count: int) -> list[Any]:

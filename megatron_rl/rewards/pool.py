@@ -28,6 +28,10 @@ from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
+# A trial that takes longer is given up, and nothing follows from it.
+_TRIAL_SECONDS = 3.0
+# What would be asked for nothing.
+_REMOTE = ("http",)
 
 
 class RewardPool:
@@ -54,8 +58,12 @@ class RewardPool:
         self.missing: dict[str, str] = {}
         """What workers are not confined in, and why not."""
 
-    async def start(self) -> None:
-        """Load every function in every worker; a UsageError names the file and line that does not import."""
+    async def start(self, trial: RewardRequest | None = None) -> None:
+        """Load every function in every worker; a UsageError names the file and line that does not import.
+
+        With a `trial`, a row with made-up completions, every function is called once; a UsageError names each mistake
+        that would fail with any completion.
+        """
         assert not self._started, "a pool is started once"
         self._started = True
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-rewards-"))
@@ -67,8 +75,11 @@ class RewardPool:
             self._setup = self._setup_line(path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
-            for start in starts:
-                self._free.put_nowait(start.result())
+            workers: list[RewardWorker | None] = [start.result() for start in starts]
+            if trial is not None:
+                workers[0] = await self._try_out(workers[0], trial)
+            for worker in workers:
+                self._free.put_nowait(worker)
         except BaseExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from None
@@ -122,6 +133,30 @@ class RewardPool:
             raise
         return worker
 
+    async def _try_out(self, worker: RewardWorker | None, request: RewardRequest) -> RewardWorker | None:
+        """Call every function once; returns the worker, which remembers nothing of it, or None for a fresh one."""
+        assert worker is not None
+        functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
+        job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
+        answers: dict[int, FunctionAnswer] = {}
+        try:
+            answers = await worker.try_out(job, request.encode(), len(request.completions), _TRIAL_SECONDS)
+        except WorkerFault as fault:
+            # With a real completion it may not come to that, and if it does, the group's failure says so.
+            _LOGGER.info("a trial of the rewards with made-up completions: %s", fault)
+            self._end(worker)
+            worker = None
+        problems = []
+        for number, answer in answers.items():
+            if answer.is_misfit:
+                remedy = "" if answer.has_remedy else "; mend the function"
+                problems.append(f"--reward {self._specs[number].name}: {answer.error}{remedy}")
+        if problems and self._settings.on_error is None:
+            raise UsageError(*problems)
+        for problem in problems:
+            _LOGGER.warning("%s; until then --reward-on-error stands for what it gives", problem)
+        return worker
+
     def _check_confinement(self, missing: dict[str, str]) -> None:
         self.missing = missing
         if self._settings.confine == "off":
@@ -171,11 +206,11 @@ class RewardPool:
             rewards = [value if reward is None else reward for reward in rewards]
         return RewardResult([float(reward or 0.0) for reward in rewards], components, time.monotonic() - begin, errors)
 
-    def _failed(self, function: str, request: RewardRequest, reason: str) -> float:
+    def _failed(self, function: str, request: RewardRequest, reason: str, has_remedy: bool = False) -> float:
         """Count a failure; returns the reward that takes its place, or raises."""
         self.errors[function] += 1
         if self._settings.on_error is None:
-            raise RewardError(function, request.index, reason)
+            raise RewardError(function, request.index, reason, is_at_fault=not has_remedy)
         return self._settings.on_error
 
     def _end(self, worker: RewardWorker) -> None:

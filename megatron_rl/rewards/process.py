@@ -64,6 +64,10 @@ class FunctionAnswer:
 
     values: Values | None
     error: str = ""
+    is_misfit: bool = False
+    """Whether the function would fail like that for any completion."""
+    has_remedy: bool = False
+    """Whether the error says what to do."""
 
 
 class RewardWorker:
@@ -122,6 +126,20 @@ class RewardWorker:
         except TimeoutError:
             raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
 
+    async def try_out(
+        self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
+    ) -> dict[int, FunctionAnswer]:
+        """What functions say of a made-up group, by their numbers; those that end the trial say nothing."""
+        answers: dict[int, FunctionAnswer] = {}
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(json.dumps(job).encode() + b"\n" + group)
+                while "trial_is_over" not in (content := await self._receive()):
+                    answers[int(content.get("function", -1))] = self._read(content, num_samples)
+        except TimeoutError:
+            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
+        return {number: answers[number] for number in job["functions"] if number in answers}
+
     async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
         """Receive the next function's answer."""
         try:
@@ -131,8 +149,12 @@ class RewardWorker:
             raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
         if content.get("job") != job or content.get("function") != function:
             raise self._nonsense()
+        return self._read(content, num_samples)
+
+    def _read(self, content: Mapping[str, Any], num_samples: int) -> FunctionAnswer:
         if "error" in content:
-            return FunctionAnswer(None, str(content["error"]))
+            is_misfit, has_remedy = content.get("misfit") is True, content.get("remedy") is True
+            return FunctionAnswer(None, str(content["error"]), is_misfit, has_remedy)
         try:
             return FunctionAnswer(check_values(content.get("values"), num_samples))
         except ValueError:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import nearest
+from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.confinement import find_environment_problems
@@ -56,7 +56,9 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
         return RewardSpec(function, path, function, weight=weight, timeout=seconds)
     if source.endswith(".py"):
         raise UsageError(f"--reward {text}: the function is missing; write {source}:FUNCTION")
-    raise UsageError(f"--reward {text} must be FILE.py:FUNCTION or one of {', '.join(REWARDS)}{nearest(head, REWARDS)}")
+    raise UsageError(
+        f"--reward {text} must be FILE.py:FUNCTION or one of {', '.join(REWARDS)}{suggest_nearest(head, REWARDS)}"
+    )
 
 
 def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tuple[RewardSpec, ...]:

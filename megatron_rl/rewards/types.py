@@ -11,8 +11,18 @@ from megatron_rl.errors import InputError, MegatronRLError
 
 # What a function is given besides the columns of the data.
 GIVEN = ("prompts", "completions", "completion_ids")
+# The name under which rewards know the column of --answer-key.
+ANSWER = "answer"
 
 Values = list[float | None]
+
+
+class Misfit(ValueError):
+    """A function and the data, or what is wanted of it, do not fit together: no other completion would mend that."""
+
+
+class MissingColumn(Misfit):
+    """The data lacks what a function asks for; the text says what to do."""
 
 
 class RewardError(MegatronRLError):
@@ -117,7 +127,7 @@ class PoolSettings:
 
 
 def check_values(values: object, num_samples: int) -> Values:
-    """Check the values that a function returned; a ValueError says what is wrong.
+    """Check the values that a function returned; a ValueError says what is wrong, a Misfit if it is their type.
 
     Runs in the worker, which still has the function's result, and again on the other side of the pipe, because a worker
     cannot be trusted.
@@ -125,9 +135,9 @@ def check_values(values: object, num_samples: int) -> Values:
     to_list = getattr(values, "tolist", None)
     values = to_list() if callable(to_list) else values
     if not isinstance(values, list | tuple):
-        raise ValueError(f"returned {type(values).__name__}, not a list of numbers")
+        raise Misfit(f"returned {type(values).__name__}, not a list of numbers")
     if len(values) != num_samples:
-        raise ValueError(f"returned {len(values)} rewards for {num_samples} completions")
+        raise Misfit(f"returned {len(values)} rewards for {num_samples} completions")
     return [_checked_value(index, value) for index, value in enumerate(values)]
 
 
@@ -137,7 +147,7 @@ def _checked_value(index: int, value: object) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float):
-        raise ValueError(f"completion {index} got {repr(value)[:100]} ({type(value).__name__}), not a number")
+        raise Misfit(f"completion {index} got {repr(value)[:100]} ({type(value).__name__}), not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -156,5 +166,8 @@ def get_column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> 
     """Get a column of the data; the error lists the columns."""
     if name not in columns:
         there = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
-        raise ValueError(f"the data has no column {name} (it has {there}); write --reward {reward}:COLUMN")
+        raise MissingColumn(
+            f"the data has no column {name} (it has {there}): write --answer-key COLUMN for the column that holds the "
+            f"answer, or --reward {reward}:COLUMN"
+        )
     return columns[name]

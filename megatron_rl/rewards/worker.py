@@ -5,7 +5,9 @@ ends all of it when the other ends, on SIGTERM, or when its own parent dies. The
 functions and answers.
 
 The first line it reads is the set-up, and is answered with {"ready"} or {"cannot_load"}. Then each job is two lines,
-what to do and the group, and is answered with one line a function: {"job", "function", "values" or "error"}.
+what to do and the group, and is answered with one line a function: {"job", "function", "values" or "error"}. An error
+also says whether it is a "misfit", which any completion would meet, and whether its text has a "remedy". A "trial" is a
+job that is done by a process forked off, and answered with {"trial_is_over"} at its end, however that comes.
 """
 
 import json
@@ -161,16 +163,32 @@ def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> 
     _answer(answers, {"ready": True, "missing": missing})
     while line := requests.readline():
         job, group = json.loads(line), requests.readline()
+        if job.get("trial") and not _is_trial_child():
+            _answer(answers, {"trial_is_over": True})
+            continue
         for index in job["functions"]:
             answer: dict[str, Any] = {"job": job["job"], "function": index}
             try:
                 answer["values"] = functions.call(index, job["prompt_index"], group)
             except BaseException as error:
                 answer["error"] = functions.describe(index, error)
+                answer["misfit"], answer["remedy"] = functions.is_misfit(error), functions.has_remedy(error)
             sys.stdout.flush()
             _answer(answers, answer)
             if "error" in answer and job["stop"]:
                 break
+        if job.get("trial"):
+            os._exit(0)
+
+
+def _is_trial_child() -> bool:
+    """Fork: what functions remember of a trial ends with the child; the parent waits until it has."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return child == 0
 
 
 def _limit_memory(limit: int | None) -> None:

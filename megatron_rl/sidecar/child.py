@@ -7,15 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from megatron_rl.config.flag import Flag, text_of
+from megatron_rl.config.flag import Flag, format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
+from megatron_rl.protocol.wire import Prompt
 from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, list_flags
+from megatron_rl.sidecar.starting import News
 
 _LOG = "sidecar.log"
 _ADDRESS = "address"
@@ -101,11 +105,15 @@ def read_given_address(settings: Settings) -> Address:
 class OwnSidecar:
     """A process that ends with this one, however this one ends. The kernel wants it started from the main thread."""
 
-    def __init__(self, settings: SidecarSettings):
+    def __init__(self, settings: SidecarSettings, trial: Prompt | None = None):
+        """Before it starts engines it tries its rewards on the row `trial`."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
-        # An earlier sidecar that was killed leaves its address.
-        (folder / _ADDRESS).unlink(missing_ok=True)
+        # What an earlier one left that could not tidy up.
+        for name in (_ADDRESS, starting.FILE_NAME, starting.TRIAL_FILE):
+            (folder / name).unlink(missing_ok=True)
+        if trial is not None:
+            starting.write_trial(folder / starting.TRIAL_FILE, trial)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
@@ -116,6 +124,11 @@ class OwnSidecar:
             )
         )
         self._client: RolloutClient | None = None
+
+    @property
+    def log(self) -> Path:
+        """Where what it prints is kept."""
+        return self._handle.log
 
     def address(self, seconds: float) -> Address:
         """Wait until it serves."""
@@ -143,9 +156,14 @@ class OwnSidecar:
         raise SidecarFailed(f"the sidecar {ended}; the end of its log, {self._handle.log}:\n{self._tail()}")
 
     @contextlib.contextmanager
-    def watched(self, failed: Callable[[MegatronRLError], object]) -> Iterator[None]:
-        """Within this context `failed` is called as soon as the sidecar ends, whatever the caller waits for."""
+    def watched(self, failed: Callable[[MegatronRLError], object], say: Callable[[str], object]) -> Iterator[None]:
+        """Within this context say how far the sidecar is, and at once that it ended, whatever the caller waits for."""
         over = threading.Event()
+        news = News(self._folder / starting.FILE_NAME)
+
+        def tell() -> None:
+            for line in news.lines(time.monotonic()):
+                say(line)
 
         def poll() -> None:
             while not over.wait(_POLL_SECONDS):
@@ -154,6 +172,7 @@ class OwnSidecar:
                 except MegatronRLError as error:
                     failed(error)
                     return
+                tell()
 
         thread = threading.Thread(target=poll, name="sidecar", daemon=True)
         thread.start()
@@ -162,6 +181,7 @@ class OwnSidecar:
         finally:
             over.set()
             thread.join()
+        tell()
 
     def close(self) -> None:
         """Ask it to end, then end it."""
@@ -207,4 +227,4 @@ def _words(flag: Flag, value: object) -> list[str]:
     if flag.is_switch:
         return [flag.name]
     items = value if isinstance(value, list | tuple) else [value]
-    return [flag.name, *(text_of(item) for item in items)]
+    return [flag.name, *(format_value(item) for item in items)]

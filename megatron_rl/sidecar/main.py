@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.sidecar import starting
+from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -26,6 +29,7 @@ from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
+from megatron_rl.sidecar.starting import Starting
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.vllm.engine import VllmFactory
 from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
@@ -35,6 +39,7 @@ TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
 REWARDS_LOG = "rewards.log"
 ENGINE_LOGS = "logs"
+_POLL_SECONDS = 0.1
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
@@ -68,7 +73,8 @@ async def run(settings: SidecarSettings) -> None:
         supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
-        await _unless(ended, supervisor.start(settings.rollout.num_engines))
+        async with _noted_start(supervisor, folder / starting.FILE_NAME):
+            await _unless(ended, supervisor.start(settings.rollout.num_engines))
         if ended.is_set():
             return
         service = RolloutService(
@@ -77,6 +83,39 @@ async def run(settings: SidecarSettings) -> None:
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
+
+
+@contextlib.asynccontextmanager
+async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None]:
+    """While engines start within, write down how far they are; at the end too, where all of them are ready."""
+    begun = time.monotonic()
+    noted = Starting()
+
+    def note() -> None:
+        nonlocal noted
+        seconds = round(time.monotonic() - begun, 1)
+        engines = {
+            name: None if engine["state"] == EngineState.STARTING else noted.engines.get(name) or seconds
+            for name, engine in supervisor.status()["engines"].items()
+        }
+        # A start that fails ends all engines, and says why itself.
+        if engines and engines != noted.engines:
+            noted = Starting(engines=engines)
+            # Nobody needs it but whoever watches: a full disk is for others to say.
+            with contextlib.suppress(OSError):
+                noted.write(path)
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            note()
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+        note()
+    finally:
+        following.cancel()
 
 
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
@@ -108,7 +147,7 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
         log=settings.folder / REWARDS_LOG,
     )
     pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
-    await pool.start()
+    await pool.start(starting.take_trial(settings.folder / starting.TRIAL_FILE))
     try:
         yield pool
     finally:

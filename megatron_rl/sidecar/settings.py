@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_rl.config.flag import Flag, flags_of, nearest
+from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
@@ -78,7 +78,7 @@ def list_flags() -> list[Flag]:
     return [
         flag
         for subject, config in _SUBJECTS.items()
-        for flag in flags_of(config, subject)
+        for flag in derive_flags(config, subject)
         if subject not in SHARED or flag.name in SHARED[subject]
     ]
 
@@ -100,7 +100,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
     except InputError as error:
         unreadable = error
-    of_values = (*settings.rollout.problems(), *settings.reward.problems())
+    of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward))
     found = [*_missing(settings), *of_values, *problems(settings, architecture)]
     if unreadable is not None and not found:
         raise unreadable
@@ -116,7 +116,9 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     namespace, rest = _parser(known).parse_known_args(list(words))
     names = {name: None for flag in known for name in flag.names}
     unknown = [word for word in rest if word.startswith("--")] or rest[:1]
-    found = [f"unknown flag {word}{nearest(word, names)}: the sidecar takes only its own flags" for word in unknown]
+    found = [
+        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes only its own flags" for word in unknown
+    ]
     for flag in known:
         said = getattr(namespace, flag.name, None)
         if said is None:
@@ -126,7 +128,7 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
             found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one")
             continue
         try:
-            value = flag.value(said)
+            value = flag.read(said)
         except UsageError as error:
             found.append(str(error))
         else:
@@ -163,7 +165,6 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
     imports, and how far the kernel can confine it.
     """
-    yield from _problems_of_numbers(settings.rollout)
     yield from _problems_of_engines(settings, architecture)
     host, _, port = settings.rollout.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -175,20 +176,6 @@ def _missing(settings: SidecarSettings) -> Iterator[str]:
     """What a trainer fills in by itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
-
-
-def _problems_of_numbers(rollout: RolloutConfig) -> Iterator[str]:
-    for name, value in (
-        ("--rollout-num-engines", rollout.num_engines),
-        ("--rollout-tensor-parallel-size", rollout.tensor_parallel_size),
-        ("--rollout-num-threads", rollout.num_threads),
-        ("--rollout-max-model-len", rollout.max_model_len),
-        ("--rollout-max-num-seqs", rollout.max_num_seqs),
-        ("--rollout-max-in-flight", rollout.max_in_flight),
-        ("--rollout-retain-journals", rollout.retain_journals),
-    ):
-        if value is not None and value < 1:
-            yield f"{name} {value} must be at least 1"
 
 
 def _problems_of_engines(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:

@@ -10,68 +10,86 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import check_folders, shared_folder
-from megatron_rl.arguments.run import RunSettings
+from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
-from megatron_rl.mcore.step.tri_model import build_roles
-from megatron_rl.observe import metrics, samples
+from megatron_rl.mcore.step.roles import build_roles
+from megatron_rl.observe import metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
+from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
 from megatron_rl.observe.timeline import Timeline
+from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.sidecar.making import build_decoder
-from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
-from megatron_rl.training.stop import OutOfGrace, StopRequest
+from megatron_rl.training.saver import Saver
+from megatron_rl.training.stop import StopRequest
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.mapping import Mapping
 
 
-def train(settings: RunSettings, watch: Watch | None = None, schedule: Schedule | None = None) -> int:
+def train(
+    settings: RunSettings,
+    watch: Watch | None = None,
+    schedule: Schedule | None = None,
+    startup: Startup | None = None,
+) -> int:
     """One rank of a run, from start to end; returns the exit code. `schedule` takes the place of what --schedule names.
 
-    `watch` is there where the ranks have watched each other since their processes began.
+    `watch` is there where the ranks have watched each other since their processes began, and `startup` where it
+    counts from then on.
     """
-    watch = watch or Watch.of_environment()
+    watch, startup = watch or Watch.of_environment(), startup or Startup()
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds).install()
-    stop.tidy = functools.partial(watch.tell, OutOfGrace())
+    stop.tidy = watch.tell
     with contextlib.ExitStack() as stack:
+        if not settings.observe.verbose:
+            path = settings.folder / warnings_file.FILE_NAME
+            stack.enter_context(keep_warnings(path, _print_note if is_first else lambda text: None))
         prompts, sidecar = None, None
         if is_first:
+            if settings.observe.progress != "none":
+                startup.show(sys.stdout)
             # What is wrong with folders, data and weights shows before a process is started.
             check_folders(settings)
+            startup.say("prompts: they are read and tokenized")
             prompts = _load_prompts(settings)
+            startup.say(describe_prompts(prompts.num_rows, prompts.num_held_out, prompts.num_read))
             _check_weights(settings)
+            check_loaded_schedule(settings, _num_updates(settings))
             for note in (*settings.notes, *prompts.notes):
-                print(f"note: {note}", file=sys.stderr)
+                _print_note(note)
             if settings.sidecar is not None:
-                sidecar = OwnSidecar(settings.sidecar)
+                sidecar = OwnSidecar(settings.sidecar, prompts.first)
+                startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
         waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
         with watch, contextlib.ExitStack() as parts:
-            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail):
+            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
-                trainer = build(settings, session, prompts, sidecar, stop, parts, schedule)
+                startup.say(describe_model(settings, session.platform.name, session.world_size))
+                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
             trainer.train()
@@ -88,6 +106,7 @@ def build(
     sidecar: OwnSidecar | None,
     stop: StopRequest,
     stack: contextlib.ExitStack,
+    startup: Startup,
     schedule: Schedule | None = None,
 ) -> Trainer:
     """One rank's parts of a run, in the order in which they can be had. What is open at the end is on the stack.
@@ -96,10 +115,11 @@ def build(
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
-    policy = build_policy(settings, session, num_iterations * sizes.plan.num_updates)
+    policy = build_policy(settings, session, _num_updates(settings))
     reference = _build_reference(settings, session)
-    checkpoints = Checkpoints(settings, session, policy, _name(settings), prompts, reference)
-    version = checkpoints.load(functools.partial(_say, session))
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference)
+    version = saver.load(functools.partial(_say, session))
+    startup.say("model: built, its weights are loaded")
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
@@ -108,7 +128,8 @@ def build(
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
-        timeline.restart()
+        startup.say("all is ready")
+        timeline.restart(startup.seconds)
     schedule = schedule or SCHEDULES[settings.loop.schedule]
     return Trainer(
         session=session,
@@ -116,7 +137,7 @@ def build(
         publisher=publisher,
         rollouts=_build_rollouts(settings, session, client, prompts, schedule, lambda: timeline.span("wait")),
         learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update")),
-        checkpoints=checkpoints,
+        saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
         timeline=timeline,
@@ -164,7 +185,7 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
     longest = sizes.longest_prompt + sizes.longest_response
     probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, settings.publish.probe_bound)
     if transport == "shm":
-        folder = shared_folder(settings)
+        folder = find_shared_folder(settings)
         return SharedMemoryPublisher(policy.weights, session, receiver, run, folder, dtype, deadline, probe)
     if transport not in session.platform.weight_transports:
         raise UsageError(
@@ -243,6 +264,12 @@ def _sampling(settings: RunSettings, temperature: float) -> Sampling:
     )
 
 
+def _num_updates(settings: RunSettings) -> int:
+    """Of the whole run."""
+    assert settings.training.train_iters is not None
+    return settings.training.train_iters * settings.sizes.plan.num_updates
+
+
 def _name(settings: RunSettings) -> str:
     """The run's."""
     return settings.folder.resolve().name
@@ -250,14 +277,18 @@ def _name(settings: RunSettings) -> str:
 
 def _say(session: Session, text: str) -> None:
     if session.rank == 0:
-        print(f"note: {text}", file=sys.stderr)
+        _print_note(text)
 
 
-def _leave(trainer: Trainer, watch: Watch) -> None:
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _leave(trainer: Trainer, watch: Watch, reason: MegatronRLError) -> None:
     try:
         trainer.tidy()
     finally:
-        watch.tell(OutOfGrace())
+        watch.tell(reason)
 
 
 def _report(settings: RunSettings, trainer: Trainer) -> None:
@@ -266,8 +297,8 @@ def _report(settings: RunSettings, trainer: Trainer) -> None:
         return
     trainer.reporter.close()
     places = Places(
-        checkpoint=trainer.checkpoints.last_saved,
-        hf_weights=trainer.checkpoints.last_hf,
+        checkpoint=trainer.saver.last_saved,
+        hf_weights=trainer.saver.last_hf,
         metrics=settings.folder / metrics.FILE_NAME,
         samples=settings.folder / samples.FILE_NAME,
         audit_log=settings.folder / AUDIT_FILE,

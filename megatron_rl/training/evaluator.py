@@ -32,9 +32,9 @@ class Evaluator:
         interval = self._config.interval
         return interval is not None and (is_last or version % interval == 0)
 
-    def evaluate(self, version: int, fingerprint: str) -> dict[str, Any]:
-        """The mean reward, and the share of prompts of which a response passes."""
-        evaluated = self._client.evaluate(
+    def evaluate(self, version: int, fingerprint: str) -> Evaluated:
+        """The responses to all held-out prompts."""
+        return self._client.evaluate(
             Evaluation(
                 run=self._run,
                 version=version,
@@ -45,6 +45,9 @@ class Evaluator:
                 deadline_seconds=self._deadline_seconds,
             )
         )
+
+    def summary(self, evaluated: Evaluated) -> dict[str, Any]:
+        """The mean reward, and the share of prompts of which a response passes."""
         return summary(evaluated, self._config.pass_reward)
 
 

@@ -1,26 +1,21 @@
-"""The updates of an iteration: losses over its slots, gradients, optimizer steps.
-
-Letters: N targets.
-"""
+"""The updates of an iteration: losses over its slots, gradients, optimizer steps."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.data.batch import Batch
+from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.auxiliary import take_losses
+from megatron_rl.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import Policy
-from megatron_rl.mcore.step.roles import RoleLoss, is_reporter
-from megatron_rl.mcore.step.schedule import Share
+from megatron_rl.mcore.step.roles import Roles
 from megatron_rl.protocol.wire import Mismatch
 from megatron_rl.training.measures import Measures, UpdateOutcome, measure_batches
 from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
@@ -30,19 +25,6 @@ class TrainingFailed(MegatronRLError):
     """An update that must not be made."""
 
     exit_code = ExitCode.RUN
-
-
-class Roles(Protocol):
-    """The models that losses are made of."""
-
-    def forward_backward(
-        self,
-        slots: IterationSlots,
-        update: int,
-        loss: RoleLoss,
-        share: Share[Batch],
-        reference_is_policy: bool = False,
-    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +62,8 @@ class Learner:
         parts: list[Part] = []
         updates = []
         for update in range(slots.division.plan.num_updates):
-            of_update: list[Statistics] = []
-            self._roles.forward_backward(slots, update, self._loss(of_update), self._share, reference_is_policy)
-            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _checked(of_update))  # type: ignore[misc]
+            of_update = self.forward_backward(slots, update, reference_is_policy)
+            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
             if not mismatch.is_accepted:
@@ -97,27 +78,20 @@ class Learner:
             measures.merge(Measures(sums=sums, largest=maxima))
         return Learned(updates, measures, combine_parts(parts, mismatch_bound))
 
-    def _loss(self, statistics: list[Statistics]) -> RoleLoss:
-        def loss(log_probs: RoleLogProbs, batch: Batch) -> torch.Tensor:
-            sequences_N = batch.pack.target_sequences_N
-            total, of_batch = self._objective.loss(
-                log_probs,
-                batch.engine_log_probs_N,
-                # index_select: its result does not depend on the number of threads.
-                batch.advantages_S.index_select(0, sequences_N),
-                sequences_N,
-                batch.lengths_S,
-            )
-            statistics.append(of_batch)
-            return total
-
-        return loss
-
-    def _share(self, batch: Batch) -> int:
-        return self._objective.share(batch.num_targets, batch.num_responses)
+    def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
+        """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
+        micro_batches = slots.of_update(update)
+        micro_batches.wait_for_first()
+        policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
+        cast = self._roles.cast(micro_batches, update, reference_is_policy)
+        step = PolicyStep(policy, cast, self._objective, self._roles.temperature, scale)
+        reports = run_schedule(step, policy, micro_batches)
+        if update == 0 and slots.division.plan.num_updates > 1:
+            self._roles.keep_old(slots, reference_is_policy)
+        return [report["statistics"] for report in reports]
 
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
-        shares = [self._share(batch) for batch in slots.of_update(update)]
+        shares = [self._objective.share(batch.num_targets, batch.num_responses) for batch in slots.of_update(update)]
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = int(total)
@@ -128,7 +102,7 @@ class Learner:
         )
 
 
-def _checked(statistics: list[Statistics]) -> Part | None:
+def _check(statistics: list[Statistics]) -> Part | None:
     """What this replica's tokens differ by, on the rank that speaks for it; an error where a loss is not finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])

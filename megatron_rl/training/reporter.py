@@ -3,7 +3,7 @@
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sinks, sinks_of
-from megatron_rl.protocol.wire import Response, decode_tokens
+from megatron_rl.protocol.wire import Group, Response, decode_tokens
 from megatron_rl.training.mismatch import HEALTHY
 
 Decode = Callable[[list[int]], str]
@@ -86,6 +86,16 @@ class Reporter:
         self._warn(metrics)
         self._write_samples(version, slots)
         self.write(version, metrics)
+
+    def evaluation(self, version: int, groups: Sequence[Group]) -> None:
+        """Write down some of the responses that held-out prompts got from a version."""
+        for group in groups:
+            left = self._samples.left(version, "evaluation")
+            if left <= 0:
+                return
+            prompt = self._decode(decode_tokens(group.prompt.tokens).tolist())
+            sampled = [self._sampled(response) for response in group.responses[:left]]
+            self._samples.write(version, [SampledGroup(group.prompt.row, prompt, sampled)], "evaluation")
 
     def write(self, version: int, metrics: dict[str, Any]) -> None:
         self._metrics.write(metrics)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
-from megatron_rl.arguments.plan import pack_multiple
+from megatron_rl.arguments.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
@@ -128,7 +128,7 @@ def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     attention = find_backend(settings.attention.backend)
     return Batcher(
         ADVANTAGES[settings.algorithm.advantage],
-        multiple_of=pack_multiple(settings),
+        multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,
         prepare=lambda layout: attention.prepare(layout, device),

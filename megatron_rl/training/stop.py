@@ -1,5 +1,7 @@
 """SIGTERM: the iteration that runs is finished and saved, or given up after a time of grace.
 
+Before the first iteration there is nothing to finish: the process ends at once.
+
 Python runs its handlers in the main thread, which may be in a collective for minutes; the number of the signal is read
 by a thread of its own.
 """
@@ -11,17 +13,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from megatron_rl.errors import ExitCode, MegatronRLError
 
 
-class OutOfGrace(MegatronRLError):
-    """Why the other ranks end with one that was asked to, and could not end in time."""
+class Stopped(MegatronRLError):
+    """Why the other ranks end with one that was asked to, and ends before its iteration is over."""
 
     exit_code = ExitCode.OUT_OF_GRACE
 
-    def __init__(self) -> None:
-        super().__init__("it was asked to stop, and its grace is over")
+
+_OUT_OF_GRACE = "it was asked to stop, and its grace is over"
+_NOT_BEGUN = "it was asked to stop before its first iteration"
 
 
 class StopRequest:
@@ -29,9 +33,11 @@ class StopRequest:
 
     def __init__(self, grace_seconds: float):
         self._grace_seconds = grace_seconds
-        self.tidy: Callable[[], object] = lambda: None
-        """What is done last where the grace runs out; not more than some seconds' work."""
+        self.tidy: Callable[[MegatronRLError], object] = lambda reason: None
+        """What is done last where the process ends at once; not more than some seconds' work."""
         self._asked = threading.Event()
+        self._has_begun = False
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -47,6 +53,11 @@ class StopRequest:
     def is_asked(self) -> bool:
         return self._asked.is_set()
 
+    def begin(self) -> None:
+        """From now on there is an iteration to finish. Does not return where the process is ending already."""
+        with self._lock:
+            self._has_begun = True
+
     def over(self) -> None:
         """All that had to be finished is."""
         self._over.set()
@@ -55,18 +66,23 @@ class StopRequest:
         while signal.SIGTERM not in self._reader.recv(64):
             pass
         self._asked.set()
-        print(
-            f"megatron_rl: asked to stop: the iteration is finished and saved within {self._grace_seconds:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        with self._lock:
+            if not self._has_begun:
+                _say("asked to stop before the first iteration began: it ends now, and there is nothing to save")
+                self._leave(Stopped(_NOT_BEGUN))
+        _say(f"asked to stop: the iteration is finished and saved within {self._grace_seconds:g} s")
         if not self._over.wait(self._grace_seconds):
-            print(
-                f"megatron_rl: {self._grace_seconds:g} s of grace are over (--exit-grace-seconds): the checkpoint and "
-                "the journal stay as they are",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"{self._grace_seconds:g} s of grace are over (--exit-grace-seconds): the checkpoint and the journal "
+                "stay as they are"
             )
-            with contextlib.suppress(Exception):
-                self.tidy()
-            os._exit(ExitCode.OUT_OF_GRACE)
+            self._leave(Stopped(_OUT_OF_GRACE))
+
+    def _leave(self, reason: Stopped) -> NoReturn:
+        with contextlib.suppress(Exception):
+            self.tidy(reason)
+        os._exit(reason.exit_code)
+
+
+def _say(text: str) -> None:
+    print(f"megatron_rl: {text}", file=sys.stderr, flush=True)

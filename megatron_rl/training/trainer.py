@@ -9,13 +9,13 @@ from megatron_rl.mcore.publish.shared_memory import Publisher
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.training.checkpoints import Checkpoints
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learned, Learner
 from megatron_rl.training.measures import Measures, compute_metrics
 from megatron_rl.training.mismatch import MismatchBounds
 from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
+from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import StopRequest
 
 
@@ -32,7 +32,7 @@ class Trainer:
         publisher: Publisher,
         rollouts: Rollouts,
         learner: Learner,
-        checkpoints: Checkpoints,
+        saver: Saver,
         evaluator: Evaluator | None,
         reporter: Reporter | None,
         timeline: Timeline,
@@ -49,7 +49,7 @@ class Trainer:
         self._publisher = publisher
         self._rollouts = rollouts
         self._learner = learner
-        self.checkpoints = checkpoints
+        self.saver = saver
         self._evaluator = evaluator
         self.reporter = reporter
         self._timeline = timeline
@@ -64,6 +64,7 @@ class Trainer:
         """Returns the version that was reached, which is less than asked for after SIGTERM."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
+        self._stop.begin()
         while version < num_iterations and not is_stopped:
             if self.reporter is not None:
                 self.reporter.begin(version)
@@ -79,11 +80,11 @@ class Trainer:
             version += 1
             with self._during("save"):
                 is_last = is_stopped or version == num_iterations
-                self.checkpoints.save_if_due(version, is_last, self._rollouts.audit_head)
+                self.saver.save_if_due(version, is_last, self._rollouts.audit_head)
         if not is_stopped:
             self._evaluate_last(version)
         with self._during("save"):
-            self.checkpoints.finish()
+            self.saver.finish()
         return version
 
     def tidy(self) -> None:
@@ -117,7 +118,10 @@ class Trainer:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):
             return None
         with self._during("evaluate"):
-            return self._evaluator.evaluate(version, fingerprint)
+            evaluated = self._evaluator.evaluate(version, fingerprint)
+            if self.reporter is not None:
+                self.reporter.evaluation(version, evaluated.groups)
+            return self._evaluator.summary(evaluated)
 
     def _evaluate_last(self, version: int) -> None:
         """What the last update came to."""

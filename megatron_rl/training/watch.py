@@ -6,12 +6,15 @@ is said by its connection, which breaks.
 """
 
 import contextlib
+import json
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -45,6 +48,10 @@ class Failure(NamedTuple):
     reason: str
     rank: int
     exit_code: int
+    speaker: int
+    """The rank that says so: the one that failed, or that noticed."""
+    place: str
+    """Where it says so: whoever writes to the same place need not say it again."""
 
     def __str__(self) -> str:
         return f"{self.reason} (rank {self.rank})"
@@ -161,11 +168,11 @@ class Watch:
         Rank 0 has so many seconds of patience to say first what it finds itself.
         """
         if isinstance(error, KeyboardInterrupt):
-            own = Failure("interrupted", self.rank, int(ExitCode.INTERRUPTED))
+            own = self._failure("interrupted", self.rank, ExitCode.INTERRUPTED)
         elif isinstance(error, MegatronRLError):
-            own = Failure(str(error), self.rank, int(error.exit_code))
+            own = self._failure(str(error), self.rank, error.exit_code)
         else:
-            own = Failure(f"{type(error).__name__}: {error}", self.rank, int(ExitCode.CRASH))
+            own = self._failure(f"{type(error).__name__}: {error}", self.rank, ExitCode.CRASH)
         if self._lines is None:
             return own
         if self.rank == 0:
@@ -179,8 +186,8 @@ class Watch:
 
     def heard(self, message: Message) -> None:
         match message:
-            case ["failed", str(reason), int(rank), int(exit_code)]:
-                self._failed(Failure(reason, rank, exit_code))
+            case ["failed", str(reason), int(rank), int(exit_code), int(speaker), str(place)]:
+                self._failed(Failure(reason, rank, exit_code, speaker, place))
             case ["done", int(rank)]:
                 self._done.add(rank)
             case ["store", int(port)]:
@@ -189,7 +196,10 @@ class Watch:
 
     def lost(self, rank: int) -> None:
         if rank not in self._done:
-            self._failed(Failure(_LOST, rank, int(ExitCode.RUN)))
+            self._failed(self._failure(_LOST, rank, ExitCode.RUN))
+
+    def _failure(self, reason: str, rank: int, exit_code: int) -> Failure:
+        return Failure(reason, rank, int(exit_code), self.rank, _place_of_errors())
 
     def _failed(self, failure: Failure) -> None:
         if self.rank == 0:
@@ -220,12 +230,34 @@ class Watch:
         """At once: what waits in a collective cannot be asked to leave it."""
         # Whoever else wants to end this process waits for it to end.
         self._lock.acquire()
-        print(f"megatron_rl: the run ended: {failure}", file=sys.stderr)
+        if failure.speaker == self.rank or failure.place != _place_of_errors():
+            print(f"megatron_rl: the run ended: {failure}", file=sys.stderr)
+        if failure.speaker == self.rank:
+            tell_launcher(str(failure))
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
             self.tidy()
         os._exit(failure.exit_code)
+
+
+def tell_launcher(reason: str) -> None:
+    """Have torchrun print this as the root cause, the last that it prints: it takes the earliest of all ranks'."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # In whole seconds: before those of ranks that end for it in the same one.
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
+
+
+def _place_of_errors() -> str:
+    """What standard error is: the same terminal, file or pipe of the same host has the same text."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return f"none of process {os.getpid()}"
+    return f"{socket.gethostname()} {found.st_dev} {found.st_ino}"
 
 
 def meets_in_an_agent() -> bool:

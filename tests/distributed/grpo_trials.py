@@ -13,13 +13,13 @@ import torch
 
 from megatron_rl.algorithm.advantages import mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.forward_step import is_reporter
 from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
-from megatron_rl.mcore.step.roles import is_reporter
-from megatron_rl.mcore.step.tri_model import build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
@@ -126,7 +126,7 @@ def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Se
 
 def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.ExitStack) -> list[Seen]:
     settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference)
     parts = Parts(
@@ -249,7 +249,7 @@ def _without_other_denominators(parts: Parts) -> None:
 
 
 def _without_temperature(parts: Parts) -> None:
-    parts.roles._temperature = 1.0
+    parts.roles.temperature = 1.0
 
 
 def _without_correction(parts: Parts) -> None:

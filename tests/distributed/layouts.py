@@ -3,21 +3,24 @@
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
 
 from megatron_rl import platforms
-from megatron_rl.arguments.resolve import transformer_config
+from megatron_rl.arguments.resolve import build_transformer_config
 from megatron_rl.data.packing import Pack
 from megatron_rl.mcore.model import gpt
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import ParallelSizes, Session
-from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step import auxiliary
+from megatron_rl.mcore.step.forward_step import ForwardStep, Report, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 from megatron_rl.weights.shards import map_shards
@@ -68,6 +71,36 @@ def divisor(sizes: ParallelSizes) -> int:
     return sizes.tensor * sizes.context
 
 
+Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
+"""The sum of a pack's losses, of its targets' log-probs."""
+
+
+class LossStep(ForwardStep):
+    """With a loss of log-probs, and the auxiliary losses of routers counted once for each pack."""
+
+    def __init__(self, loss: Loss, temperature: float, scale: float):
+        super().__init__(temperature)
+        self._loss = loss
+        self._scale = scale
+
+    def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        pack = next(data_iterator)
+        output_tensor = model(pack, self._temperature)
+        auxiliary.weigh_losses(output_tensor, 1.0, get_model_config(model))
+        return output_tensor, functools.partial(self.loss_func, pack)
+
+    def loss_func(self, pack: Pack, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:  # type: ignore[override]
+        return self._loss(output_tensor, pack) * self._scale, {"log_probs": output_tensor.detach()}
+
+
+def forward_backward(
+    wrapped: Sequence[torch.nn.Module], packs: Sequence[Pack], loss: Loss, temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Leave the gradient of the sum of losses in every `main_grad`; log-probs on the last pipeline stage."""
+    reports = run_schedule(LossStep(loss, temperature, loss_scale(len(packs))), wrapped, packs)
+    return [report["log_probs"] for report in reports]
+
+
 @dataclasses.dataclass
 class Model:
     """One rank's part of a model in a session."""
@@ -85,15 +118,13 @@ class Model:
 
     def forward(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probs of all packs in their order, on every rank."""
-        return self._everywhere(schedule.forward(self.wrapped, self.mine(packs), temperature))
+        return self._everywhere(compute_log_probs(self.wrapped, self.mine(packs), temperature))
 
-    def forward_backward(
-        self, packs: Sequence[Pack], loss: schedule.Loss, temperature: float = 1.0
-    ) -> list[torch.Tensor]:
+    def forward_backward(self, packs: Sequence[Pack], loss: Loss, temperature: float = 1.0) -> list[torch.Tensor]:
         """The same, leaving gradients in `main_grad`."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        results = schedule.forward_backward(self.wrapped, self.mine(packs), loss, temperature)
+        results = forward_backward(self.wrapped, self.mine(packs), loss, temperature)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
         return self._everywhere(results)
@@ -165,7 +196,7 @@ def build(
         **dict(case.config),
         **changes,
     }
-    config = transformer_config(architecture, overrides, session.platform)
+    config = build_transformer_config(architecture, overrides, session.platform)
     chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)

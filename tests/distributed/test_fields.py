@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.arguments import generated, resolve, spelled, table
+from megatron_rl.arguments import flags, resolve
 from megatron_rl.config.flag import Flag, Kind
 from tests import hf_models
 from tests.distributed.training import settings_of, start_session, training_in
@@ -69,7 +69,7 @@ def reads_recorded(into: set[str]) -> Iterator[None]:
 
         return read
 
-    configs = generated.configs()
+    configs = flags.import_configs()
     for subject, config in configs.items():
         config.__getattribute__ = recorder(subject, {field.name for field in dataclasses.fields(config)})
     try:
@@ -92,11 +92,11 @@ def fields_read(folders: dict[str, Path]) -> set[str]:
     return read
 
 
-def never_read(flags: Iterable[Flag], read: set[str]) -> dict[str, str]:
+def never_read(of: Iterable[Flag], read: set[str]) -> dict[str, str]:
     """Used flags that set fields which nobody reads, here or elsewhere."""
     return {
         flag.name: target
-        for flag in flags
+        for flag in of
         if flag.kind is Kind.USED
         for target in flag.targets
         if target.partition(".")[0] in resolve.SUBJECTS and target not in read and target not in ELSEWHERE
@@ -109,10 +109,11 @@ def test_every_field_that_a_used_flag_sets_is_read_when_a_model_is_trained(
 ) -> None:
     folders = {name: hf_models.draw(name, tmp_path / name) for name in ("qwen3", "qwen3_moe")}
     read = set().union(*run_ranks(fields_read, 2, folders))
-    assert never_read(table.all_flags(), read) == {}
+    assert never_read(flags.list_flags(), read) == {}
     assert not ELSEWHERE.keys() & read
 
-    planted = spelled.switch("--divide-gradients-apart", "ddp.gradient_reduce_div_fusion", help="Nobody reads it.")
-    everything = [*spelled.flags(), planted]
-    monkeypatch.setattr(spelled, "flags", lambda: everything)
-    assert never_read(table.all_flags(), read) == {planted.name: "ddp.gradient_reduce_div_fusion"}
+    target = "ddp.gradient_reduce_div_fusion"
+    planted = Flag(name="--divide-gradients-apart", targets=(target,), help="Nobody reads it.")
+    everything = [*flags.list_script_flags(), planted]
+    monkeypatch.setattr(flags, "list_script_flags", lambda: everything)
+    assert never_read(flags.list_flags(), read) == {planted.name: target}

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.forward_step import PolicyStep
 from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.tri_model import TriModel, build_roles
+from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.training.learner import Learner
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
@@ -68,7 +69,7 @@ def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
 
 
 def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
         policy = build_policy(settings, session, sizes.plan.num_updates)
@@ -96,23 +97,23 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
 
 @contextmanager
 def watched(memory: LiveMemory, hidden: list[int], in_pass: list[int]) -> Iterator[None]:
-    forward = TriModel._forward
+    forward = PolicyStep._run_frozen
 
-    def watching(self: TriModel, chunk: torch.nn.Module, pack: Any, states: Any) -> torch.Tensor:
+    def watching(self: PolicyStep, pack: Any, *others: Any) -> torch.Tensor:
         before, most = memory.now, memory.peak
         memory.peak = memory.now
-        output = forward(self, chunk, pack, states)
+        output = forward(self, pack, *others)
         in_pass[0] = max(in_pass[0], memory.peak - before)
         memory.peak = max(memory.peak, most)
         return output
 
-    run = TriModel._run_frozen
+    run = PolicyStep._forward_frozen
 
-    def noting(self: TriModel, chunk: torch.nn.Module, pack: Any, *others: Any) -> list[torch.Tensor]:
+    def noting(self: PolicyStep, pack: Any, *others: Any) -> list[torch.Tensor]:
         hidden[0] = max(hidden[0], pack.num_tokens * HIDDEN_SIZE * torch.bfloat16.itemsize)
-        return run(self, chunk, pack, *others)
+        return run(self, pack, *others)
 
-    with mock.patch.object(TriModel, "_forward", watching), mock.patch.object(TriModel, "_run_frozen", noting):
+    with mock.patch.multiple(PolicyStep, _run_frozen=watching, _forward_frozen=noting):
         yield
 
 

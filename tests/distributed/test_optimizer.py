@@ -41,7 +41,7 @@ def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
             for _ in range(2):
                 trained.accumulate()
                 gradients.append(trained.gradients())
-                reports.append(apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE))
+                reports.append(apply_update(trained.optimizer, trained.scheduler, trained.wrapped, SCALE))
                 stale = name == OVERLAPPED and differ_over_replicas(trained)
             trained.accumulate()
             gradients.append(trained.gradients())
@@ -95,11 +95,11 @@ def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[list[str]
             gradients = trained.wrapped[0].buffers[0].grad_data
             gradients[len(gradients) // 2] = float("inf")
         with pytest.raises(NonFiniteGradient) as caught:
-            apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE)
+            apply_update(trained.optimizer, trained.scheduler, trained.wrapped, SCALE)
         is_kept = before != moved == trained.weights.fingerprint()
     with training(folder, f"{ADAM} --fp16 --initial-loss-scale 1e6 --hysteresis 1") as trained:
         reports = [trained.update() for _ in range(14)]
-        rates = [trained.schedule.num_steps, sum(report.was_taken for report in reports)]
+        rates = [trained.scheduler.num_steps, sum(report.was_taken for report in reports)]
     with training(folder, f"{ADAM} --fp16 --initial-loss-scale 4 --min-loss-scale 2 --hysteresis 1") as trained:
         assert not trained.update(float("inf")).was_taken
         with pytest.raises(NonFiniteGradient) as at_floor:
@@ -123,7 +123,7 @@ def overflow_of_experts(folder: Path, out: Path) -> list[tuple[list[float], Upda
         trained.accumulate()
         if trained.session.rank == 1:
             trained.wrapped[0].expert_parallel_buffers[0].grad_data[0] = float("inf")
-        assert not apply_update(trained.optimizer, trained.schedule, trained.wrapped, SCALE).was_taken
+        assert not apply_update(trained.optimizer, trained.scheduler, trained.wrapped, SCALE).was_taken
         checkpointer(trained, save=out).save(1, {})
         update(trained)
     with training(folder, words) as trained:

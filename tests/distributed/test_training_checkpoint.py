@@ -17,14 +17,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.mcore.checkpoint import state as training_state
+from megatron_rl.mcore.checkpoint import state_dict
 from megatron_rl.mcore.checkpoint.checkpointer import Loaded
 from megatron_rl.mcore.checkpoint.folders import TRACKER
-from megatron_rl.mcore.checkpoint.state import TrainState
 from megatron_rl.mcore.model.gpt import named_shards
 from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.mcore.step.policy import Policy
-from megatron_rl.training.checkpoints import Checkpoints
+from megatron_rl.training.saver import Saver
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
@@ -105,7 +103,7 @@ def go_on(trained: Training) -> dict[str, Any]:
     for chunk in trained.wrapped:
         chunk.zero_grad_buffer()
     reports = [trained.update() for _ in range(2)]
-    training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+    trained.policy.synchronize()
     return {
         "drawn": drawn, "weights": weights, "remembered": memory, "gradients": gradients, "reports": reports,
         "after": trained.parameters(),
@@ -232,7 +230,7 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
     with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
         saver = checkpointer(trained, save=out, keep_last=1)
         trained.update()
-        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        trained.policy.synchronize()
         results["weights"], results["remembered"] = trained.parameters(), remembered(trained)
         gate = folder.parent / "write"
         original = write_late(gate)
@@ -256,7 +254,7 @@ def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
         results["no space"] = error_of(saver.finish)
         FileSystemWriterAsync.write_preloaded_data = original
         if trained.session.rank == 1:
-            training_state.rng_state = crash
+            state_dict.get_rng_state = crash
         results["crash"] = error_of(lambda: saver.save(2, {"version": 2}))
         results["seen"].append(latest(out))
         results["left"] = sorted(path.name for path in out.iterdir())
@@ -353,7 +351,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         assert before == trained.weights.fingerprint()
         loaded = checkpointer(trained, load=out / "weights", no_load_optim=True, no_load_rng=True).load()
         told["weights only"] = (
-            f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.schedule.num_steps}"
+            f"{loaded.version} {loaded.extra['run']} {len(loaded.notes)} {trained.scheduler.num_steps}"
         )
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
         told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
@@ -392,7 +390,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
         raise Killed
 
     with training(folder, words) as trained:
-        saver = checkpoints(trained)
+        saver = build_saver(trained)
         saver.load(results["said"].append)
         trained.update()
         saver.save_if_due(1, False, "")
@@ -405,19 +403,18 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
             with pytest.raises(Killed):
                 saver.save_if_due(2, True, "")
         results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
-        training_state.synchronize(TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+        trained.policy.synchronize()
         results["trained"] = trained.weights.fingerprint()
         trained.session.barrier()
     with training(folder, words) as trained:
-        results["versions"] = [checkpoints(trained).load(results["said"].append) for _ in range(2)]
+        results["versions"] = [build_saver(trained).load(results["said"].append) for _ in range(2)]
         trained.weights.load_hf(out / "hf" / "iter_0000002")
         results["written"] = trained.weights.fingerprint()
     return results
 
 
-def checkpoints(trained: Training) -> Checkpoints:
-    policy = Policy(trained.chunks, trained.wrapped, trained.optimizer, trained.schedule, trained.weights)
-    return Checkpoints(trained.settings, trained.session, policy, "run", None, None)
+def build_saver(trained: Training) -> Saver:
+    return Saver(trained.settings, trained.session, trained.policy, "run", None, None)
 
 
 def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -453,7 +450,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: li
         "shard": "it is incomplete, copy it again",
         "common": "it is incomplete, copy it again",
         "metadata": "it is incomplete, copy it again",
-        "schedule": "write --override-opt-param-scheduler to take the flags'",
+        "schedule": "another schedule than the flags give: --lr 0.02 (the checkpoint's is 0.01), counted in updates",
         "distopt": "was written without --use-distributed-optimizer: drop it, or write --no-load-optim",
         "other model": "the flags must describe the model that was saved",
         "overridden": "True",

@@ -13,14 +13,15 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step import tri_model
+from megatron_rl.mcore.step import roles as roles_of_updates
+from megatron_rl.mcore.step.forward_step import Cast, PolicyStep
 from megatron_rl.mcore.step.piggyback import Piggyback
 from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.tri_model import Cast, TriModel, build_roles
+from megatron_rl.mcore.step.roles import TriModel, build_roles
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.rollouts import build_batcher
 from tests.distributed.grpo_trials import Source, Witness
@@ -117,7 +118,7 @@ def settings_for(case: RoleTrial) -> Settings:
 
 def run_roles(session: Session, case: RoleTrial) -> Ran:
     problem, settings = case.problem, settings_for(case)
-    sizes = sizes_of(settings, session.num_replicas)
+    sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, 2 * sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
     roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
@@ -183,15 +184,15 @@ def counted_bytes(witness: Witness) -> Iterator[collections.Counter]:
 @contextlib.contextmanager
 def counted_passes(witness: Witness) -> Iterator[collections.Counter]:
     passes: collections.Counter = collections.Counter()
-    forward = TriModel._forward
+    forward = PolicyStep._run_frozen
 
-    def counting(self: TriModel, *arguments: Any) -> torch.Tensor:
+    def counting(self: PolicyStep, *arguments: Any) -> torch.Tensor:
         passes[len(witness.gradients)] += 1
         output = forward(self, *arguments)
         assert not output.requires_grad, "nothing is kept for a backward pass"
         return output
 
-    with mock.patch.object(TriModel, "_forward", counting):
+    with mock.patch.object(PolicyStep, "_run_frozen", counting):
         yield passes
 
 
@@ -201,25 +202,25 @@ def swapped_on_the_way() -> contextlib.AbstractContextManager:
 
 
 def swapped_at_last() -> contextlib.AbstractContextManager:
-    cast = TriModel._cast
+    cast = TriModel.cast
 
     def swap(self: TriModel, *arguments: Any) -> Cast:
         true = cast(self, *arguments)
         return true if true.reference is None else dataclasses.replace(true, old=true.reference, reference=true.old)
 
-    return mock.patch.object(TriModel, "_cast", swap)
+    return mock.patch.object(TriModel, "cast", swap)
 
 
 def never_taken() -> contextlib.AbstractContextManager:
     """The second iteration's old policy is the first one's."""
-    copy, calls = tri_model.copy_weights, []
+    copy, calls = roles_of_updates.copy_weights, []
 
     def once(*arguments: Any) -> None:
         if not calls:
             copy(*arguments)
         calls.append(None)
 
-    return mock.patch.object(tri_model, "copy_weights", once)
+    return mock.patch.object(roles_of_updates, "copy_weights", once)
 
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

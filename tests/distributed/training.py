@@ -9,13 +9,12 @@ from typing import Any
 from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.checkpoint.state import TrainState
 from megatron_rl.mcore.model.gpt import build_model, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
-from megatron_rl.mcore.step.schedule import forward_backward
-from tests.distributed.layouts import Model, divisor, gather_reduced_shards
+from megatron_rl.mcore.step.policy import Policy
+from tests.distributed.layouts import Model, divisor, forward_backward, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 
 LAYOUTS = {
@@ -39,7 +38,11 @@ class Training(Model):
 
     settings: Settings
     optimizer: Any
-    schedule: Any
+    scheduler: Any
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.chunks, self.wrapped, self.optimizer, self.scheduler, self.weights)
 
     def accumulate(self) -> None:
         """Gradients of the parity test's packs."""
@@ -49,7 +52,7 @@ class Training(Model):
 
     def update(self, scale: float = 0.01) -> UpdateResult:
         self.accumulate()
-        return apply_update(self.optimizer, self.schedule, self.wrapped, scale)
+        return apply_update(self.optimizer, self.scheduler, self.wrapped, scale)
 
 
 def settings_of(folder: Path, words: str) -> Settings:
@@ -70,11 +73,11 @@ def training_in(session: Session, settings: Settings, num_updates: int = 10) -> 
     weights.load_hf(settings.model.hf_model)
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
-    schedule = build_scheduler(settings, optimizer, num_updates)
-    return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, schedule)
+    scheduler = build_scheduler(settings, optimizer, num_updates)
+    return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, scheduler)
 
 
 def checkpointer(trained: Training, **changes: Any) -> Checkpointer:
     config = dataclasses.replace(trained.settings.checkpoint, **changes)
     settings = dataclasses.replace(trained.settings, checkpoint=config)
-    return Checkpointer(settings, trained.session, TrainState(trained.wrapped, trained.optimizer, trained.schedule))
+    return Checkpointer(settings, trained.session, trained.policy)

@@ -1,6 +1,7 @@
 """Whole runs over scripted engines: what is the same whatever the schedule and the arrival, and what ends all ranks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -48,7 +49,26 @@ def run_to_its_end(
     folder = world.folder / name
     words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     loop.run(folder, world_size, words, OMP_NUM_THREADS=str(num_threads))
+    assert_the_start_is_told(folder, world_size)
     return folder
+
+
+def assert_the_start_is_told(folder: Path, world_size: int) -> None:
+    """By rank 0 alone, before anything else, with the seconds that the first line of metrics has too."""
+    said = (folder / "rank-0.output").read_text()
+    starts = re.findall(r"^start +([0-9.]+) s  (.*)", said, re.MULTILINE)
+    for part in (
+        "prompts: 40 to train on, 0 held out, 0 left out",
+        "engines: engine-0, engine-1 ready after ",
+        f"in float32, on {world_size} rank",
+        "all is ready",
+    ):
+        assert any(part in text for _, text in starts), (part, said)
+    assert said.rindex("all is ready") < said.index("iteration 1/")
+    times = [line["time"] for line in read(folder / "run") if "time" in line]
+    assert times[0]["start"] == pytest.approx(float(starts[-1][0]), abs=0.1)
+    assert not any("start" in later for later in times[1:])
+    assert not any("\nstart " in path.read_text() for path in folder.glob("rank-[1-9].output"))
 
 
 def share_out_of_order(run: Path) -> float:

@@ -1,10 +1,14 @@
 """What ends a run ends all of its ranks, soon, and with one reason."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +17,7 @@ import pytest
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
+from tests.ranks import ROOT
 
 PATCH_LOSS = """
     from megatron_rl.algorithm.objective import Objective
@@ -48,7 +53,7 @@ def ended(world: loop.World, name: str, expected: str, code: int, faults=None, *
     found = set(reasons(ranks))
     assert len(found) == 1, ranks.text()
     assert re.search(expected, found.pop()), ranks.text()
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    assert not processes_of(folder)
 
 
 @pytest.mark.each_change
@@ -200,6 +205,24 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
 
 
 @pytest.mark.each_change
+def test_a_run_that_is_asked_to_stop_while_engines_start_ends_at_once_and_leaves_nothing(world):
+    folder = world.folder / "early"
+    folder.mkdir()
+    marker, shared = folder / "there", folder / "shared"
+    fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS["while engines start"])
+    # A grace that the test would not sit through.
+    words = world.words("early", rollout_folder=folder / "r", exit_grace_seconds=3600, publish_folder=shared)
+    with loop.running(folder, 2, words, {0: fault}) as ranks:
+        until(marker.exists, ranks)
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait() == [143, 143], ranks.text()
+    assert "asked to stop before the first iteration began: it ends now" in ranks.text()
+    assert "the iteration is finished" not in ranks.text()
+    assert not shared.exists() or not list(shared.iterdir())
+    until(lambda: not processes_of(folder), ranks, is_over=True)
+
+
+@pytest.mark.each_change
 def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
     script = world.folder / "slowest.json"
@@ -268,6 +291,19 @@ def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(
 
 
 @pytest.mark.each_change
+def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_before_an_engine_is_started(world, tmp_path):
+    reward = tmp_path / "target.py"
+    reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
+    folder = world.folder / "column"
+    with loop.running(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
+        assert ranks.wait() == [2], ranks.text()
+    assert "--reward f: it asks for target, and the data has no such column (it has answer): rename" in ranks.text()
+    assert "--reward-on-error" not in ranks.text()
+    assert not (folder / "r" / "starting.json").exists()
+    assert not (folder / "r" / "trial").exists()
+
+
+@pytest.mark.each_change
 def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')
@@ -279,6 +315,27 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
 
 
 @pytest.mark.each_change
+def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "4 5 6"}\n')
+    # Ranks that wait for rank 0 would sit through all of torchrun's own patience with this grace.
+    words = world.words("torchrun", prompts=prompts, rollout_folder=tmp_path / "r", exit_grace_seconds=3600)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, "pretrain_grpo.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    message = f"{prompts}:1 has no column prompt (it has question); name the prompt's with --prompt-key"
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count(f"pretrain_grpo.py: {message}") == 1
+    *_, last, _ = ended.stderr.rstrip().splitlines()
+    assert last.strip() == f"traceback : {message}", ended.stderr
+    assert "exitcode  : 4" in ended.stderr
+    # What torchrun says of ranks that it had to kill after its 30 seconds.
+    assert "forcefully exiting" not in ended.stderr
+
+
+@pytest.mark.each_change
 def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
     folder = world.folder / "weights"
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
@@ -286,6 +343,20 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
         assert ranks.wait() == [4]
     assert f"{tmp_path} must hold *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Those whose command lines name the folder."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+def until(is_so: Callable[[], bool], ranks: loop.Ranks, is_over: bool = False) -> None:
+    """Wait for it, while the ranks run or, where they are over, without them."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, ranks.text()
+        assert is_over or all(process.poll() is None for process in ranks.processes), ranks.text()
+        time.sleep(0.05)
 
 
 def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 600.0) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.data.packing import pack_groups
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-from megatron_rl.mcore.step import schedule
+from megatron_rl.mcore.step.forward_step import compute_log_probs
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient, read_token
 from megatron_rl.records.audit_check import verify
@@ -105,7 +105,7 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
         # On the first rank.
         "weights": built.parameters(),
         # The first pipeline stage computes no log-probs.
-        "trainer": schedule.forward(built.wrapped, packs, temperature),
+        "trainer": compute_log_probs(built.wrapped, packs, temperature),
         "engine": engine,
         "fingerprints": {r.fingerprint for slot in slots for part in slot.parts for r in part.responses},
     }

@@ -34,7 +34,7 @@ AT = {
         name = "update"
     """,
     "save": """
-        from megatron_rl.mcore.checkpoint import sharded as Owner
+        from megatron_rl.mcore.checkpoint import serialization as Owner
         name = "_plan"
     """,
     "latest": """
@@ -84,8 +84,8 @@ def fault(moment: str, kill: str, call: int = 2) -> str:
 def words(world: loop.World, folder: Path, **changes) -> list[str]:
     return world.words(
         "run", rollout_folder=folder / "run", save=folder / "save", load=folder / "save", save_interval=1,
-        save_hf=folder / "hf", train_iters=ITERATIONS, prompts_held_out=4, eval_interval=2,
-        rollout_patience_seconds=5, **changes,
+        save_hf=folder / "hf", prompts_held_out=4, eval_interval=2, rollout_patience_seconds=5,
+        **{"train_iters": ITERATIONS, **changes},
     )  # fmt: skip
 
 
@@ -122,6 +122,26 @@ def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_bee
     folder = killed(world, "backward", 2, {1: fault("backward", "rank", call=6)}, use_distributed_optimizer=True)
     resumed(world, folder, 2, use_distributed_optimizer=True)
     assert_same(folder, whole)
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_going_on_for_longer_is_refused_before_an_engine_starts_until_a_flag_says_whose_schedule_counts(world):
+    folder = uninterrupted(world, "longer", 1)
+    (folder / "run" / "sidecar.log").unlink()
+    longer = {"train_iters": ITERATIONS + 1}
+    with loop.running(folder, 1, words(world, folder, **longer)) as ranks:
+        assert ranks.wait() == [4], ranks.text()
+    source = folder / "save" / f"iter_{ITERATIONS:07d}"
+    assert (
+        f"{source} was saved with another schedule than the flags give: --train-iters {ITERATIONS + 1} (the "
+        f"checkpoint's is {ITERATIONS}), counted in updates; write --override-opt-param-scheduler to go on with the "
+        "flags' schedule, from the update that was reached on, or --use-checkpoint-opt-param-scheduler to go on with "
+        "the checkpoint's, which keeps its last value once it is over"
+    ) in ranks.text()
+    assert not (folder / "run" / "sidecar.log").exists()
+    resumed(world, folder, 1, override_opt_param_scheduler=True, **longer)
+    assert [line["version"] for line in read(folder / "run")] == [*range(ITERATIONS + 1), ITERATIONS + 1]
 
 
 @pytest.mark.each_change

@@ -127,9 +127,9 @@ def test_without_triton_it_alone_is_missing() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose
+        from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend
         conditions = Conditions("cuda", torch.bfloat16)
-        print(choose("auto", conditions).name)
+        print(choose_backend("auto", conditions).name)
         print(BACKENDS["triton"].refusal(conditions))
     """
     assert run_python(code).splitlines()[-2:] == ["merge", "the package triton is not installed"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_rl import platforms
 from megatron_rl.arguments import resolve as config
-from megatron_rl.arguments.resolve import transformer_config
+from megatron_rl.arguments.resolve import build_transformer_config
 from megatron_rl.types import Architecture, Experts
 
 MODEL = Architecture(
@@ -30,7 +30,7 @@ EVERYTHING = SimpleNamespace(name="cuda", unsupported_fusions={})
 
 
 def test_the_configuration_has_every_field_of_the_architecture() -> None:
-    made = transformer_config(MODEL, {}, EVERYTHING)
+    made = build_transformer_config(MODEL, {}, EVERYTHING)
     assert (made.num_layers, made.hidden_size, made.ffn_hidden_size) == (4, 64, 128)
     assert (made.num_attention_heads, made.num_query_groups, made.kv_channels) == (8, 4, 16)
     assert (made.normalization, made.layernorm_epsilon, made.qk_layernorm) == ("RMSNorm", 3e-6, True)
@@ -43,7 +43,7 @@ def test_the_configuration_has_every_field_of_the_architecture() -> None:
 
 def test_a_bias_of_every_linear_layer_is_one_of_the_attention_too() -> None:
     dense = dataclasses.replace(MODEL, experts=None, linear_bias=True)
-    made = transformer_config(dense, {}, EVERYTHING)
+    made = build_transformer_config(dense, {}, EVERYTHING)
     assert (made.add_bias_linear, made.add_qkv_bias) == (True, True)
     assert made.num_moe_experts is None
 
@@ -51,8 +51,8 @@ def test_a_bias_of_every_linear_layer_is_one_of_the_attention_too() -> None:
 def test_overrides_go_before_the_architecture_and_the_platform_before_both(monkeypatch) -> None:
     overrides = {"bf16": True, "layernorm_epsilon": 1e-4, "bias_dropout_fusion": True, "moe_grouped_gemm": True}
     monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
-    able = transformer_config(MODEL, overrides, EVERYTHING)
+    able = build_transformer_config(MODEL, overrides, EVERYTHING)
     assert (able.layernorm_epsilon, able.bias_dropout_fusion, able.moe_grouped_gemm) == (1e-4, True, True)
     assert able.params_dtype == able.pipeline_dtype == torch.bfloat16
-    on_cpu = transformer_config(MODEL, overrides, platforms.select("cpu"))
+    on_cpu = build_transformer_config(MODEL, overrides, platforms.select("cpu"))
     assert (on_cpu.bias_dropout_fusion, on_cpu.moe_grouped_gemm, on_cpu.transformer_impl) == (False, False, "local")

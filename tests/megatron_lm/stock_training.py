@@ -68,7 +68,7 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
     from megatron_rl.arguments import command_line
-    from megatron_rl.mcore.checkpoint.sharded import load_model
+    from megatron_rl.mcore.checkpoint.serialization import load_model
     from megatron_rl.mcore.model.gpt import build_model
     from megatron_rl.mcore.session import start_session
 

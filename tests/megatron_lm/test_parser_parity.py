@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.arguments import command_line, table
+from megatron_rl.arguments import command_line, flags
 from megatron_rl.arguments import resolve as config
-from megatron_rl.config.flag import index
+from megatron_rl.config.flag import index_by_name
 from tests import recipes
 
 # Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
@@ -77,7 +77,7 @@ def their_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
 @pytest.fixture
 def our_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
     """What our parser makes of a recipe, on a platform that can do everything."""
-    monkeypatch.setattr(config, "_limits", lambda *_: {})
+    monkeypatch.setattr(config, "_settle_limits", lambda *_: {})
 
     def configs(name: str) -> Configs:
         monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
@@ -130,7 +130,7 @@ def test_every_flag_of_megatrons_parser_is_in_one_of_the_three_classes() -> None
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
-    known = index(table.all_flags())
+    known = index_by_name(flags.list_flags())
     names = {name for action in parser._actions for name in action.option_strings}
     assert len(names) > 500
     assert not names - set(known)
@@ -141,7 +141,7 @@ def test_flags_take_as_many_words_as_in_megatrons_parser() -> None:
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
-    known = index(table.all_flags())
+    known = index_by_name(flags.list_flags())
     wrong = [
         name
         for action in parser._actions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments import command_line, table
-from megatron_rl.config.flag import Kind, index, meant
+from megatron_rl.arguments import command_line, flags
+from megatron_rl.config.flag import Kind, find_nearest, index_by_name
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
@@ -25,7 +25,7 @@ MISTAKES = (
     {"--mtp-num-layers 1": "--mtp-num-layers 1 is refused"},
     {"--fp8-format hybrid": "--fp8-format hybrid is refused"},
     {"--ckpt-format torch": "--ckpt-format torch is not supported"},
-    {"--clip-grad much": "--clip-grad much: not a valid value", "--clip-grad -1": "--clip-grad -1 is below 0"},
+    {"--clip-grad much": "--clip-grad much: not a valid value", "--clip-grad -1": "--clip-grad -1 must be at least 0"},
     {"--seed": "--seed: expected one argument"},
     {"--no-shuffle-prompts yes": "unexpected 'yes'"},
     {"--adam-eps 1 --adam-eps 2": "--adam-eps 1 and --adam-eps 2 contradict each other"},
@@ -33,23 +33,23 @@ MISTAKES = (
     {"--rotary-base 7": "--rotary-base 7 contradicts rope_theta"},
     {"--tensor-model-parallel-size 3": "--tensor-model-parallel-size 3 does not divide the 8 attention heads"},
     {"--pipeline-model-parallel-size 3": "--pipeline-model-parallel-size 3 does not divide the 8 layers"},
-    {"--context-parallel-size 0": "--context-parallel-size 0 is below 1"},
+    {"--context-parallel-size 0": "--context-parallel-size 0 must be at least 1"},
     {"--expert-model-parallel-size 2": "--expert-model-parallel-size 2 needs a model with experts"},
-    {"--bf16 --fp16": "--bf16 and --fp16 contradict each other"},
+    {"--bf16 --fp16": "--bf16 and --fp16 cannot be given together"},
     {"--recompute-granularity full": "--recompute-granularity full needs --recompute-method"},
     {"--overlap-param-gather --use-distributed-optimizer": "--overlap-param-gather needs --overlap-grad-reduce"},
-    {"--adam-beta1 2": "--adam-beta1 2 is not from 0 to below 1"},
-    {"--lr-warmup-fraction 3": "--lr-warmup-fraction 3 is not from 0"},
+    {"--adam-beta1 2": "--adam-beta1 2 must be at least 0 and below 1"},
+    {"--lr-warmup-fraction 3": "--lr-warmup-fraction 3 must be at least 0"},
     {"--start-weight-decay 1": "need --weight-decay-incr-style"},
     {"--ckpt-step 3": "--ckpt-step needs --load"},
-    {"--grpo-clamp-eps-lower 4": "--grpo-clamp-eps-lower 4 is not between 0 and 1"},
+    {"--grpo-clamp-eps-lower 4": "--grpo-clamp-eps-lower 4 must be between 0 and 1"},
     {"--rollout-patience-seconds -1": "--rollout-patience-seconds -1 must be a finite duration"},
     {"--rollout-num-threads 0": "--rollout-num-threads 0 must be at least 1"},
     {"--rollout-listen here": "--rollout-listen here must be HOST:PORT"},
     {"--reward-on-error perhaps": "--reward-on-error perhaps"},
-    {"--rollout-temperature 0": "--rollout-temperature 0: what is trained on is sampled"},
-    {"--eval-num-samples 0": "--eval-num-samples 0 is below 1"},
-    {"--grpo-ref-interval 2": "--grpo-ref-interval 2 moves a reference"},
+    {"--rollout-temperature 0": "--rollout-temperature 0 must be finite and at least"},
+    {"--eval-num-samples 0": "--eval-num-samples 0 must be at least 1"},
+    {"--grpo-ref-interval 2": "--grpo-ref-interval 2 needs a reference"},
     {"--max-prompt-tokens 100": "--max-prompt-tokens 100 and --rollout-max-tokens 64 together are above"},
     {"--deterministic-mode": "--deterministic-mode makes results on the platform cpu differ"},
     {"--overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication-warmup-flush needs virtual"},
@@ -71,10 +71,10 @@ MISSING = {
 @pytest.fixture(autouse=True)
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for every command line, and takes a while to make."""
-    flags = table.all_flags()
-    parser = command_line._parser(flags)
-    monkeypatch.setattr(table, "all_flags", lambda: flags)
-    monkeypatch.setattr(command_line, "_parser", lambda _: parser)
+    listed = flags.list_flags()
+    parser = command_line._make_parser(listed)
+    monkeypatch.setattr(flags, "list_flags", lambda: listed)
+    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +201,6 @@ STRANGERS = (
 
 
 def test_the_nearest_flag_is_named_where_one_is_near_and_only_there() -> None:
-    known = index(flag for flag in table.all_flags() if flag.kind is not Kind.REFUSED)
-    assert {slip: meant(slip, known) for slip in SLIPS} == SLIPS
-    assert {name: meant(name, known) for name in STRANGERS} == dict.fromkeys(STRANGERS)
+    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
+    assert {slip: find_nearest(slip, known) for slip in SLIPS} == SLIPS
+    assert {name: find_nearest(name, known) for name in STRANGERS} == dict.fromkeys(STRANGERS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import typing
 from pathlib import Path
@@ -10,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_rl.arguments import checks, command_line, describe, generated, spelled, table
+from megatron_rl.arguments import command_line, describe, flags
 from megatron_rl.config import settings as config
-from megatron_rl.config.flag import Kind, index
+from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.mcore.model import gpt
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
@@ -80,24 +81,61 @@ def test_a_recipe_describes_the_model_that_it_names() -> None:
 
 
 def test_every_spelling_belongs_to_one_flag() -> None:
-    names = [name for flag in table.all_flags() for name in flag.names]
+    names = [name for flag in flags.list_flags() for name in flag.names]
     assert len(names) == len(set(names))
     assert len(names) > 500
 
 
 def test_every_flag_that_is_used_has_a_meaning_and_every_other_a_reason() -> None:
-    for flag in table.all_flags():
+    for flag in flags.list_flags():
         assert flag.help if flag.kind is Kind.USED else flag.remedy, flag.name
         assert flag.remedy or flag.allowed is None, flag.name
 
 
+# A number out of each bound, and one within it.
+OUT_OF_BOUND = {
+    "at least 0": (-1, 0),
+    "at least 1": (0, 1),
+    "at least 2": (1, 2),
+    "above 0": (0, math.inf),
+    "finite and at least 0": (math.inf, 0),
+    "a finite duration above 0": (math.inf, 0.5),
+    "at least 0 and below 1": (1, 0),
+    "between 0 and 1": (1.5, 1),
+}
+
+
+def test_every_number_out_of_a_flags_bound_is_an_error_that_says_the_bound_and_what_to_do() -> None:
+    assert BOUNDS.keys() == OUT_OF_BOUND.keys()
+    bounded = [flag for flag in flags.list_flags() if flag.bound]
+    assert len(bounded) >= 67
+    for flag in bounded:
+        wrong, right = OUT_OF_BOUND[flag.bound]
+        (said,) = flag.check_bound(wrong)
+        assert said.startswith(f"{flag.name} {wrong} must be {flag.bound}: "), said
+        assert list(flag.check_bound((right, wrong))) == [said]
+
+
+def test_the_file_of_megatrons_flags_says_everything_once_and_each_refusal_what_to_do() -> None:
+    file = flags._read_file()
+    groups = {**file["without_effect"], **file["refused"]}
+    assert len(groups) == len(file["without_effect"]) + len(file["refused"])
+    used = (name for section in ("transformer", "optimizer", "scripts") for name in file[section])
+    words = [*used, *" ".join(groups.values()).split(), *file["without_flag"]["fields"].split()]
+    names = [re.sub(r"(?<=.)[=+*].*", "", word) if word.startswith("--") else word for word in words]
+    assert len(names) == len(set(names))
+    # A pattern after it would never be looked at.
+    assert [*flags._index_reasons()][-1] == "*"
+    assert all("write " in reason or "drop " in reason for reason in file["refused"])
+
+
 def test_every_target_is_a_field() -> None:
     fields = {
-        subject: {field.name for field in dataclasses.fields(cls)} for subject, cls in generated.configs().items()
+        subject: {field.name for field in dataclasses.fields(cls)} for subject, cls in flags.import_configs().items()
     }
     for subject, cls in typing.get_type_hints(config.Subjects).items():
         fields[subject] = {field.name for field in dataclasses.fields(cls)}
-    for flag in table.all_flags():
+    for flag in flags.list_flags():
         for target in flag.targets:
             subject, _, field = target.partition(".")
             assert subject in ("architecture", "described", "layout") or field in fields[subject], target
@@ -105,31 +143,31 @@ def test_every_target_is_a_field() -> None:
 
 def test_a_field_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
-    class Newer(generated.configs()["transformer"]):
+    class Newer(flags.import_configs()["transformer"]):
         moe_brand_new_trick: bool = False
 
-    configs = {**generated.configs(), "transformer": Newer}
-    monkeypatch.setattr(generated, "configs", lambda: configs)
-    flag = index(generated.flags())["--moe-brand-new-trick"]
+    configs = {**flags.import_configs(), "transformer": Newer}
+    monkeypatch.setattr(flags, "import_configs", lambda: configs)
+    flag = index_by_name(flags.list_field_flags())["--moe-brand-new-trick"]
     assert flag.kind is Kind.REFUSED
     assert not flag.accepts(True)
 
 
 def test_a_field_that_is_on_is_switched_off_by_no_and_disable() -> None:
-    flag = index(table.all_flags())["--disable-clone-scatter-output-in-embedding"]
+    flag = index_by_name(flags.list_flags())["--disable-clone-scatter-output-in-embedding"]
     assert flag.name == "--no-clone-scatter-output-in-embedding"
     assert parse(*DENSE, flag.aliases[0]).transformer.clone_scatter_output_in_embedding is False
 
 
 def test_the_page_of_flags_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "flags.md"
-    assert describe.flags_page() == page.read_text(), "docs/flags.md is not current: run make flags"
+    assert describe.write_flags_page() == page.read_text(), "docs/flags.md is not current: run make flags"
 
 
 def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
-    class PublishConfig(config.Subject):
-        publish_bucket: typing.Annotated[int, config.Option("Bytes at once.", megatron=False)] = 7
+    class PublishConfig:
+        publish_bucket: int = own_flag(7, "Bytes at once.", bound="at least 1")
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Subjects(config.Subjects):
@@ -139,13 +177,14 @@ def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyP
     class Settings(config.Settings, Subjects):
         pass
 
-    for module in (table, command_line, checks):
+    for module in (flags, command_line):
         monkeypatch.setattr(module, "Subjects", Subjects)
     monkeypatch.setattr(command_line, "Settings", Settings)
     # Local names, which type hints cannot find by themselves.
     Subjects.__annotations__["publish"] = PublishConfig
     assert parse(*DENSE, "--publish-bucket 9").publish.publish_bucket == 9
     assert parse(*DENSE).publish.publish_bucket == 7
+    assert error(*DENSE, "--publish-bucket 0") == "--publish-bucket 0 must be at least 1: write 1 or more"
 
 
 def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:
@@ -247,11 +286,11 @@ def test_context_parallel_ranks_exchange_heads_without_being_told() -> None:
 
 
 def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = spelled.value("--ddp-num-moons", int, "ddp.num_moons", help="Moons.")
-    monkeypatch.setattr(spelled, "flags", lambda: [newer])
-    flag = index(table.all_flags())["--ddp-num-moons"]
+    newer = Flag(name="--ddp-num-moons", convert=int, targets=("ddp.num_moons",), help="Moons.")
+    monkeypatch.setattr(flags, "list_script_flags", lambda: [newer])
+    flag = index_by_name(flags.list_flags())["--ddp-num-moons"]
     assert flag.kind is Kind.REFUSED
-    assert generated.installed_version() in flag.remedy
+    assert flags.find_megatron_version() in flag.remedy
 
 
 def test_the_platform_is_found_before_the_other_flags_are_known() -> None:
@@ -372,7 +411,7 @@ def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwi
 
 
 def test_values_keep_the_type_of_their_field() -> None:
-    assert index(table.all_flags())["--exp-avg-dtype"].value(["bf16"]) is torch.bfloat16
+    assert index_by_name(flags.list_flags())["--exp-avg-dtype"].read(["bf16"]) is torch.bfloat16
     assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
     assert sparse.transformer.moe_aux_loss_coeff == 0.01
@@ -477,6 +516,7 @@ def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Pat
     assert lines["longest_prompt"][0] == "64"
     assert lines["recompute_granularity"] == ["-", "default of megatron-core"]
     assert "note: without effect here: --split" in text
+    assert "note: --shared-prompt-backend" not in text
 
 
 def test_a_command_line_can_be_checked_without_running_anything(
@@ -517,3 +557,10 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     assert all(copy == config for copy in copies)
     # Megatron writes into what a model has.
     assert len({id(one) for one in (config, *copies)}) == 3
+
+
+def test_what_was_chosen_automatically_is_noted_where_it_is_asked_for_and_an_option_without_effect_always():
+    plain, verbose = (parse(*DENSE, words).notes for words in ("--split 1", "--split 1 --verbose"))
+    assert not any("auto takes" in note for note in plain)
+    assert [note for note in verbose if note not in plain] == ["--shared-prompt-backend auto takes merge"]
+    assert any("without effect here: --split" in note for note in plain)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.arguments import generated
+from megatron_rl.arguments import flags
 from tests.command_lines import DENSE, SPARSE, error, parse
 
 
@@ -16,7 +16,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
             "there are 0 layers for 1 stages",
         ),
-        ("--decoder-last-pipeline-num-layers 2", "needs more stages than one"),
+        ("--decoder-last-pipeline-num-layers 2", "needs at least 2 stages"),
         ("--num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages need --pipeline-model-parallel-size"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
@@ -42,7 +42,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--context-parallel-size 4 --tensor-model-parallel-size 4", "does not divide the 2 attention heads"),
         ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type p2p: context-parallel ranks exchange"),
         ("--context-parallel-size 2 --cp-comm-type a2a a2a", "--cp-comm-type a2a a2a: context-parallel ranks exchange"),
-        ("--context-parallel-size 0", "--context-parallel-size 0 is below 1"),
+        ("--context-parallel-size 0", "--context-parallel-size 0 must be at least 1"),
         ("--expert-model-parallel-size 2", "needs a model with experts"),
         ("--expert-tensor-parallel-size 2", "needs a model with experts"),
         ("--moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0.01 needs a model with experts"),
@@ -51,15 +51,15 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--moe-router-topk 2", "--moe-router-topk 2 has no effect without --num-experts"),
         ("--rotary-scaling-factor 4", "--rotary-scaling-factor 4 has no effect without --position-embedding-type yarn"),
         ("--recompute-granularity selective --recompute-modules moe", "--recompute-modules moe: the model has nothing"),
-        ("--recompute-modules core_attn", "is for --recompute-granularity selective only"),
+        ("--recompute-modules core_attn", "needs --recompute-granularity selective"),
         ("--use-nccl-ub", "--use-nccl-ub registers buffers with NCCL"),
-        ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
+        ("--bf16 --fp16", "--bf16 and --fp16 cannot be given together"),
         ("--fp32-residual-connection", "the local layers compute in the parameters' dtype"),
         ("--grad-reduce-in-bf16", "needs --bf16"),
         ("--seq-length 129", "above the model's longest sequence, 128"),
         ("--recompute-granularity full", "needs --recompute-method"),
-        ("--recompute-method uniform", "is for --recompute-granularity full only"),
-        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1 is for"),
+        ("--recompute-method uniform", "needs --recompute-granularity full"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1 needs"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--overlap-param-gather --use-distributed-optimizer", "needs --overlap-grad-reduce"),
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
@@ -68,12 +68,15 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "needs TransformerEngine, which is not installed",
         ),
         ("--main-grads-dtype bf16", "--main-grads-dtype needs --use-precision-aware-optimizer"),
-        ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 is not between 0 and --lr 1e-06"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "say the same in two ways"),
-        ("--lr-decay-iters 5 --lr-warmup-iters 5", "is not below --lr-decay-iters 5"),
+        ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 must be between 0 and --lr 1e-06"),
+        (
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+            "--lr-warmup-fraction and --lr-warmup-iters cannot be given together",
+        ),
+        ("--lr-decay-iters 5 --lr-warmup-iters 5", "must be below --lr-decay-iters 5"),
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
         ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
-        ("--save out --save-interval 4 --save-retain-interval 6", "is not a multiple of --save-interval 4"),
+        ("--save out --save-interval 4 --save-retain-interval 6", "must be a multiple of --save-interval 4"),
         ("--ckpt-step 3", "--ckpt-step needs --load"),
         (
             "--rollout-endpoint localhost:8000",
@@ -84,52 +87,62 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--rollout-endpoint http://host:port", "http://host:port must be an address: write http://HOST:PORT"),
         ("--rollout-endpoint http://host:99999", "http://host:99999 must be an address: write http://HOST:PORT"),
         ("--rollout-endpoint http://host:0", "http://host:0 must be an address: write http://HOST:PORT"),
-        ("--save-keep-last 0", "--save-keep-last 0 is below 1"),
+        ("--save-keep-last 0", "--save-keep-last 0 must be at least 1"),
         ("--optimizer sgd --use-distributed-optimizer", "--use-distributed-optimizer shards Adam only"),
-        ("--lr -0.001", "--lr -0.001 must be a finite number of 0 or more"),
-        ("--lr 1 --lr-warmup-init 2", "--lr-warmup-init 2 is not between 0 and --lr 1"),
-        ("--lr-warmup-iters -3", "--lr-warmup-iters -3 is below 0"),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0 is below 1"),
+        ("--lr -0.001", "--lr -0.001 must be finite and at least 0"),
+        ("--lr 1 --lr-warmup-init 2", "--lr-warmup-init 2 must be between 0 and --lr 1"),
+        ("--lr-warmup-iters -3", "--lr-warmup-iters -3 must be at least 0"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0 must be at least 1"),
         (
             "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0",
-            "--start-weight-decay 0.1 is not between 0 and --end-weight-decay 0",
+            "--start-weight-decay 0.1 must be between 0 and --end-weight-decay 0",
         ),
-        ("--adam-beta1 1", "--adam-beta1 1 is not from 0 to below 1"),
-        ("--adam-beta2 -0.1", "--adam-beta2 -0.1 is not from 0 to below 1"),
-        ("--optimizer sgd --sgd-momentum 1.5", "--sgd-momentum 1.5 is not from 0 to below 1"),
-        ("--adam-eps=-1e-8", "--adam-eps -1e-08 is below 0"),
-        ("--weight-decay -0.1", "--weight-decay -0.1 is below 0"),
-        ("--clip-grad -1", "--clip-grad -1 is below 0"),
-        ("--grpo-clamp-eps-lower -0.5", "--grpo-clamp-eps-lower -0.5 is not between 0 and 1"),
-        ("--grpo-clamp-eps-lower 1.5", "--grpo-clamp-eps-lower 1.5 is not between 0 and 1"),
-        ("--grpo-clamp-eps-upper -0.9", "--grpo-clamp-eps-upper -0.9 is below 0"),
-        ("--grpo-kl-beta -1", "--grpo-kl-beta -1 weighs a divergence that is to become smaller: write 0 or more"),
+        ("--adam-beta1 1", "--adam-beta1 1 must be at least 0 and below 1"),
+        ("--adam-beta2 -0.1", "--adam-beta2 -0.1 must be at least 0 and below 1"),
+        ("--optimizer sgd --sgd-momentum 1.5", "--sgd-momentum 1.5 must be at least 0 and below 1"),
+        ("--adam-eps=-1e-8", "--adam-eps -1e-08 must be at least 0"),
+        ("--weight-decay -0.1", "--weight-decay -0.1 must be at least 0"),
+        ("--clip-grad -1", "--clip-grad -1 must be at least 0"),
+        ("--grpo-clamp-eps-lower -0.5", "--grpo-clamp-eps-lower -0.5 must be between 0 and 1"),
+        ("--grpo-clamp-eps-lower 1.5", "--grpo-clamp-eps-lower 1.5 must be between 0 and 1"),
+        ("--grpo-clamp-eps-upper -0.9", "--grpo-clamp-eps-upper -0.9 must be at least 0"),
+        (
+            "--grpo-kl-beta -1",
+            "--grpo-kl-beta -1 must be finite and at least 0: a negative weight would reward divergence",
+        ),
         (
             "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 0",
-            "--rl-importance-sampling-truncation-coef 0 would weigh tokens with nothing",
+            "--rl-importance-sampling-truncation-coef 0 must be above 0: 0 zeroes every weight",
         ),
         (
             "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -1",
-            "--rl-importance-sampling-truncation-coef -1 would weigh tokens with nothing or turn them round",
+            "--rl-importance-sampling-truncation-coef -1 must be above 0: 0 zeroes every weight, a negative cap flips "
+            "its sign",
         ),
         (
             "--rl-importance-sampling-truncation-coef 2",
-            "--rl-importance-sampling-truncation-coef 2 bounds weights that there are with "
-            "--rl-inference-logprobs-is-correction only: add it",
+            "--rl-importance-sampling-truncation-coef 2 needs --rl-inference-logprobs-is-correction: add it",
         ),
         ("--rollout-start-minutes 0", "--rollout-start-minutes 0 must be a finite duration above 0"),
         ("--rollout-deadline-minutes -1", "--rollout-deadline-minutes -1 must be a finite duration above 0"),
         ("--rollout-patience-seconds 0", "--rollout-patience-seconds 0 must be a finite duration above 0"),
         ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf must be a finite duration above 0"),
         ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 must be a finite duration above 0"),
-        ("--exit-grace-seconds -5", "--exit-grace-seconds -5 is below 0"),
+        ("--publish-probe-bound 0", "--publish-probe-bound 0 must be above 0: write a mean difference of log-probs"),
+        ("--rollout-mismatch-error -1", "--rollout-mismatch-error -1 must be above 0: write a mean difference"),
+        ("--exit-grace-seconds -5", "--exit-grace-seconds -5 must be finite and at least 0"),
         ("--save out --save-hf ./out", "--save and --save-hf are both out"),
-        ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
-        ("--make-vocab-size-divisible-by 0", "is below 1"),
+        ("--grpo-group-size 1", "--grpo-group-size 1 must be at least 2: a response is compared with the others"),
+        ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
+        ("--grpo-kl-beta 0.1 --grpo-ref-interval 0", "--grpo-ref-interval 0 must be at least 1"),
+        ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0 must be at least 1"),
+        ("--save out --save-retain-interval 4", "--save-retain-interval needs --save-interval"),
+        ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
+        ("--make-vocab-size-divisible-by 0", "must be at least 1"),
         ("--deterministic-mode", "drop the flag"),
         ("--rope-scaling-factor 8", "without --use-rope-scaling"),
         ("--yarn-beta-fast 8", "without --position-embedding-type yarn"),
-        ("--kv-channels 7", "--kv-channels 7 is odd"),
+        ("--kv-channels 7", "--kv-channels 7 must be even"),
     ],
 )
 def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
@@ -148,19 +161,19 @@ def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: s
         ("--expert-tensor-parallel-size 5", "does not divide the 48 columns of an expert"),
         (
             "--moe-token-dispatcher-type allgather",
-            "packed groups differ in length, and alltoall alone takes them here; write alltoall",
+            "packed groups differ in length, and only alltoall takes them; write alltoall",
         ),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is not supported"),
         ("--moe-enable-deepep", "--moe-enable-deepep is refused: packed groups differ in length"),
         ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
-        ("--moe-layer-freq ([0]+[1]*7)", "all layers have experts or none has"),
-        ("--moe-aux-loss-coeff -0.01", "--moe-aux-loss-coeff -0.01 weighs a loss that is to become smaller"),
-        ("--moe-z-loss-coeff inf", "--moe-z-loss-coeff inf weighs a loss that is to become smaller"),
+        ("--moe-layer-freq ([0]+[1]*7)", "either all layers have experts or none"),
+        ("--moe-aux-loss-coeff -0.01", "--moe-aux-loss-coeff -0.01 must be finite and at least 0"),
+        ("--moe-z-loss-coeff inf", "--moe-z-loss-coeff inf must be finite and at least 0"),
         ("--moe-aux-loss-coeff 0.1 0.2", "--moe-aux-loss-coeff 0.1 0.2: one loss balances experts"),
         ("--moe-router-load-balancing-type aux_loss none", "aux_loss none: one loss balances experts"),
         (
             "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
-            "--moe-aux-loss-coeff 0.01 weighs a loss that --moe-router-load-balancing-type none leaves out",
+            "--moe-aux-loss-coeff 0.01 weights a loss that --moe-router-load-balancing-type none leaves out",
         ),
     ],
 )
@@ -170,7 +183,7 @@ def test_a_contradiction_about_experts_is_an_error_that_says_what_to_write(words
 
 def test_more_active_experts_than_there_are_is_an_error() -> None:
     words = [*DENSE, "--qk-layernorm", "--num-experts", "8", "--moe-router-topk", "9"]
-    assert "--moe-router-topk 9 is not between 1 and the 8 experts" in error(*words)
+    assert "--moe-router-topk 9 must be between 1 and the 8 experts" in error(*words)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +226,6 @@ def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags(monkeypatch:
     def refuse(_: object) -> None:
         raise ValueError("a wing too many")
 
-    monkeypatch.setattr(generated.configs()["transformer"], "__post_init__", refuse)
-    version = generated.installed_version()
+    monkeypatch.setattr(flags.import_configs()["transformer"], "__post_init__", refuse)
+    version = flags.find_megatron_version()
     assert error(*DENSE) == f"megatron-core {version} refuses the transformer configuration: a wing too many"

@@ -15,8 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_rl.arguments import command_line, generated, resolve, spelled, table
-from megatron_rl.arguments import resolve as config
+from megatron_rl.arguments import command_line, flags, resolve
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
@@ -407,10 +406,10 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 @pytest.fixture
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for every command line, and takes a while to make."""
-    flags = table.all_flags()
-    parser = command_line._parser(flags)
-    monkeypatch.setattr(table, "all_flags", lambda: flags)
-    monkeypatch.setattr(command_line, "_parser", lambda _: parser)
+    listed = flags.list_flags()
+    parser = command_line._make_parser(listed)
+    monkeypatch.setattr(flags, "list_flags", lambda: listed)
+    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
 
 
 def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[str]]:
@@ -435,13 +434,15 @@ def seen(words: tuple[str, ...], name: str, is_described: bool, is_elsewhere: bo
 def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
     """What megatron-core's configurations are built of on a platform that has everything."""
     able = SimpleNamespace(name="cuda", unsupported_fusions={})
-    with patch.object(config, "has_transformer_engine", lambda: True):
+    with patch.object(resolve, "has_transformer_engine", lambda: True):
         reading = command_line._read(words)
         folder = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
-        architecture = command_line._architecture(folder, reading)
-        fields = resolve.resolve(reading.flags, reading.given, architecture, able)
+        architecture = command_line._read_architecture(folder, reading)
+        fields = resolve.resolve_fields(reading.flags, reading.given, architecture, able)
     assert not reading.problems
-    values = {name: resolve._defaults(built) | getattr(fields, name) for name, built in generated.configs().items()}
+    values = {
+        name: resolve._list_defaults(built) | getattr(fields, name) for name, built in flags.import_configs().items()
+    }
     return {f"{name}.{field}": value for name, of_config in values.items() for field, value in of_config.items()}
 
 
@@ -461,14 +462,14 @@ def fault(flag: Flag, row: Row, folders: dict[str, Path]) -> str | None:
 
 
 def used_flags() -> dict[str, Flag]:
-    return {flag.name: flag for flag in table.all_flags() if flag.kind is Kind.USED and flag.megatron}
+    return {flag.name: flag for flag in flags.list_flags() if flag.kind is Kind.USED and flag.megatron}
 
 
 def faults(folders: dict[str, Path], rows: dict[str, Row]) -> dict[str, str]:
-    flags = used_flags()
-    found = dict.fromkeys(flags.keys() - rows, "has no row here")
-    for name in flags.keys() & rows:
-        problem = fault(flags[name], rows[name], folders)
+    used = used_flags()
+    found = dict.fromkeys(used.keys() - rows, "has no row here")
+    for name in used.keys() & rows:
+        problem = fault(used[name], rows[name], folders)
         if problem is not None:
             found[name] = problem
     return found
@@ -496,9 +497,9 @@ def test_what_only_another_platform_has_is_said_here(folders: dict[str, Path]) -
 
 
 def test_a_flag_that_nothing_is_made_of_is_found(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
-    planted = spelled.switch("--ddp-do-nothing", "planted.nothing", help="Nothing.")
-    everything = [*spelled.flags(), planted]
-    monkeypatch.setattr(spelled, "flags", lambda: everything)
+    planted = Flag(name="--ddp-do-nothing", targets=("planted.nothing",), help="Nothing.")
+    everything = [*flags.list_script_flags(), planted]
+    monkeypatch.setattr(flags, "list_script_flags", lambda: everything)
     assert faults(folders, {"--ddp-do-nothing": Row("--ddp-do-nothing", "iteration.sizes")})["--ddp-do-nothing"] == (
         "--ddp-do-nothing does not change iteration.sizes"
     )

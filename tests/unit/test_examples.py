@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments.plan import sizes_of
+from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Architecture, Rope
 from megatron_rl.weights import families
@@ -42,7 +42,7 @@ def test_a_recipe_says_what_this_package_understands(name, environment, world_si
     if "--platform" not in flags:
         flags += ["--platform", "cpu"]
     settings = parse(*[word if word != "npu" else "cpu" for word in flags], world_size=world_size)
-    sizes = sizes_of(settings, 2)
+    sizes = compute_sizes(settings, 2)
     assert sizes.plan.num_updates == 1
     assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
 

@@ -13,7 +13,7 @@ def test_the_package_keeps_to_its_layers():
 @pytest.mark.parametrize(
     ("path", "code", "message"),
     [
-        ("ops/attention.py", "from megatron_rl.weights import reader", "ops imports weights, which is not below it"),
+        ("ops/attention.py", "from megatron_rl.weights import files", "ops imports weights, which is not below it"),
         ("sidecar/service.py", "from megatron_rl import mcore", "sidecar imports mcore, which is not below it"),
         ("protocol/x.py", "from megatron_rl.data import batch", "protocol imports data, which is not below it"),
         ("data/packing.py", "def f():\n    import megatron_rl.training.trainer", "data imports training"),
@@ -55,7 +55,7 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("mcore/model/gpt.py", "from megatron.core import jit\nfrom megatron_rl.weights import reader\nimport torch"),
+        ("mcore/model/gpt.py", "from megatron.core import jit\nfrom megatron_rl.weights import files\nimport torch"),
         ("platforms/cpu.py", "def install():\n    import megatron.core.jit"),
         ("ops/kernel.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
         ("cli.py", "from megatron_rl.commands import doctor\nif __name__ == '__main__':\n    doctor.main()"),

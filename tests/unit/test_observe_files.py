@@ -138,7 +138,24 @@ def test_samples_are_bounded_over_all_writes_of_an_iteration(tmp_path):
         (1, "r3", 2),
     ]
     assert lines[1]["prompt"] == "prompt of r1"
+    assert {line["kind"] for line in lines} == {"training"}
     assert lines[1]["responses"] == [{"text": "a0", "reward": 0.0, "components": {"exact": 1.0}}]
+
+
+def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_training(tmp_path):
+    file = SamplesFile(tmp_path / "samples.jsonl", limit=2)
+    file.write(0, [_group("held out", 1)], "evaluation")
+    file.write(0, [_group("r0", 3)])
+    assert (file.left(0), file.left(0, "evaluation")) == (0, 1)
+    file.write(0, [_group("r1", 1)])
+    file.write(0, [_group("held out too", 3)], "evaluation")
+    file.close()
+    lines = read_lines(file.path)
+    assert [(line["kind"], line["row"], len(line["responses"])) for line in lines] == [
+        ("evaluation", "held out", 1),
+        ("training", "r0", 2),
+        ("evaluation", "held out too", 1),
+    ]
 
 
 def test_samples_of_a_resumed_run_are_dropped_and_bounded_as_metrics_are(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl import cli
+from megatron_rl.config.flag import check_bounds
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics, picture, progress, report
@@ -65,6 +66,10 @@ def test_a_span_that_raises_is_over_and_one_that_is_open_goes_on_in_the_next_ite
     timeline.restart()
     clock.now += 8
     assert timeline.take() == {"iteration": 8.0, "other": 8.0}
+    timeline.restart(41.5)
+    clock.now += 1
+    assert timeline.take() == {"iteration": 1.0, "other": 1.0, "start": 41.5}
+    assert timeline.take() == {"iteration": 0.0, "other": 0.0}
 
 
 # Progress
@@ -82,23 +87,23 @@ def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_
         shown.phase("generating")
         shown.counts(finished=3, trained=1, waiting_for="5 groups")
         shown.end(version, metrics_record(version, seconds=10.0**version))
-    shown.end(10, {"version": 10, "evaluation": {"pass": 0.75}})
+    shown.end(10, {"version": 10, "evaluation": {"pass": 0.75, "mean": 0.5, "num_samples": 4}})
     shown.close()
     lines = stream.getvalue().splitlines()
     begins = [line.partition("  reward")[0] for line in lines[:3]]
     assert begins == ["iteration  4/10", "iteration  8/10", "iteration 10/10"]
     assert lines[0] == (
         "iteration  4/10  reward   0.300  loss -1.000e-01  tokens/s    1,000 generated    2,000 trained   4000.00 s  "
-        "waited  12%  groups of equal rewards 1"
+        "waited  12%  truncated  25%  groups of equal rewards 1"
     )
     assert lines[0].index("loss") == lines[2].index("loss")
-    assert lines[3] == "    after 10/10  evaluation 0.750"
+    assert lines[3] == "    after 10/10  evaluation pass@4 0.750 reward 0.500"
 
 
 def test_a_line_says_which_numbers_there_are_not():
     assert progress.line_of(0, 9, {}) == (
         "iteration 1/9  reward       -  loss          -  tokens/s        - generated        - trained         - s  "
-        "waited   -%"
+        "waited   -%  truncated   -%"
     )
 
 
@@ -240,10 +245,10 @@ def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatc
 
 
 def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
-    problems = [*ObserveConfig(log_interval=0, log_samples=-1).problems()]
+    problems = [*check_bounds(ObserveConfig(log_interval=0, log_samples=-1))]
     assert [problem.split(":")[0] for problem in problems] == [
-        "--log-interval 0 is below 1",
-        "--log-samples -1 is below 0",
+        "--log-interval 0 must be at least 1",
+        "--log-samples -1 must be at least 0",
     ]
 
 
@@ -260,8 +265,9 @@ def test_the_report_says_what_it_came_to_where_the_time_went_and_where_everythin
         stream.getvalue()
         == f"""
 what it came to
-  reward      0.000  at version 0,  0.400  at version 4
-  evaluation  0.000  at version 0,  0.400  at version 4
+  reward                   0.000  at version 0,  0.400  at version 4
+  evaluation, pass@1       0.000  at version 0,  0.400  at version 4
+  evaluation, mean reward  0.200  at version 0,  0.200  at version 4
 
 where the time went
   train  10.0 s   50.0%
@@ -274,6 +280,16 @@ where everything lies
   metrics     {path}
 """
     )
+
+
+def test_the_start_counts_in_where_the_time_went_and_is_no_part_of_an_iteration():
+    record = metrics_record(0)
+    record["time"]["start"] = 12.0
+    assert "start" not in metrics.seconds_by_span(record)
+    lines = report.report_lines([record, metrics_record(1), record], report.Places())
+    times = lines[lines.index("where the time went") + 1 :]
+    assert times[0] == "  start  24.0 s   66.7%"
+    assert times[-1] == "  all    36.0 s  100.0%"
 
 
 def test_a_report_of_nothing_is_nothing():
@@ -315,12 +331,30 @@ def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):
         write_metrics(tmp_path / name / "metrics.jsonl", range(6), seconds)
     runs = [str(tmp_path / "periodic"), f"slow={tmp_path / 'sync' / 'metrics.jsonl'}"]
     assert cli.main(["picture", *runs]) == ExitCode.OK
-    assert "reward   * periodic   o slow" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for title in ("reward", "evaluation, pass@1", "evaluation, mean reward"):
+        assert f"{title}   * periodic   o slow" in printed
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "curves.png"
     assert cli.main(["picture", *runs, "--out", str(out)]) == ExitCode.OK
     assert out.read_bytes().startswith(b"\x89PNG")
+    figure = out.with_suffix(".svg")
+    picture.picture({"periodic": tmp_path / "periodic"}, figure)
+    for curve in ("reward", "held out, pass@1", "held out, mean reward"):
+        assert f"<!-- {curve} -->" in figure.read_text()
+    figure.unlink()
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_the_command_draws_the_run_in_the_folder_that_save_was_given_and_lists_several(tmp_path, capsys):
+    runs = [tmp_path / "save" / "rollout" / name for name in ("first", "second")]
+    write_metrics(runs[0] / "metrics.jsonl", range(6))
+    write_metrics(tmp_path / "other" / "metrics.jsonl", range(6))
+    assert cli.main(["picture", str(tmp_path / "save"), str(tmp_path / "other")]) == ExitCode.OK
+    assert "reward   * first   o other" in capsys.readouterr().out
+    write_metrics(runs[1] / "metrics.jsonl", range(6))
+    assert cli.main(["picture", f"mine={tmp_path / 'save'}"]) == ExitCode.USAGE
+    assert f"holds 2 runs: name one of\n  {runs[0]}\n  {runs[1]}\n" in capsys.readouterr().err
 
 
 def test_the_command_names_what_it_cannot_draw(tmp_path, capsys):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.arguments.plan import check_folders, run_folder, shared_folder, sizes_of
+from megatron_rl.arguments.run import check_folders, compute_sizes, find_run_folder, find_shared_folder
 from megatron_rl.config.settings import ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture
@@ -52,46 +52,45 @@ def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
 
 
 def test_one_update_is_what_the_batch_size_says():
-    sizes = sizes_of(settings(training__global_batch_size=64), 2)
+    sizes = compute_sizes(settings(training__global_batch_size=64), 2)
     assert (sizes.plan.num_updates, sizes.division.slots_per_replica) == (1, 4)
 
 
 def test_a_smaller_batch_makes_several_updates_of_an_iteration():
-    sizes = sizes_of(settings(training__global_batch_size=16), 2)
+    sizes = compute_sizes(settings(training__global_batch_size=16), 2)
     assert (sizes.plan.num_updates, sizes.division.slots_per_update) == (4, 1)
 
 
 @pytest.mark.parametrize("changes", [{"algorithm__kl_beta": 0.1}, {"training__global_batch_size": 16}])
 def test_a_reference_or_an_old_policy_may_lie_in_the_hosts_memory(changes):
-    assert sizes_of(settings(loop__frozen_offload=True, **changes), 2).plan.num_prompts == 8
+    assert compute_sizes(settings(loop__frozen_offload=True, **changes), 2).plan.num_prompts == 8
 
 
 def test_without_prompts_a_step_the_batch_size_says_how_many():
     changes = {"algorithm__prompts_per_step": None, "training__global_batch_size": 32}
-    assert sizes_of(settings(**changes), 1).plan.num_prompts == 4
+    assert compute_sizes(settings(**changes), 1).plan.num_prompts == 4
 
 
 @pytest.mark.parametrize(("micro_batch", "expected"), [(8, 96 + 8 * 32), (16, 2 * (96 + 8 * 32)), (2, 96 + 2 * 32)])
 def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
-    assert sizes_of(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected
+    assert compute_sizes(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected
 
 
 def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
     changes = {"training__micro_batch_size": 16, "attention__is_shared": False}
-    assert sizes_of(settings(**changes), 1).largest_micro_batch == 16 * (96 + 32)
+    assert compute_sizes(settings(**changes), 1).largest_micro_batch == 16 * (96 + 32)
 
 
 def test_what_pads_a_micro_batch_counts() -> None:
     divided = {"tensor_model_parallel_size": 4, "context_parallel_size": 3}
-    assert sizes_of(settings(), 1).largest_micro_batch == 352
-    assert sizes_of(settings(divided), 1).largest_micro_batch == 354
-    assert sizes_of(settings(divided | {"sequence_parallel": True}), 1).largest_micro_batch == 360
+    assert compute_sizes(settings(), 1).largest_micro_batch == 352
+    assert compute_sizes(settings(divided), 1).largest_micro_batch == 354
+    assert compute_sizes(settings(divided | {"sequence_parallel": True}), 1).largest_micro_batch == 360
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm__group_size": 1}, "--grpo-group-size 1"),
         ({"training__train_iters": None}, "--train-iters is missing"),
         ({"training__seq_length": None}, "--seq-length is missing"),
         ({"model__hf_model": None}, "--hf-model is missing"),
@@ -107,22 +106,20 @@ def test_what_pads_a_micro_batch_counts() -> None:
         ({"sampling__temperature": float("nan")}, "--rollout-temperature nan"),
         ({"evaluation__temperature": -1.0}, "--eval-temperature -1"),
         ({"evaluation__num_samples": 4}, "--eval-num-samples 4 at --eval-temperature 0"),
-        ({"evaluation__interval": 0}, "--eval-interval 0"),
-        ({"algorithm__kl_beta": 0.1, "algorithm__ref_interval": 0}, "--grpo-ref-interval 0 is below 1"),
-        ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 moves a reference.*--grpo-kl-beta"),
-        ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference is of.*--grpo-kl-beta"),
+        ({"algorithm__ref_interval": 2}, "--grpo-ref-interval 2 needs a reference.*--grpo-kl-beta"),
+        ({"algorithm__ref_model": Path("reference")}, "--grpo-ref-model reference needs a reference.*--grpo-kl-beta"),
         (
             {"algorithm__kl_beta": 0.1, "algorithm__ref_model": Path("nowhere")},
             "--grpo-ref-model nowhere must be a folder",
         ),
-        ({"schedule__lr_warmup_iters": 1}, "--lr-warmup-iters 1 is not below the 1 updates of the decay"),
+        ({"schedule__lr_warmup_iters": 1}, "--lr-warmup-iters 1 must be below the 1 updates of the decay"),
         (
             {"schedule__lr_warmup_iters": 4, "training__global_batch_size": 16},
-            "--lr-warmup-iters 4 is not below the 4 updates",
+            "--lr-warmup-iters 4 must be below the 4 updates",
         ),
         (
             {"schedule__lr_decay_style": "WSD", "schedule__lr_wsd_decay_iters": 2},
-            "--lr-wsd-decay-iters 2 is above the 1 updates",
+            "--lr-wsd-decay-iters 2 must be at most the 1 updates",
         ),
         ({"loop__frozen_offload": True}, "--frozen-offload has no model"),
         (
@@ -133,20 +130,20 @@ def test_what_pads_a_micro_batch_counts() -> None:
 )
 def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
     with pytest.raises(UsageError, match=message):
-        sizes_of(settings(**changes), 2)
+        compute_sizes(settings(**changes), 2)
 
 
 def test_a_run_without_a_learning_rate_is_an_error_before_anything_starts():
     with pytest.raises(UsageError, match="--lr is missing"):
-        sizes_of(settings(lr=None), 2)
+        compute_sizes(settings(lr=None), 2)
 
 
 def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():
     divided = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     made = settings(divided, training__micro_batch_size=16)
-    assert sizes_of(made, 2).division.slots_per_update == 2
+    assert compute_sizes(made, 2).division.slots_per_update == 2
     with pytest.raises(UsageError, match="1 micro-batches an update do not fill"):
-        sizes_of(made, 4)
+        compute_sizes(made, 4)
 
 
 @pytest.mark.parametrize(
@@ -161,21 +158,22 @@ def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_bef
 def test_a_folder_that_cannot_be_made_is_one_error_with_its_flag(field, flag, tmp_path):
     check_folders(settings(**{field: tmp_path / "new" / "run"}))
     (tmp_path / "file").write_text("")
-    for folder, problem in ((tmp_path / "file" / "run", "file is no folder"), (tmp_path / ("a" * 300), "too long")):
+    for folder, problem in ((tmp_path / "file" / "run", "file is not a folder"), (tmp_path / ("a" * 300), "too long")):
         with pytest.raises(UsageError, match=f"{flag} {folder} cannot be made.*{problem}"):
             check_folders(settings(**{field: folder}))
 
 
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():
-    assert run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"
-    assert run_folder(settings(rollout__folder=Path("here/second"))).name == "second"
+    assert find_run_folder(settings(checkpoint__save=Path("runs/first"))).name == "first"
+    assert find_run_folder(settings(rollout__folder=Path("here/second"))).name == "second"
     with pytest.raises(UsageError, match="--rollout-folder is missing"):
-        run_folder(settings())
+        find_run_folder(settings())
 
 
 def test_runs_of_one_name_in_two_places_hand_their_weights_over_in_two_places(tmp_path):
     folders = {
-        shared_folder(settings(rollout__folder=tmp_path / place / "run", publish__folder=tmp_path)) for place in "ab"
+        find_shared_folder(settings(rollout__folder=tmp_path / place / "run", publish__folder=tmp_path))
+        for place in "ab"
     }
     assert len(folders) == 2
     assert {folder.parent for folder in folders} == {tmp_path}

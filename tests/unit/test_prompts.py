@@ -19,6 +19,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.protocol import wire
+from tests import hf_models
 from tests import reward_pools as rewards
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
@@ -405,6 +406,14 @@ def test_parquet_without_pyarrow_names_the_extra(model, tmp_path, monkeypatch):
     with pytest.raises(PlatformError, match=r"pip install 'megatron-rl\[parquet\]'"):
         load(model, write(tmp_path / "a.parquet"))
     assert load(model, write(tmp_path / "a.jsonl", GOOD)).num_rows == 1
+
+
+def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no_prompt_is_blamed(tmp_path):
+    # From such a folder transformers makes a tokenizer that has no words.
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    message = f"--hf-model {model} holds no vocabulary of a tokenizer: .*tokenizer.json, or vocab.json with merges.txt"
+    with pytest.raises(InputError, match=message):
+        load(model, write(tmp_path / "a.jsonl", {"prompt": "n1"}))
 
 
 def test_a_tokenizer_that_is_missing_has_no_template_or_is_another_models_is_said(model, tmp_path):

@@ -52,6 +52,23 @@ def slots(*batches: list[SimpleNamespace]) -> SimpleNamespace:
     return SimpleNamespace(of_all=lambda: [SimpleNamespace(parts=parts) for parts in batches])
 
 
+def test_responses_to_held_out_prompts_are_samples_of_an_evaluation(tmp_path):
+    to = reporter(tmp_path, log_samples=3)
+    groups = [
+        SimpleNamespace(prompt=SimpleNamespace(row=f"row {row}", tokens=packed(7, row)), responses=responses)
+        for row, responses in enumerate([part(0, 0, 2).responses, part(1, 0, 2).responses, part(2, 0, 2).responses])
+    ]
+    to.evaluation(4, groups)
+    to.close()
+    lines = read_lines(tmp_path / "samples.jsonl")
+    assert [(line["version"], line["kind"], line["row"], line["prompt"]) for line in lines] == [
+        (4, "evaluation", "row 0", "7 0"),
+        (4, "evaluation", "row 1", "7 1"),
+    ]
+    assert [len(line["responses"]) for line in lines] == [2, 1]
+    assert lines[0]["responses"][1] == {"text": "1", "reward": 1.0, "components": {"exact": 1.0}}
+
+
 @pytest.mark.parametrize(("given", "difference", "is_warned"), [
     (None, 5e-4, False), (None, 2e-3, True), (0.0, 5e-4, True), (0.0, 0.0, False), (0.1, 2e-3, False),
 ])  # fmt: skip

@@ -114,7 +114,9 @@ def test_ready_made_rewards_give_what_their_page_says(spec, completion, columns,
 
 
 def test_a_column_that_is_missing_is_named_with_those_there_are():
-    with pytest.raises(ValueError, match=r"no column answer \(it has solution\); write --reward gsm8k:COLUMN"):
+    with pytest.raises(
+        ValueError, match=r"no column answer \(it has solution\): write --answer-key .* --reward gsm8k:C"
+    ):
         called("gsm8k", ["1"], {"solution": "1"})
     with pytest.raises(ValueError, match="column answer holds no number"):
         called("gsm8k", ["1"], {"answer": "none"})

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UsageError
+from megatron_rl.rewards import pool
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardSpec
@@ -268,3 +269,82 @@ def test_no_function_and_no_worker_are_refused():
 def test_a_spec_says_whether_it_is_a_file():
     assert RewardSpec("f", "a.py", "f").is_file
     assert not RewardSpec("exact", "exact").is_file
+
+
+TRIALS = {
+    "answer is no column": ("def f(completions, answer): return [0.0] * len(completions)", (
+        r"it asks for answer, and the data has no such column \(it has gold\): write --answer-key COLUMN for the "
+        r"column that holds the answer$"
+    )),
+    "another is no column": ("def f(completions, target): ...", (
+        r"it asks for target, .* \(it has gold\): rename its parameter to a column, or to answer and write --answer-key"
+    )),
+    "text": ("def f(completions, **columns): return ['1'] * len(completions)", (
+        r"completion 0 got '1' \(str\), not a number; mend the function$"
+    )),
+    "one for all": ("def f(completions, **columns): return 1.0", "returned float, not a list of numbers; mend"),
+    "too few": ("def f(completions, **columns): return [1.0]", "returned 1 rewards for 2 completions; mend"),
+    "an import inside": ("def f(completions, **columns):\n    import no_such_module", (
+        r"ModuleNotFoundError: No module named 'no_such_module' \(.*mine.py:2\); mend the function$"
+    )),
+    "an async one": ("async def f(completions, **columns): return None", "returned NoneType, not a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_a_function_that_no_completion_would_suit_ends_the_start_by_name_and_leaves_nothing(tmp_path, trial):
+    code, message = TRIALS[trial]
+    file = write(tmp_path, code)
+    with pytest.raises(UsageError, match=rf"^--reward f: {message}") as raised:
+        with_pool([f"{file}:f"], None, trial=request(gold="42"))
+    assert "--reward-on-error" not in str(raised.value)
+
+
+def test_every_function_is_tried_and_each_that_fails_is_named(tmp_path):
+    file = write(tmp_path, "def good(completions, **columns): return [1.0] * len(completions)\ndef bad(nothing): ...")
+    with pytest.raises(UsageError) as raised:
+        with_pool([f"{file}:bad", f"{file}:good", "gsm8k"], None, trial=request(gold="42"))
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == ["--reward bad", "--reward gsm8k"]
+
+
+FINE = {
+    "parses what it is given": "    return [float(text.split('=')[1]) for text in completions]",
+    "gives no finite number": "    return [float('nan') if text.startswith('This') else 1.0 for text in completions]",
+    "ends its process": "    import os\n    os._exit(3) if len(completions) == 2 else None\n    return [1.0]",
+    "takes long": "    import time\n    time.sleep(60) if len(completions) == 2 else None\n    return [1.0]",
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_a_trial_that_fails_as_a_real_completion_need_not_refuses_nothing(tmp_path, case, monkeypatch):
+    monkeypatch.setattr(pool, "_TRIAL_SECONDS", 0.5)
+    file = write(tmp_path, f"def f(completions, **columns):\n{FINE[case]}")
+
+    async def use(started):
+        return await started.score(request(completions=["x=1.0"]))
+
+    assert with_pool([f"{file}:f"], use, trial=request(), num_workers=1).rewards == [1.0]
+
+
+def test_what_a_function_remembers_of_the_trial_reaches_no_group(tmp_path):
+    file = write(tmp_path, """
+        calls = []
+        def f(completions, **columns):
+            calls.append(1)
+            return [float(len(calls))] * len(completions)
+    """)  # fmt: skip
+
+    async def use(started):
+        return await started.score(request())
+
+    assert with_pool([f"{file}:f"], use, trial=request(), num_workers=1).rewards == [1.0, 1.0]
+
+
+def test_a_value_for_failures_lets_a_function_pass_its_trial_which_is_said(tmp_path, caplog):
+    file = write(tmp_path, "def f(completions, answer): ...")
+
+    async def use(started):
+        return await started.score(request(gold="42"))
+
+    assert with_pool([f"{file}:f"], use, trial=request(gold="42"), on_error=-1.0).rewards == [-1.0, -1.0]
+    assert "--reward f: it asks for answer" in caplog.text

@@ -1,5 +1,6 @@
 """One rank that fails, or is lost, ends all of them, with its reason."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -54,13 +57,13 @@ CODE = """
 class Ranks:
     """Processes that watch each other; killed at the end."""
 
-    def __init__(self, what: str, world_size: int = 2) -> None:
+    def __init__(self, what: str, world_size: int = 2, errors: Any = subprocess.PIPE, **environment: str) -> None:
         place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(CODE), what],
-                cwd=ROOT, env={**os.environ, **place, "RANK": str(rank)},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=ROOT, env={**os.environ, **place, **environment, "RANK": str(rank)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )
             for rank in range(world_size)
         ]  # fmt: skip
@@ -91,6 +94,30 @@ def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it():
     assert codes == [4, 4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
+
+
+@pytest.mark.parametrize("what", ["error", "crash"])
+def test_ranks_that_share_a_terminal_say_once_why_they_end(what, tmp_path):
+    with (tmp_path / "errors").open("w") as errors, Ranks(what, 3, errors) as ranks:
+        assert len(set(ranks.ends()[0])) == 1
+    assert (tmp_path / "errors").read_text().count("the run ended: ") == 1
+
+
+def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(tmp_path):
+    with (tmp_path / "errors").open("w") as errors, Ranks("wait", 4, errors) as ranks:
+        ranks.wait_until_there()
+        ranks.processes[2].kill()
+        assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
+    assert (tmp_path / "errors").read_text().count("the run ended: its process is gone") == 1
+
+
+def test_the_launcher_is_told_the_reason_by_the_rank_that_failed(tmp_path):
+    path = tmp_path / "error.json"
+    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
+        ranks.ends()
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
+    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
@@ -257,11 +284,11 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
     assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
 
 
-def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
+def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch, capsys):
     ended = []
 
-    def tidy():
-        ended.append("tidied")
+    def tidy(reason):
+        ended.append(str(reason))
         raise OSError("the terminal is gone")
 
     def leave(code):
@@ -271,7 +298,31 @@ def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     request = StopRequest(0.0)
     request.tidy = tidy
+    request.begin()
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
         request._listen()
-    assert ended == ["tidied", 143]
+    assert ended == ["it was asked to stop, and its grace is over", 143]
+    said = capsys.readouterr().err
+    assert "the iteration is finished and saved within 0 s" in said
+    assert "0 s of grace are over" in said
+
+
+def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once_and_says_so(monkeypatch, capsys):
+    ended = []
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    # A grace that nobody would sit through.
+    request = StopRequest(1e6)
+    request.tidy = lambda reason: ended.append(str(reason))
+    request._writer.send(bytes([signal.SIGTERM]))
+    with pytest.raises(SystemExit):
+        request._listen()
+    assert ended == ["it was asked to stop before its first iteration", 143]
+    assert capsys.readouterr().err == (
+        "megatron_rl: asked to stop before the first iteration began: it ends now, and there is nothing to save\n"
+    )

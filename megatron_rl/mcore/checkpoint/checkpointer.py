@@ -1,4 +1,4 @@
-"""The checkpoints of a run that trains: written when they are due, beside training if that is asked for; and resumed.
+"""Saves what a run trains, beside training if that is asked for, and loads it again.
 
 What training draws from beside model and optimizer (data position, version, identities) is the trainer's; it comes and
 goes as `extra`, a dictionary that JSON can hold.
@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import folders, sharded
-from megatron_rl.mcore.checkpoint import state as training_state
-from megatron_rl.mcore.checkpoint.sharded import Prepared
-from megatron_rl.mcore.checkpoint.state import CONTENT, TrainState
+from megatron_rl.mcore.checkpoint import folders, serialization, state_dict
+from megatron_rl.mcore.checkpoint.schedule import SAVED, check_schedule
+from megatron_rl.mcore.checkpoint.serialization import Prepared
+from megatron_rl.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step.policy import Reference
+from megatron_rl.mcore.step.policy import Policy, Reference
 
 _EXTRA = "megatron_rl"
 # Of which version of the policy the reference's weights are, where they were saved.
@@ -41,31 +41,17 @@ class Loaded:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every method is called on every rank."""
 
-    def __init__(self, settings: Settings, session: Session, state: TrainState, reference: Reference | None = None):
+    def __init__(self, settings: Settings, session: Session, policy: Policy, reference: Reference | None = None):
         """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
-        self._is_overriding = settings.schedule.override_opt_param_scheduler
+        self._schedule = settings.schedule
         self._session = session
-        self._state = state
+        self._policy = policy
         self._reference = reference
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration of the folder that is saved to which this run went on from.
         self._loaded: int | None = None
-
-    def is_due(self, version: int, is_last: bool = False) -> bool:
-        """Whether a checkpoint is written after so many iterations."""
-        interval = self._config.save_interval
-        if self._config.save is None or version == 0:
-            return False
-        return is_last or (interval is not None and version % interval == 0)
-
-    def save_if_due(self, version: int, extra: Mapping[str, Any], is_last: bool = False) -> bool:
-        """Save if it is time to, and say whether."""
-        is_due = self.is_due(version, is_last)
-        if is_due:
-            self.save(version, extra)
-        return is_due
 
     def save(self, version: int, extra: Mapping[str, Any]) -> None:
         """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
@@ -75,10 +61,10 @@ class Checkpointer:
         folder = self._config.save
         assert folder is not None
         self.finish()
-        training_state.synchronize(self._state)
+        self._policy.synchronize()
         noted = self._session.broadcast(json.loads(json.dumps(extra)))
         state = self._session.run_or_raise_everywhere(lambda: self._without_optimizer(version, noted))
-        prepared = sharded.prepare(
+        prepared = serialization.prepare(
             lambda: self._with_optimizer(state),
             folder,
             version,
@@ -87,10 +73,10 @@ class Checkpointer:
             self._loaded,
         )
         if self._config.async_save:
-            sharded.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
+            serialization.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
             self._pending = version, prepared
         else:
-            sharded.finish(self._session, prepared, prepared.request.execute_sync)
+            serialization.finish(self._session, prepared, prepared.request.execute_sync)
             self._prune(version)
 
     def poll(self) -> None:
@@ -113,43 +99,47 @@ class Checkpointer:
         )
         if not is_there and not config.exit_on_missing_checkpoint:
             return None
-        found, source = self._session.run_or_raise_everywhere(lambda: sharded.find(folder, config.ckpt_step))
+        found, source = self._session.run_or_raise_everywhere(lambda: serialization.find(folder, config.ckpt_step))
         version = 0 if config.finetune else found
         self._loaded = self._session.run_or_raise_everywhere(lambda: self._goes_on_from(version, source))
         return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:
         config, session = self._config, self._session
-        found, common = session.run_or_raise_everywhere(lambda: (sharded.contents(source), sharded.common_of(source)))
-        content = sharded.content_of(common)
+        found, common = session.run_or_raise_everywhere(
+            lambda: (serialization.read_metadata(source), serialization.read_common(source))
+        )
+        content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
         if has_optimizer:
             session.run_or_raise_everywhere(lambda: self._check_optimizer(common, source))
         wants_rng = not (config.finetune or config.no_load_rng)
-        has_rng = wants_rng and all(session.gather(training_state.has_rng_of_layout(found)))
+        has_rng = wants_rng and all(session.gather(state_dict.has_rng_of_layout(found)))
         is_lenient = config.dist_ckpt_strictness in _LENIENT
         moved = None if config.finetune else common.get(_REFERENCE_VERSION)
         reference = None if moved is None else self._reference
         if not is_lenient:
-            session.run_or_raise_everywhere(lambda: sharded.check(self._weights(reference, content), found, source))
+            session.run_or_raise_everywhere(
+                lambda: serialization.check(self._weights(reference, content), found, source)
+            )
 
-        wanted = sharded.together(
-            session, lambda: self._wanted(reference, content, has_optimizer, has_rng), sharded.unreadable(source)
+        wanted = serialization.run_together(
+            session, lambda: self._wanted(reference, content, has_optimizer, has_rng), serialization.unreadable(source)
         )
         parallel = config.ckpt_fully_parallel_load
-        loaded = sharded.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
-        training_state.apply_model(self._state, loaded, strict=not is_lenient)
+        loaded = serialization.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
+        state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(
-                lambda: training_state.apply_optimizer(self._state, loaded, self._is_overriding)
+                lambda: state_dict.apply_optimizer(self._policy, loaded, self._schedule.override_opt_param_scheduler)
             )
         else:
-            self._state.optimizer.reload_model_params()
+            self._policy.optimizer.reload_model_params()
         if has_rng:
-            training_state.apply_rng(loaded, session.platform)
+            state_dict.apply_rng(loaded, session.platform)
         if reference is not None:
             assert moved is not None
-            training_state.apply_reference(reference.models, loaded, strict=not is_lenient)
+            state_dict.apply_reference(reference.models, loaded, strict=not is_lenient)
             reference.resume(moved)
         notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
@@ -164,36 +154,38 @@ class Checkpointer:
             reference = None
         state |= self._weights(reference, CONTENT)
         if not self._config.no_save_rng:
-            state |= training_state.rng_state(self._session.platform)
+            state |= state_dict.get_rng_state(self._session.platform)
         return state
 
     def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
-        state = training_state.model_state(self._state.chunks, content)
-        return state if reference is None else state | training_state.reference_state(reference.models, content)
+        state = state_dict.build_model_state(self._policy.chunks, content)
+        return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
 
     def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._config.no_save_optim:
             return state
-        model = {name: state[name] for name, _ in training_state.named(self._state.chunks)}
-        return state | training_state.optimizer_state(self._state, model, CONTENT, is_loading=False)
+        model = {name: state[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+        return state | state_dict.build_optimizer_state(self._policy, model, CONTENT, is_loading=False)
 
     def _wanted(
         self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
     ) -> dict[str, Any]:
         wanted = self._weights(reference, content)
         if has_optimizer:
-            model = {name: wanted[name] for name, _ in training_state.named(self._state.chunks)}
-            wanted["optimizer"] = training_state.optimizer_state(self._state, model, content, is_loading=True)[
+            model = {name: wanted[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+            wanted["optimizer"] = state_dict.build_optimizer_state(self._policy, model, content, is_loading=True)[
                 "optimizer"
             ]
-        return wanted | (training_state.rng_state(self._session.platform) if has_rng else {})
+        return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
 
     def _finalize(self, is_waiting: bool) -> None:
         if self._pending is None:
             return
         version, prepared = self._pending
         try:
-            sharded.finish(self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting))
+            serialization.finish(
+                self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting)
+            )
         except BaseException:
             self._pending = None
             raise
@@ -233,12 +225,14 @@ class Checkpointer:
         return None
 
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
-        if "optimizer" not in common or "opt_param_scheduler" not in common:
+        if "optimizer" not in common or SAVED not in common:
             raise InputError(
                 f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
             )
+        own = {name: value for name, value in self._policy.scheduler.state_dict().items() if name != "num_steps"}
+        check_schedule(own, common[SAVED], self._schedule, source)
         has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
-        if has_several != (len(getattr(self._state.optimizer, "chained_optimizers", ())) > 1):
+        if has_several != (len(getattr(self._policy.optimizer, "chained_optimizers", ())) > 1):
             size = "above 1" if has_several else "of 1"
             raise InputError(
                 f"{source} was written with --expert-model-parallel-size {size}, where experts have "
@@ -246,7 +240,7 @@ class Checkpointer:
                 f"--no-load-optim"
             )
         is_sharded = self._is_distributed(common["optimizer"])
-        is_wanted = self._state.wrapped[0].ddp_config.use_distributed_optimizer
+        is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
         if is_sharded != is_wanted:
             change = "add it" if is_sharded else "drop it"
             how = "with" if is_sharded else "without"

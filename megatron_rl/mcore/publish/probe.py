@@ -11,8 +11,7 @@ from megatron_rl.data.packing import pack_sequences
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step import schedule
-from megatron_rl.mcore.step.roles import is_reporter
+from megatron_rl.mcore.step.forward_step import compute_log_probs, is_reporter
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
 
@@ -76,7 +75,7 @@ class Probe:
         # Parameters are there; nobody is to gather them in the middle of the pass.
         sync, config.param_sync_func = config.param_sync_func, None
         try:
-            results = schedule.forward(self._chunks, [pack] * count)
+            results = compute_log_probs(self._chunks, [pack] * count)
         finally:
             config.param_sync_func = sync
         own = results[0].to(torch.float32).tolist() if is_reporter() else None

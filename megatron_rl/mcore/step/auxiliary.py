@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
-def weigh(output: torch.Tensor, share: float, config: TransformerConfig) -> None:
+def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) -> None:
     """Multiply the auxiliary losses of the micro-batch that a chunk made `output` of by its share.
 
     A micro-batch goes back through a chunk in one piece, from its output on, whatever is computed anew on the way: the

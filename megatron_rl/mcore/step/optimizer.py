@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: Megatron's own, fed with gradient sums and counted in updates."""
+"""The optimizer and the scheduler of its rates: Megatron's own, fed with gradient sums and counted in updates."""
 
 import copy
 import dataclasses
@@ -55,25 +55,12 @@ def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParalle
 
 
 def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
-    """Megatron's schedule of learning rate and weight decay, over all of a run's updates, one step an update."""
-    schedule, config = settings.schedule, settings.optimizer
-    decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
-    warmup: float = schedule.lr_warmup_iters
-    if schedule.lr_warmup_fraction is not None:
-        warmup = schedule.lr_warmup_fraction * decay
-    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    """Megatron's scheduler of learning rate and weight decay, over all of a run's updates, one step an update."""
+    schedule = settings.schedule
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=config.weight_decay if first is None else first,
-        end_wd=config.weight_decay if last is None else last,
-        wd_incr_steps=num_updates,
-        wd_incr_style=schedule.weight_decay_incr_style,
+        **resolve_schedule(settings, num_updates),
         use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=schedule.override_opt_param_scheduler,
         wsd_decay_steps=schedule.lr_wsd_decay_iters,
@@ -81,16 +68,37 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_update
     )
 
 
+def resolve_schedule(settings: Settings, num_updates: int) -> dict[str, Any]:
+    """What the flags say of the schedule and a checkpoint remembers of it, under the scheduler's own names."""
+    schedule, config = settings.schedule, settings.optimizer
+    decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
+    warmup: float = schedule.lr_warmup_iters
+    if schedule.lr_warmup_fraction is not None:
+        warmup = schedule.lr_warmup_fraction * decay
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    return {
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": schedule.lr_decay_style,
+        "start_wd": config.weight_decay if first is None else first,
+        "end_wd": config.weight_decay if last is None else last,
+        "wd_incr_steps": num_updates,
+        "wd_incr_style": schedule.weight_decay_incr_style,
+    }
+
+
 def apply_update(
     optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    scheduler: OptimizerParamScheduler,
     wrapped: Sequence[DistributedDataParallel],
     scale: float,
 ) -> UpdateResult:
     """Multiply the accumulated gradients by `scale`, clip them, step, and clear them for the next update.
 
     A gradient that is not finite raises on every rank before anything is changed, but for what a smaller loss scale of
-    float16 may avoid: then nothing is changed either, and the schedule waits.
+    float16 may avoid: then nothing is changed either, and the scheduler waits.
     """
     learning_rate = _learning_rate(optimizer)
     loss_scale = float(optimizer.get_loss_scale())
@@ -99,13 +107,13 @@ def apply_update(
     try:
         was_taken, gradient_norm, num_zeros = optimizer.step()
     except _NonFiniteNorm as error:
-        raise _non_finite(schedule, f"the norm of the gradients is {error.norm}") from None
+        raise _non_finite(scheduler, f"the norm of the gradients is {error.norm}") from None
     if was_taken:
-        schedule.step(increment=1)
+        scheduler.step(increment=1)
     elif not _adapts_loss_scale(optimizer):
-        raise _non_finite(schedule, "the gradients are not finite")
+        raise _non_finite(scheduler, "the gradients are not finite")
     elif loss_scale <= optimizer.config.min_loss_scale:
-        raise _non_finite(schedule, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
+        raise _non_finite(scheduler, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -167,9 +175,9 @@ def _refuse_non_finite_norms(optimizer: MegatronOptimizer) -> None:
     optimizer.get_grad_norm = checked
 
 
-def _non_finite(schedule: OptimizerParamScheduler, what: str) -> NonFiniteGradient:
+def _non_finite(scheduler: OptimizerParamScheduler, what: str) -> NonFiniteGradient:
     return NonFiniteGradient(
-        f"{what} in update {schedule.num_steps + 1}: nothing was updated; look at --lr, --clip-grad and the precision"
+        f"{what} in update {scheduler.num_steps + 1}: nothing was updated; look at --lr, --clip-grad and the precision"
     )
 
 

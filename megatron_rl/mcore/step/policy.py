@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore.checkpoint.state import TrainState
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
@@ -30,17 +29,12 @@ class Policy:
     chunks: list[PackedGPTModel]
     wrapped: list[DistributedDataParallel]
     optimizer: Any
-    schedule: Any
+    scheduler: Any
     weights: ModelWeights
-
-    @property
-    def state(self) -> TrainState:
-        """What a checkpoint holds of it."""
-        return TrainState(self.wrapped, self.optimizer, self.schedule)
 
     def update(self, scale: float) -> UpdateResult:
         """Multiply the gradients that were accumulated, step, and clear them."""
-        return apply_update(self.optimizer, self.schedule, self.wrapped, scale)
+        return apply_update(self.optimizer, self.scheduler, self.wrapped, scale)
 
     def synchronize(self) -> None:
         """Bring parameters that are gathered late up to date, before anybody reads them."""

@@ -1,21 +1,68 @@
-"""Policy, old policy and reference over the slots of an update, behind one interface.
+"""Who plays policy, old policy and reference in each update: all in one pass, or each in passes of its own."""
 
-Letters: N targets.
-"""
-
-from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-from megatron.core import parallel_state
 
-from megatron_rl.algorithm.objective import RoleLogProbs
-from megatron_rl.data.batch import Batch
-from megatron_rl.data.slots import IterationSlots
-from megatron_rl.mcore.step import schedule
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.slots import IterationSlots, UpdateSlots
+from megatron_rl.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.mcore.model.gpt import build_model
+from megatron_rl.mcore.session import Session
+from megatron_rl.mcore.step.forward_step import Cast, Model, compute_log_probs
 from megatron_rl.mcore.step.optimizer import force_param_sync
+from megatron_rl.mcore.step.policy import Policy, Reference
 
-RoleLoss = Callable[[RoleLogProbs, Batch], torch.Tensor]
-"""The sum of a micro-batch's losses, of its log-probs under each role."""
+
+class Roles(Protocol):
+    """The models that losses are made of."""
+
+    temperature: float
+    """Log-probs are of logits over it, under every role."""
+
+    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
+        """Who plays which role in an update; `reference_is_policy` as the iteration starts."""
+        ...
+
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+        """Keep what the later updates compare with, before the first one changes the weights."""
+        ...
+
+
+class TriModel:
+    """All roles in one pass of the pipeline: a micro-batch is trained the moment it arrives.
+
+    A role that has another's weights is not computed: old at an iteration's first update, when it is the policy; the
+    reference while `reference_is_policy`, when it is old.
+    """
+
+    def __init__(self, policy: Model, reference: Model | None, old: Model | None, temperature: float):
+        """`old` is room for the policy's weights, without which an iteration has one update."""
+        self._policy = policy
+        self._reference = reference
+        self._old = old
+        self.temperature = temperature
+
+    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
+        reference = self._reference
+        if update == 0:
+            if reference is None:
+                return Cast()
+            return Cast(reference=0) if reference_is_policy else Cast(reference=1, frozen=[reference])
+        if reference is None:
+            return Cast(old=1, frozen=[self._room()])
+        if reference_is_policy:
+            return Cast(old=1, reference=1, frozen=[reference])
+        return Cast(old=1, reference=2, frozen=[self._room(), reference])
+
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+        # After a pass, which has gathered the parameters that are gathered late.
+        if self._reference is None or not reference_is_policy:
+            copy_weights(self._policy, self._room())
+
+    def _room(self) -> Model:
+        assert self._old is not None, "several updates need room for the old policy"
+        return self._old
 
 
 class SeparateRoles:
@@ -25,60 +72,45 @@ class SeparateRoles:
     `reference_is_policy`. The frozen roles' passes take the whole of an update's slots, so they wait for all of them.
     """
 
-    def __init__(
-        self,
-        policy: Sequence[torch.nn.Module],
-        reference: Sequence[torch.nn.Module] | None,
-        temperature: float,
-    ):
+    def __init__(self, policy: Model, reference: Model | None, temperature: float):
         self._policy = policy
         self._reference = reference
-        self._temperature = temperature
         self._old: dict[int, torch.Tensor] = {}
+        self.temperature = temperature
 
-    def forward_backward(
-        self,
-        slots: IterationSlots,
-        update: int,
-        loss: RoleLoss,
-        share: schedule.Share[Batch],
-        reference_is_policy: bool = False,
-    ) -> None:
-        """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
-        micro_batches = slots.of_update(update)
-        micro_batches.wait_for_first()
+    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
         if update == 1:
             # Megatron gathers parameters that are gathered late once after each backward pass. The old role's pass
             # came between it and the step, so the first pass after the step would run on what was gathered before.
             force_param_sync(self._policy)
-        reference: dict[int, torch.Tensor] = {}
-        is_computed = self._reference is not None and not (reference_is_policy and update == 0)
-        if is_computed:
-            assert self._reference is not None
-            results = schedule.forward(self._reference, micro_batches, self._temperature)
-            reference = dict(zip(micro_batches.indices, results, strict=False))
+        known = [] if update == 0 else [self._old]
+        old, reference = len(known), None
+        if self._reference is not None:
+            reference = 0
+            if update > 0 or not reference_is_policy:
+                known.append(self._log_probs(self._reference, micro_batches))
+                reference = len(known)
+        return Cast(old=old, reference=reference, known=known)
 
-        def role_loss(policy_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-            own_N = policy_N.detach()
-            reference_N = None
-            if self._reference is not None:
-                reference_N = reference[batch.index] if is_computed else own_N
-            return loss(RoleLogProbs(policy_N, self._old.get(batch.index, own_N), reference_N), batch)
-
-        schedule.forward_backward(self._policy, micro_batches, role_loss, self._temperature, share)
-        if update == 0:
-            self._remember(slots)
-
-    def _remember(self, slots: IterationSlots) -> None:
-        """The log-probs that the later updates compare with, before the first one changes the weights."""
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         later = slots.after(0)
-        self._old = {}
-        if len(later):
-            later.wait_for_first()
-            results = schedule.forward(self._policy, later, self._temperature)
-            self._old = dict(zip(later.indices, results, strict=False))
+        later.wait_for_first()
+        self._old = self._log_probs(self._policy, later)
+
+    def _log_probs(self, model: Model, micro_batches: UpdateSlots) -> dict[int, torch.Tensor]:
+        """By slot; on the last pipeline stage, elsewhere nothing."""
+        results = compute_log_probs(model, micro_batches, self.temperature)
+        return dict(zip(micro_batches.indices, results, strict=False))
 
 
-def is_reporter() -> bool:
-    """Whether this rank speaks for its replica: the one of its ranks that sees losses, or the first of several."""
-    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
+def build_roles(
+    settings: Settings, session: Session, policy: Policy, reference: Reference | None, num_updates: int
+) -> Roles:
+    """The roles as --tri-model has them; with one update an iteration there is no room for an old policy."""
+    chunks = None if reference is None else reference.chunks
+    temperature = settings.sampling.temperature
+    if settings.loop.tri_model == "separate":
+        return SeparateRoles(policy.wrapped, chunks, temperature)
+    host = session.platform if settings.loop.frozen_offload else None
+    old = freeze(build_model(settings), host) if num_updates > 1 else None
+    return TriModel(policy.wrapped, chunks, old, temperature)

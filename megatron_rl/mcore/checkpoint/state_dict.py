@@ -1,6 +1,5 @@
-"""All that an update depends on, in the form that Megatron's distributed checkpoints have it in."""
+"""What a checkpoint holds: model, optimizer, schedule and random numbers as Megatron's sharded state dicts."""
 
-import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +10,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap
-from megatron_rl.mcore.step.optimizer import force_param_sync
+from megatron_rl.mcore.model.gpt import PackedGPTModel
+from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.platforms import Platform
 from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
@@ -34,33 +31,19 @@ CONTENT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """This rank's part of what is trained."""
-
-    wrapped: Sequence[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
-
-    @property
-    def chunks(self) -> list[PackedGPTModel]:
-        """The model inside the wrappers."""
-        return [unwrap(chunk) for chunk in self.wrapped]
-
-
-def named(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
+def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
     """The names that Megatron's own checkpoints give the stages."""
     return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
 
 
-def model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights, as shards of the whole model's."""
-    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in named(chunks)}
+    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
 
 
-def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of the reference, beside the model's."""
-    state = {_REFERENCE + name: weights for name, weights in model_state(chunks, content).items()}
+    state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
@@ -69,19 +52,19 @@ def reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]
     return state
 
 
-def optimizer_state(
-    state: TrainState, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
+def build_optimizer_state(
+    policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
     """Optimizer and schedule. The distributed optimizer gathers over replicas here, when it is saved."""
     if not is_loading:
-        _allocate(state.optimizer)
+        _allocate(policy.optimizer)
     return {
-        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content)),
-        "opt_param_scheduler": state.schedule.state_dict(),
+        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content)),
+        "opt_param_scheduler": policy.scheduler.state_dict(),
     }
 
 
-def rng_state(platform: Platform) -> dict[str, Any]:
+def get_rng_state(platform: Platform) -> dict[str, Any]:
     """The random numbers of this rank's place in the model; replicas have the same."""
     of_numpy: Any = np.random.get_state()
     version, keys, *rest = of_numpy
@@ -104,9 +87,9 @@ def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
     return ShardedObject(RNG, None, shape, offset).unique_key in found
 
 
-def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bool) -> None:
+def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
     """Take over optimizer and schedule from what was loaded."""
-    optimizer, schedule = state.optimizer, state.schedule
+    optimizer, scheduler = policy.optimizer, policy.scheduler
     bounds = [{key: group.get(key) for key in ("max_lr", "min_lr")} for group in optimizer.param_groups]
     _name_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -115,9 +98,9 @@ def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bo
         # The groups came with the bounds that they were saved with.
         for group, own in zip(optimizer.param_groups, bounds, strict=True):
             group.update(own)
-    schedule.num_steps = 0
+    scheduler.num_steps = 0
     try:
-        schedule.load_state_dict(loaded["opt_param_scheduler"])
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
     except AssertionError as error:
         raise InputError(
             f"the schedule of the checkpoint is not that of the flags ({error}): write "
@@ -125,15 +108,15 @@ def apply_optimizer(state: TrainState, loaded: dict[str, Any], is_overriding: bo
         ) from None
 
 
-def apply_model(state: TrainState, loaded: dict[str, Any], strict: bool) -> None:
+def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
     """Take over the weights from what was loaded."""
-    for name, chunk in named(state.chunks):
+    for name, chunk in name_chunks(policy.chunks):
         chunk.load_state_dict(loaded[name], strict=strict)
 
 
 def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
     """Take over the reference's weights from what was loaded."""
-    for name, chunk in named(chunks):
+    for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
 
 
@@ -145,11 +128,6 @@ def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
     torch.set_rng_state(states["torch_rng_state"])
     platform.set_rng_state(states["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
-
-
-def synchronize(state: TrainState) -> None:
-    """Parameters that are gathered late are up to date before anybody reads them."""
-    force_param_sync(state.wrapped)
 
 
 def _place() -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""State in Megatron's own distributed checkpoints: any layout writes them, any layout reads them."""
+"""State dicts to files and back, by Megatron's dist_checkpointing: any layout writes them, any layout reads them."""
 
 import concurrent.futures
 import dataclasses
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.mcore.checkpoint.folders import find, iteration_folder
-from megatron_rl.mcore.checkpoint.state import CONTENT, model_state, named
+from megatron_rl.mcore.checkpoint.state_dict import CONTENT, build_model_state, name_chunks
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.session import Session
 
@@ -50,7 +50,7 @@ _ANY = (Exception, CheckpointException)
 
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
-    state = session.run_or_raise_everywhere(lambda: model_state(chunks, CONTENT))
+    state = session.run_or_raise_everywhere(lambda: build_model_state(chunks, CONTENT))
     prepared = prepare(lambda: state, folder, iteration, session)
     finish(session, prepared, prepared.request.execute_sync)
     return iteration_folder(folder, iteration)
@@ -67,10 +67,10 @@ class Prepared:
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
     """Fill the model from a checkpoint of Megatron's, by default the newest, and return its iteration."""
     number, source = session.run_or_raise_everywhere(lambda: find(folder, iteration))
-    found, content = session.run_or_raise_everywhere(lambda: (contents(source), content_of(common_of(source))))
-    session.run_or_raise_everywhere(lambda: check(model_state(chunks, content), found, source))
-    state = read(session.run_or_raise_everywhere(lambda: model_state(chunks, content)), source, session)
-    for name, chunk in named(chunks):
+    found, content = session.run_or_raise_everywhere(lambda: (read_metadata(source), get_content(read_common(source))))
+    session.run_or_raise_everywhere(lambda: check(build_model_state(chunks, content), found, source))
+    state = read(session.run_or_raise_everywhere(lambda: build_model_state(chunks, content)), source, session)
+    for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(state[name])
     return number
 
@@ -94,10 +94,10 @@ def prepare(
     staged = session.broadcast(created)
     assert staged is not None
     try:
-        state = together(session, build, unwritable(staged))
+        state = run_together(session, build, unwritable(staged))
         sizes = session.gather(_num_bytes(state))
         session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
-        request = together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
+        request = run_together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
     except BaseException:
         if session.rank == 0:
             folders.discard(staged)
@@ -114,14 +114,14 @@ def prepare(
 def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
     """Do what writes, or ends writing; what was written for nothing is removed: it may fill the disk."""
     try:
-        return together(session, action, unwritable(prepared.staged.parent))
+        return run_together(session, action, unwritable(prepared.staged.parent))
     except BaseException:
         if session.rank == 0:
             folders.discard(prepared.staged)
         raise
 
 
-def together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
+def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
     """Run what waits for other ranks by itself, and raise on every rank, with one text, if it raises on one.
 
     `explain` says what an error of files means. Ranks that wait for one that failed do so until their collective's
@@ -161,7 +161,7 @@ def unreadable(source: Path) -> Callable[[BaseException], InputError]:
     return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
 
 
-def common_of(source: Path) -> dict[str, Any]:
+def read_common(source: Path) -> dict[str, Any]:
     """What is not tensors."""
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
@@ -169,7 +169,7 @@ def common_of(source: Path) -> dict[str, Any]:
         raise unreadable(source)(error) from None
 
 
-def contents(source: Path) -> dict[str, Any]:
+def read_metadata(source: Path) -> dict[str, Any]:
     """What is there, by name: shapes of tensors, and objects."""
     try:
         strategy = get_default_load_sharded_strategy(str(source))
@@ -178,7 +178,7 @@ def contents(source: Path) -> dict[str, Any]:
         raise unreadable(source)(error) from None
 
 
-def content_of(common: Mapping[str, Any]) -> dict[str, Any]:
+def get_content(common: Mapping[str, Any]) -> dict[str, Any]:
     """How the checkpoint's parts are divided: what Megatron wrote down, or its defaults where it did not."""
     return dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {})
 
@@ -220,7 +220,7 @@ def read(
         # Some ways of being strict return the names that differ too.
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
-    return together(session, load, unreadable(source))
+    return run_together(session, load, unreadable(source))
 
 
 def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:

@@ -1,4 +1,4 @@
-"""When a run is saved, and what beside model and optimizer: all that makes a resumed run the one that never stopped."""
+"""When a run is saved, what goes with model and optimizer, and what a run that goes on must match."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +13,8 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
 
-class Checkpoints:
-    """The checkpoints of one run, in Megatron's format and, if asked for, in Hugging Face's."""
+class Saver:
+    """Saves one run, in Megatron's format and, if asked for, in Hugging Face's; and goes on from what was saved."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Checkpoints:
         self._run = run
         self._prompts = prompts
         self._start = None if reference is None else reference.start
-        self._checkpointer = Checkpointer(settings, session, policy.state, reference)
+        self._checkpointer = Checkpointer(settings, session, policy, reference)
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
@@ -49,17 +49,25 @@ class Checkpoints:
         self._complete(loaded.version, loaded.source, say)
         return loaded.version
 
+    def is_due(self, version: int, is_last: bool) -> bool:
+        """Whether the run is saved after so many iterations."""
+        interval = self._settings.checkpoint.save_interval
+        return version > 0 and (is_last or (interval is not None and version % interval == 0))
+
     def save_if_due(self, version: int, is_last: bool, audit_head: str) -> None:
         """Both forms, and make an earlier one that was written meanwhile the newest."""
+        config = self._settings.checkpoint
         self._checkpointer.poll()
-        hf_folder = self._hf_folder_if_due(version, is_last)
-        if hf_folder is not None:
+        if not self.is_due(version, is_last):
+            return
+        if config.save_hf is not None:
+            hf_folder = iteration_folder(config.save_hf, version)
             # Left by this run before it was killed, or went back, and not of the checkpoint that is written now.
             self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
-        if self._checkpointer.save_if_due(version, self._extra(audit_head), is_last):
-            assert self._settings.checkpoint.save is not None
-            self.last_saved = iteration_folder(self._settings.checkpoint.save, version)
-        if hf_folder is not None:
+        if config.save is not None:
+            self._checkpointer.save(version, self._extra(audit_head))
+            self.last_saved = iteration_folder(config.save, version)
+        if config.save_hf is not None:
             self._save_hf(hf_folder)
 
     def finish(self) -> None:
@@ -68,18 +76,14 @@ class Checkpoints:
 
     def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
         """A run that was killed between a checkpoint and its Hugging Face folder does not come by there again."""
-        num_iterations = self._settings.training.train_iters
+        save_hf, num_iterations = self._settings.checkpoint.save_hf, self._settings.training.train_iters
         assert num_iterations is not None
-        folder = self._hf_folder_if_due(version, is_last=version >= num_iterations)
-        if folder is not None and not self._session.broadcast(folder.exists()):
+        if save_hf is None or not self.is_due(version, is_last=version >= num_iterations):
+            return
+        folder = iteration_folder(save_hf, version)
+        if not self._session.broadcast(folder.exists()):
             say(f"{folder} is missing: it is written from {source}")
             self._save_hf(folder)
-
-    def _hf_folder_if_due(self, version: int, is_last: bool) -> Path | None:
-        config = self._settings.checkpoint
-        interval = config.save_interval
-        is_due = version > 0 and (is_last or (interval is not None and version % interval == 0))
-        return iteration_folder(config.save_hf, version) if config.save_hf is not None and is_due else None
 
     def _save_hf(self, folder: Path) -> None:
         self._policy.synchronize()

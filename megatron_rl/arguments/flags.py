@@ -1,0 +1,230 @@
+"""Every flag: our own, and Megatron's with what becomes of each, which megatron_flags.toml says.
+
+A field of megatron-core that is nowhere in that file is refused: one that a newer version adds may change the model in
+a way that neither the engines nor the export of weights know.
+"""
+
+import ast
+import dataclasses
+import fnmatch
+import functools
+import tomllib
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config.flag import Flag, Kind, derive_flag, derive_flags
+from megatron_rl.config.settings import Subjects
+
+_FILE = Path(__file__).with_name("megatron_flags.toml")
+_KINDS = {"without_effect": Kind.IGNORED, "refused": Kind.REFUSED}
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A value and the flag it came from, as it was written."""
+
+    value: Any
+    source: str
+
+
+def list_flags() -> list[Flag]:
+    """Every flag once. What our own configuration defines goes before the scripts' spelling, and that before fields."""
+    everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags(), *list_unused_flags())
+    return list(_drop_repeats(everything))
+
+
+def list_own_flags() -> Iterator[Flag]:
+    """The flags of our own configuration, which are there without megatron."""
+    for subject, config in typing.get_type_hints(Subjects).items():
+        yield from derive_flags(config, subject)
+
+
+def list_script_flags() -> list[Flag]:
+    """Used flags that Megatron's scripts add to megatron-core's fields, or spell in another way."""
+    return [Flag(name=name, **_read_entry(entry)) for name, entry in _read_file()["scripts"].items()]
+
+
+def list_field_flags() -> Iterator[Flag]:
+    """The flags of megatron-core's fields that have one, whatever becomes of them."""
+    classes, table = import_configs(), _read_file()
+    without = table["without_flag"]["fields"].split()
+    for field, annotation in _list_fields(classes["transformer"]):
+        names = field.metadata.get("argparse_meta", {}).get("arg_names", ())
+        flag = derive_flag(field, annotation, f"transformer.{field.name}", names)
+        if flag is not None and field.name not in without:
+            entry = table["transformer"].get(field.name)
+            changes = _reject_field(field.name, flag) if entry is None else _read_entry(entry)
+            yield dataclasses.replace(flag, **changes)
+    for field, annotation in _list_fields(classes["optimizer"]):
+        flag = derive_flag(field, annotation, f"optimizer.{field.name}")
+        if flag is not None and field.name in table["optimizer"]:
+            yield dataclasses.replace(flag, **_read_entry(table["optimizer"][field.name]))
+
+
+def list_unused_flags() -> Iterator[Flag]:
+    """Flags of Megatron's scripts that have no effect here, and those that are refused."""
+    for kind, reason, words in _list_groups():
+        for word in words:
+            if word.startswith("--"):
+                name, mark, harmless = _split_mark(word)
+                yield Flag(
+                    name=name,
+                    kind=kind,
+                    remedy=reason,
+                    convert=str if mark else None,
+                    nargs=mark if mark in ("+", "*") else None,
+                    allowed=((harmless,) if harmless else ()) if kind is Kind.REFUSED else None,
+                )
+
+
+def find_megatron_version() -> str:
+    """That of the installed megatron-core."""
+    import megatron.core
+
+    return str(megatron.core.__version__)
+
+
+def import_configs() -> dict[str, type]:
+    """megatron-core's dataclasses, under the names that targets use."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+
+
+@functools.cache
+def _read_file() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says about one flag, as arguments of Flag."""
+    if isinstance(entry, str):
+        return {"help": entry}
+    arguments: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key == "sets":
+            arguments["targets"] = (value,) if isinstance(value, str) else tuple(value)
+            arguments.setdefault("default", None)
+        elif key == "own_default":
+            arguments |= {"default": value, "is_own_default": True}
+        elif key == "type":
+            arguments["convert"] = _TYPES[value]
+        elif key == "without_effect":
+            arguments |= {"kind": Kind.IGNORED, "remedy": value}
+        else:
+            arguments[key] = tuple(value) if isinstance(value, list) else value
+    return arguments
+
+
+def _reject_field(name: str, flag: Flag) -> dict[str, Any]:
+    """Why the flag of a field of TransformerConfig has no effect or is refused, as arguments of Flag."""
+    kind, reason = _find_reason(name)
+    if kind is Kind.IGNORED:
+        return {"kind": kind, "remedy": reason, "targets": ()}
+    # Nothing is asked for by the value that holds without the flag, nor by a count of none.
+    harmless = () if flag.is_switch else (flag.default, 0) if flag.convert is int else (flag.default,)
+    return {"kind": kind, "remedy": reason, "targets": (), "allowed": harmless}
+
+
+def _find_reason(name: str) -> tuple[Kind, str]:
+    """What becomes of a field of TransformerConfig that is not used: exact names go before patterns."""
+    reasons = _index_reasons()
+    pattern = name if name in reasons else next(word for word in reasons if fnmatch.fnmatchcase(name, word))
+    return reasons[pattern]
+
+
+@functools.cache
+def _index_reasons() -> Mapping[str, tuple[Kind, str]]:
+    """What the groups say about fields and patterns of them, in the file's order."""
+    groups = _list_groups()
+    return {word: (kind, reason) for kind, reason, words in groups for word in words if not word.startswith("--")}
+
+
+def _list_groups() -> Iterator[tuple[Kind, str, list[str]]]:
+    for section, kind in _KINDS.items():
+        for reason, words in _read_file()[section].items():
+            yield kind, reason, words.split()
+
+
+def _split_mark(word: str) -> tuple[str, str, str]:
+    """The name of a listed flag, the mark of how many words it takes, and the value that asks for nothing."""
+    for mark in "=+*":
+        name, found, harmless = word.partition(mark)
+        if found:
+            return name, mark, harmless
+    return word, "", ""
+
+
+def _list_fields(config: type) -> Iterator[tuple["dataclasses.Field[Any]", object]]:
+    hints = typing.get_type_hints(config)
+    return ((field, hints[field.name]) for field in dataclasses.fields(config))
+
+
+def _refuse_missing(flags: Iterable[Flag]) -> Iterator[Flag]:
+    """The flags, those refused whose fields the installed megatron-core lacks."""
+    configs = import_configs()
+    fields = {f"{subject}.{field.name}" for subject in configs for field in dataclasses.fields(configs[subject])}
+    for flag in flags:
+        if any(target.partition(".")[0] in configs and target not in fields for target in flag.targets):
+            remedy = (
+                f"megatron-core {find_megatron_version()} does not have it; drop the flag or install another version"
+            )
+            flag = dataclasses.replace(flag, kind=Kind.REFUSED, allowed=(), targets=(), remedy=remedy)
+        yield flag
+
+
+def _drop_repeats(flags: Iterable[Flag]) -> Iterator[Flag]:
+    taken: set[str] = set()
+    for flag in flags:
+        names = [name for name in flag.names if name not in taken]
+        taken.update(names)
+        if names:
+            yield dataclasses.replace(flag, name=names[0], aliases=tuple(names[1:]))
+
+
+def _read_window(word: str) -> int:
+    """Megatron's pair of tokens seen to the left and to the right, as the count of tokens seen in all."""
+    left, right = (int(part) for part in word.strip("()").split(","))
+    if right != 0:
+        raise ValueError
+    return left + 1
+
+
+def _read_layer_frequency(word: str) -> int | tuple[int, ...]:
+    """One expert layer in so many, or a pattern of layers such as ([0]*2+[1]*46)."""
+    return _evaluate(ast.parse(word.strip(), mode="eval").body)
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """The value of an expression of whole numbers, lists of them, + and *; nothing else is evaluated."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return tuple(_evaluate(element) for element in node.elts)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        pair = {type(left), type(right)}
+        if pair == ({tuple} if isinstance(node.op, ast.Add) else {tuple, int}):
+            return left + right if isinstance(node.op, ast.Add) else left * right
+    raise ValueError
+
+
+def _read_dtype(word: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
+
+
+# What `type` says in the file.
+_TYPES: Mapping[str, Any] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "window": _read_window,
+    "layer_frequency": _read_layer_frequency,
+    "dtype": _read_dtype,
+}

@@ -1,0 +1,69 @@
+"""Whether a run may go on with the schedule that its checkpoint was saved with, found out before anything is loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.settings import ScheduleConfig, Settings
+from megatron_rl.errors import InputError
+from megatron_rl.mcore.checkpoint import folders, serialization
+from megatron_rl.mcore.step.optimizer import resolve_schedule
+
+SAVED = "opt_param_scheduler"
+
+
+def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
+    """An InputError where the checkpoint that --load names has another schedule than the flags give."""
+    config = settings.checkpoint
+    if config.load is None or config.finetune or config.no_load_optim:
+        return
+    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+        return
+    _, source = folders.find(config.load, config.ckpt_step)
+    saved = serialization.read_common(source).get(SAVED)
+    if saved is not None:
+        check_schedule(resolve_schedule(settings, num_updates), saved, settings.schedule, source)
+
+
+def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: ScheduleConfig, source: Path) -> None:
+    """An InputError that names the flags by which the two differ, unless a flag says which of them counts.
+
+    Both have the scheduler's names; what the checkpoint does not have is not compared.
+    """
+    if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
+        return
+    # One flag may decide several values.
+    differences = {
+        f"{_flag(name, config)} {value} (the checkpoint's is {saved[name]})": None
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    }
+    if differences:
+        raise InputError(
+            f"{source} was saved with another schedule than the flags give: {', '.join(differences)}, counted in "
+            f"updates; write --override-opt-param-scheduler to go on with the flags' schedule, from the update that "
+            f"was reached on, or --use-checkpoint-opt-param-scheduler to go on with the checkpoint's, which keeps its "
+            f"last value once it is over"
+        )
+
+
+def _flag(name: str, config: ScheduleConfig) -> str:
+    """What on the command line decides a value."""
+    if name == "lr_decay_steps":
+        return "--train-iters" if config.lr_decay_iters is None else "--lr-decay-iters"
+    if name == "lr_warmup_steps":
+        return "--lr-warmup-iters" if config.lr_warmup_fraction is None else "--lr-warmup-fraction"
+    if name == "start_wd":
+        return "--weight-decay" if config.start_weight_decay is None else "--start-weight-decay"
+    if name == "end_wd":
+        return "--weight-decay" if config.end_weight_decay is None else "--end-weight-decay"
+    return _FLAGS[name]
+
+
+_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "wd_incr_steps": "--train-iters",
+    "wd_incr_style": "--weight-decay-incr-style",
+}

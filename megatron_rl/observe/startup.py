@@ -1,0 +1,69 @@
+"""What a run does before its first iteration, said as it is done: a line each, beside the seconds since its start."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.weights.mapping import Mapping
+
+
+class Startup:
+    """Rank 0's. What other ranks say of theirs is not shown."""
+
+    def __init__(self, begun: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`begun` is what the clock said when the process began."""
+        self._clock = clock
+        self._begun = clock() if begun is None else begun
+        self._stream: TextIO | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return self._clock() - self._begun
+
+    def show(self, stream: TextIO) -> None:
+        """Say from now on there what is done; before, and where this is not called, nothing is said."""
+        self._stream = stream
+
+    def say(self, text: str) -> None:
+        """A line for people. A terminal that is gone is the display's to notice, and costs the run nothing."""
+        with self._lock:
+            if self._stream is None:
+                return
+            try:
+                print(f"start {self.seconds:6.1f} s  {text}", file=self._stream, flush=True)
+            except OSError:
+                self._stream = None
+
+
+def describe_prompts(num_trained: int, num_held_out: int, num_read: int) -> str:
+    """How many prompts there are of each kind."""
+    num_left_out = num_read - num_trained - num_held_out
+    return f"prompts: {num_trained:,} to train on, {num_held_out:,} held out, {num_left_out:,} left out"
+
+
+def describe_model(settings: Settings, platform: str, world_size: int) -> str:
+    """How large the model is, and how it is divided."""
+    num_parameters = sum(spec.num_elements for spec in Mapping(settings.architecture).manifest())
+    sizes = settings.parallel_sizes
+    layout = {
+        "TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context, "EP": sizes.expert,
+        "DP": world_size // sizes.model,
+    }  # fmt: skip
+    dtype = str(settings.transformer.params_dtype).removeprefix("torch.")
+    divided = ", ".join(f"{name} {size}" for name, size in layout.items())
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return (
+        f"model: {settings.architecture.family}, {_counted(num_parameters)} parameters in {dtype}, on {ranks} of "
+        f"{platform}: {divided}"
+    )
+
+
+def _counted(number: int) -> str:
+    for size, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,104 @@
+"""How far a sidecar is that starts: it writes this down, and the trainer that started it reads it."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.protocol.wire import Prompt, decode, encode
+from megatron_rl.rewards.types import RewardRequest
+
+FILE_NAME = "starting.json"
+TRIAL_FILE = "trial"
+# As many as tell a number for each from one for all.
+_MADE_UP = ("42", "This is a trial, and no answer.")
+# What takes longer than this without news is said to go on.
+_SILENCE_SECONDS = 15.0
+
+
+class Starting(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that are started, and the seconds after which each was ready; None for one that is not."""
+
+    engines: dict[str, float | None] = {}
+
+    def write(self, path: Path) -> None:
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_bytes(msgspec.json.encode(self))
+        unfinished.replace(path)
+
+
+def read(path: Path) -> Starting | None:
+    """What is written down by now; None before it is."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Starting)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def write_trial(path: Path, prompt: Prompt) -> None:
+    """Hand the sidecar that is started next a row to try rewards on; open to the owner of the run's folder only."""
+    path.touch(mode=0o600)
+    path.write_bytes(encode(prompt))
+
+
+def take_trial(path: Path) -> RewardRequest | None:
+    """That row with made-up completions; None where there is none. The next sidecar does not find it again."""
+    try:
+        prompt = decode(path.read_bytes(), Prompt)
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return RewardRequest(
+        index=prompt.index,
+        prompt=prompt.text,
+        completions=_MADE_UP,
+        completion_ids=[[0]] * len(_MADE_UP),
+        columns=prompt.columns,
+    )
+
+
+class News:
+    """What is new about a sidecar that starts, as lines for people."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._told: set[str] = set()
+        self._begun = self._last = time.monotonic()
+        self._is_begun = False
+
+    def lines(self, now: float) -> Iterable[str]:
+        """What was not said before; at times that nothing is new, what is waited for."""
+        starting = read(self._path)
+        if starting is None or not starting.engines:
+            if not self._is_begun and self._is_silent(now):
+                yield f"rewards: their processes start since {now - self._begun:.0f} s"
+            return
+        engines = starting.engines
+        if not self._is_begun:
+            self._is_begun, self._last = True, now
+            yield f"engines: {_named(engines)} start and load the model"
+        ready = {name: seconds for name, seconds in engines.items() if seconds is not None}
+        if new := [name for name in ready if name not in self._told]:
+            self._told |= ready.keys()
+            self._last = now
+            slowest = max(ready[name] for name in new)
+            yield f"engines: {_named(new)} ready after {slowest:.1f} s, {len(ready)} of {len(engines)}"
+        missing = [name for name in engines if name not in ready]
+        if missing and self._is_silent(now):
+            yield (
+                f"engines: {len(ready)} of {len(engines)} ready, waiting for {_named(missing)} "
+                f"(what they print is in {self._path.parent / 'logs'})"
+            )
+
+    def _is_silent(self, now: float) -> bool:
+        """Whether it is time to say something; asked once it is not any more."""
+        is_silent = now - self._last >= _SILENCE_SECONDS
+        if is_silent:
+            self._last = now
+        return is_silent
+
+
+def _named(engines: Iterable[str]) -> str:
+    names = list(engines)
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} others"

