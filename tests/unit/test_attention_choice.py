@@ -60,5 +60,5 @@ def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
 
 
 def test_an_unknown_one_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match="choose one of auto, merge, gather, triton, flash, flex, naive"):
+    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, naive"):
         choose_backend("fast", CPU)
