@@ -88,7 +88,7 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     is_interleaved = bool(asked.get("virtual_pipeline_model_parallel_size"))
     # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
     # that they still need.
-    interleaving = "as virtual pipeline stages need it" if is_interleaved else "there are no virtual pipeline stages"
+    interleaving = "as virtual pipeline stages need it" if is_interleaved else "without virtual pipeline stages"
     return {
         "variable_seq_lengths": (True, "packed groups differ in length"),
         # Megatron wants it for variable lengths, in models without experts too.

@@ -95,7 +95,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
             try:
                 content = msgspec.json.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise _error(path, line, f"is no JSON: {error}; write one object a line, in UTF-8") from None
+                raise _error(path, line, f"is not JSON: {error}; write one object a line, in UTF-8") from None
             yield line, content
 
 
@@ -164,12 +164,12 @@ def _not_json(value: object, depth: int = 0) -> str | None:
     if isinstance(value, int):
         return None if -(2**63) <= value < 2**64 else f"{value}, which has more than 64 bits,"
     if isinstance(value, float):
-        return None if math.isfinite(value) else f"{value}, which is no number to JSON,"
+        return None if math.isfinite(value) else f"{value}, which JSON has no number for,"
     if isinstance(value, dict | list) and depth == _DEEPEST:
         return f"lists and objects that are nested more than {_DEEPEST} deep"
     if isinstance(value, dict):
         wrong = next((name for name in value if not isinstance(name, str)), None)
-        return _first(value.values(), depth) if wrong is None else f"the name {wrong!r}, which is no text,"
+        return _first(value.values(), depth) if wrong is None else f"the name {wrong!r}, which must be text,"
     if isinstance(value, list):
         return _first(value, depth)
     return f"{_kind(value)}, which JSON has not,"

@@ -32,7 +32,7 @@ class PromptTokenizer:
         except ImportError as error:
             raise PlatformError(f"prompts are tokenized with transformers: {error}; install transformers") from None
         if not folder.is_dir():
-            raise InputError(f"--hf-model {folder} is no folder: give the one that holds the model and its tokenizer")
+            raise InputError(f"--hf-model {folder} must be a folder: write the one of model and tokenizer")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         # The files of a tokenizer are read by code of many hands, which raises what it likes.

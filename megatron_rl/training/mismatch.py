@@ -21,9 +21,9 @@ class MismatchBeyond(MegatronRLError):
     def __init__(self, version: int, mismatch: Mismatch) -> None:
         super().__init__(
             f"iteration {version}: the trainer's log-probs differ from those that the tokens were sampled with by "
-            f"{mismatch.mean:.3g} on the average, beyond {mismatch.bound:g} (--rollout-mismatch-error): the update "
-            "was not made; an engine computes with other weights, or in another precision: see `mismatch` in the "
-            "metrics of the iterations before"
+            f"{mismatch.mean:.3g} on average, beyond {mismatch.bound:g} (--rollout-mismatch-error). The update was not "
+            "made: an engine computes with other weights, or in another precision. See `mismatch` in the metrics of "
+            "the iterations before"
         )
         self.mismatch = mismatch
 

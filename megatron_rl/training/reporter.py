@@ -106,7 +106,7 @@ class Reporter:
         difference = metrics["mismatch"]["mean"]
         if not difference <= self._mismatch_warning:
             self._progress.say(
-                f"warning: engine's and trainer's log-probs differ by {difference:.2g} on the average, above "
+                f"warning: engine's and trainer's log-probs differ by {difference:.2g} on average, above "
                 f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
             )
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]

@@ -20,7 +20,7 @@ from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Submission
 from megatron_rl.training.mismatch import MismatchBeyond
 
 
-class PromptSource(Protocol):
+class TakesPrompts(Protocol):
     """Where prompts come from."""
 
     def take(self, count: int) -> list[Prompt]: ...
@@ -57,7 +57,7 @@ class Rollouts:
         batcher: Batcher,
         schedule: Schedule,
         deadline_seconds: float,
-        prompts: PromptSource | None,
+        prompts: TakesPrompts | None,
         waiting: Callable[[], AbstractContextManager],
     ):
         """`prompts` is rank 0's; the others need none."""

@@ -79,9 +79,9 @@ def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders
     ("files", "message"),
     [
         ({}, "holds no checkpoint"),
-        ({"latest_checkpointed_iteration.txt": "soon"}, "which is no iteration"),
-        ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012 is no distributed checkpoint"),
-        ({"latest_checkpointed_iteration.txt": "release"}, "release is no distributed checkpoint"),
+        ({"latest_checkpointed_iteration.txt": "soon"}, "which must be a number or `release`"),
+        ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012 must be a distributed checkpoint"),
+        ({"latest_checkpointed_iteration.txt": "release"}, "release must be a distributed checkpoint"),
     ],
 )
 def test_a_folder_without_a_checkpoint_is_an_error_that_says_what_is_missing(

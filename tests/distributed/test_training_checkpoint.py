@@ -441,7 +441,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: li
         "other folder": "holds checkpoints already: write --load",
         "nothing": "None",
         "missing": "holds no checkpoint",
-        "step": "iter_0000007 is no distributed checkpoint",
+        "step": "iter_0000007 must be a distributed checkpoint",
         "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
         "weights only": "1 a-run 1 0",
         "finetune": "0 {} True",

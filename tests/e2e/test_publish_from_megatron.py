@@ -139,5 +139,5 @@ def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the
     assert len(set.union(*(result["fingerprints"] for result in results))) == 4
     assert megatron_rl(["audit", str(run)]) == 0
     proofs = verify(run).proofs
-    print(f"engines' log-probs of the probe differ from the trainer's by {proofs.furthest:.1e} on the average")
+    print(f"engines' log-probs of the probe differ from the trainer's by {proofs.furthest:.1e} on average")
     assert proofs.num_whole == proofs.num_probed == proofs.num_reports == 4

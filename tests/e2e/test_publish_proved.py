@@ -103,6 +103,6 @@ def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_traine
 @pytest.mark.slow
 def test_tokens_whose_log_probs_are_not_the_trainers_are_not_trained_on(world):
     plant = {"where": "sample", "by": 0.125}
-    expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on the average, beyond 0.005 \(--rollout-mism"
+    expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on average, beyond 0.005 \(--rollout-mism"
     run = fails(world, "mismatch", plant, expected)
     assert refused_at(run, BreachName.MISMATCH) == 0

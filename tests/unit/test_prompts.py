@@ -317,10 +317,10 @@ def nested(depth: int) -> Any:
     [
         ([], {}, "a.jsonl holds no row"),
         ([b"", b" "], {}, "a.jsonl holds no row"),
-        ([GOOD, b'{"prompt": '], {}, "a.jsonl:2 is no JSON"),
-        ([GOOD, b'{"prompt": "\xff"}'], {}, "a.jsonl:2 is no JSON"),
-        ([GOOD, b'{"prompt": "n1", "score": NaN}'], {}, "a.jsonl:2 is no JSON"),
-        ([GOOD, b"[" * 100000], {}, "a.jsonl:2 is no JSON"),
+        ([GOOD, b'{"prompt": '], {}, "a.jsonl:2 is not JSON"),
+        ([GOOD, b'{"prompt": "\xff"}'], {}, "a.jsonl:2 is not JSON"),
+        ([GOOD, b'{"prompt": "n1", "score": NaN}'], {}, "a.jsonl:2 is not JSON"),
+        ([GOOD, b"[" * 100000], {}, "a.jsonl:2 is not JSON"),
         ([GOOD, ["n1"]], {}, "a.jsonl:2 is a list, not an object"),
         ([GOOD, {"promt": "n1"}], {}, "a.jsonl:2 has no column prompt (the nearest is promt); name the prompt's with"),
         ([{"q": "n1", "a": 1}], {}, "a.jsonl:1 has no column prompt (it has q, a)"),
@@ -388,8 +388,8 @@ def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tm
     [
         ([b"x"], "holds a bytes value, which JSON has not, in column extra"),
         ([datetime.date(2026, 1, 1)], "holds a date value, which JSON has not, in column extra"),
-        ([float("nan")], "holds nan, which is no number to JSON, in column extra"),
-        ([{"a": [float("inf")]}], "holds inf, which is no number to JSON, in column extra"),
+        ([float("nan")], "holds nan, which JSON has no number for, in column extra"),
+        ([{"a": [float("inf")]}], "holds inf, which JSON has no number for, in column extra"),
     ],
 )
 def test_parquet_columns_that_json_cannot_say_are_refused(model, tmp_path, column, message):
@@ -418,7 +418,7 @@ def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no
 
 def test_a_tokenizer_that_is_missing_has_no_template_or_is_another_models_is_said(model, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": "n1 n99"})
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="must be a folder"):
         load(tmp_path / "nowhere", path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="its tokenizer cannot be loaded"):

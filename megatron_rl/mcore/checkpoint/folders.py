@@ -31,7 +31,7 @@ def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
         if text == "release":
             return 0, _existing(folder / "release")
         if not text.isdigit():
-            raise InputError(f"{tracker} says {text!r}, which is no iteration: name one with --ckpt-step")
+            raise InputError(f"{tracker} says {text!r}, which must be a number or `release`: name one with --ckpt-step")
         iteration = int(text)
     return iteration, _existing(iteration_folder(folder, iteration))
 
@@ -126,7 +126,7 @@ def discard(staged: Path) -> None:
 def _existing(folder: Path) -> Path:
     if not (folder / "metadata.json").exists():
         raise InputError(
-            f"{folder} is no distributed checkpoint (metadata.json is missing): "
+            f"{folder} must be a distributed checkpoint (metadata.json is missing): "
             f"convert it to Megatron's torch_dist format, or name another with --ckpt-step"
         )
     return folder

@@ -41,9 +41,9 @@ def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: Sch
     if differences:
         raise InputError(
             f"{source} was saved with another schedule than the flags give: {', '.join(differences)}, counted in "
-            f"updates; write --override-opt-param-scheduler to go on with the flags' schedule, from the update that "
-            f"was reached on, or --use-checkpoint-opt-param-scheduler to go on with the checkpoint's, which keeps its "
-            f"last value once it is over"
+            f"updates. Write --override-opt-param-scheduler to go on with the flags' schedule from the update that was "
+            f"reached. Or write --use-checkpoint-opt-param-scheduler to go on with the checkpoint's: it keeps its last "
+            f"value once it is over"
         )
 
 

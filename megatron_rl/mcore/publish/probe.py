@@ -41,7 +41,7 @@ class Probe:
         bound: float | None = None,
     ):
         """`chunks` are not wrapped: parameters that are gathered late must have been. `longest` is the most tokens of a
-        sequence, and `bound` what engines' log-probs may differ by on the average, if it is not to be chosen here."""
+        sequence, and `bound` what engines' log-probs may differ by on average, if it is not to be chosen here."""
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
@@ -91,8 +91,8 @@ class Probe:
             if not found.mean <= bound:
                 raise ReplicasDiffer(
                     f"replica {replica} is not replica 0: with version {version} their log-probs of the same tokens "
-                    f"differ by {found.mean:.3g} on the average, beyond {bound:g}: nothing was published; start the "
-                    "run again from its checkpoint, and look at the ranks' devices and reductions"
+                    f"differ by {found.mean:.3g} on average, beyond {bound:g}. Nothing was published: start the run "
+                    "again from its checkpoint, and look at the ranks' devices and reductions"
                 )
         if self._session.rank == 0:
             assert receiver is not None

@@ -32,7 +32,7 @@ _RETRY_SECONDS = 1.0
 _REASON_SECONDS = 5.0
 
 
-class Receiver(Protocol):
+class StreamReceiver(Protocol):
     """What tells the engines to receive: the rollout client."""
 
     endpoint: str
@@ -104,7 +104,7 @@ class StreamPublisher:
         self,
         weights: ModelWeights,
         session: Session,
-        receiver: Receiver | None,
+        receiver: StreamReceiver | None,
         run: str,
         transport: Literal["nccl", "hccl"],
         make_sender: MakeSender,

@@ -23,7 +23,7 @@ def refusal(conditions: Conditions) -> str | None:
     if conditions.window is not None:
         return "it has no sliding window"
     if conditions.device not in ("cpu", "cuda", "npu"):
-        return f"there are no flash operators for {conditions.device}"
+        return f"flash operators are missing for {conditions.device}"
     if conditions.device != "cpu" and not conditions.is_half:
         return f"on {conditions.device} it needs --bf16 or --fp16"
     return None
