@@ -77,8 +77,7 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
         policy.weights.fingerprint()
         reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
         roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
-        gc.collect()
-        held = memory.now
+        held = memory.settled()
         learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
         # The first iteration makes what the optimizer keeps.
         for version in range(2):

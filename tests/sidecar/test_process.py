@@ -78,7 +78,7 @@ def test_the_head_that_complete_gives_proves_later_that_the_log_is_what_it_was(t
     assert json.loads(lines[-1])["event"] == "complete"
     words = ["audit", str(folder), "--head", heads[0], "--head", heads[1]]
     assert megatron_rl(words) == 0
-    assert f"lines 1 to {len(lines)} are those" in capsys.readouterr().out
+    assert f"lines 1 to {len(lines)} are unchanged" in capsys.readouterr().out
     (folder / "audit.jsonl").write_bytes(b"".join(lines[:-1]))
     assert megatron_rl(["audit", str(folder)]) == 0
     assert megatron_rl(words) == 5
