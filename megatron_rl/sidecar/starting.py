@@ -72,7 +72,7 @@ class News:
         starting = read(self._path)
         if starting is None or not starting.engines:
             if not self._is_begun and self._is_silent(now):
-                yield f"rewards: their processes start since {now - self._begun:.0f} s"
+                yield f"rewards: waiting for their processes, {now - self._begun:.0f} s so far"
             return
         engines = starting.engines
         if not self._is_begun:

@@ -81,7 +81,7 @@ def test_engines_that_start_are_said_once_when_they_begin_and_once_when_they_are
 def test_rewards_that_take_long_to_import_are_said_before_there_are_engines(tmp_path):
     news = News(tmp_path / FILE_NAME)
     begun = news._begun
-    assert [*news.lines(begun + 16)] == ["rewards: their processes start since 16 s"]
+    assert [*news.lines(begun + 16)] == ["rewards: waiting for their processes, 16 s so far"]
     assert [*news.lines(begun + 17)] == []
 
 
