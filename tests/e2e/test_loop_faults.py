@@ -80,7 +80,7 @@ def test_tokens_of_another_policy_end_the_run_before_the_update(world):
         MismatchBounds.error = lambda self, kind: 0.125
     """
     reason = (
-        r"iteration 0: the trainer's log-probs differ .*, beyond 0.125 \(--rollout-mismatch-error\): the update was not"
+        r"iteration 0: the trainer's log-probs differ .*, beyond 0.125 \(--rollout-mismatch-error\)\. The update was"
     )
     ended(world, "mismatch", reason, 5, {0: fault, 1: fault})
     run = world.folder / "mismatch" / "mismatch"
