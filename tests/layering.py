@@ -26,7 +26,7 @@ LAYERS = (
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
 OWNERS = {
-    "megatron": {"arguments", "mcore", "weights", "platforms"},
+    "megatron": {"mcore", "weights", "platforms"},
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
     "vllm": {"sidecar"},

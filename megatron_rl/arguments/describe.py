@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 from megatron_rl.arguments import resolve
-from megatron_rl.arguments.flags import find_megatron_version, list_flags
+from megatron_rl.arguments.flags import list_flags
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
+from megatron_rl.mcore.configs import find_megatron_version
 from megatron_rl.sidecar.child import write_words
 
 # The name of a value, the value, and where it came from.

@@ -18,6 +18,7 @@ import torch
 
 from megatron_rl.config.flag import Flag, Kind, derive_flag, derive_flags
 from megatron_rl.config.settings import Subjects
+from megatron_rl.mcore.configs import find_megatron_version, import_configs
 
 _FILE = Path(__file__).with_name("megatron_flags.toml")
 _KINDS = {"without_effect": Kind.IGNORED, "refused": Kind.REFUSED}
@@ -79,22 +80,6 @@ def list_unused_flags() -> Iterator[Flag]:
                     nargs=mark if mark in ("+", "*") else None,
                     allowed=((harmless,) if harmless else ()) if kind is Kind.REFUSED else None,
                 )
-
-
-def find_megatron_version() -> str:
-    """That of the installed megatron-core."""
-    import megatron.core
-
-    return str(megatron.core.__version__)
-
-
-def import_configs() -> dict[str, type]:
-    """megatron-core's dataclasses, under the names that targets use."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
 
 
 @functools.cache

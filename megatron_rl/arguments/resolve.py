@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.arguments.flags import Given, find_megatron_version, import_configs
+from megatron_rl.arguments.flags import Given
 from megatron_rl.config.flag import Flag, Kind
+from megatron_rl.mcore.configs import find_megatron_version, import_configs
 from megatron_rl.types import Architecture
 
 Reasons = dict[str, tuple[Any, str]]

@@ -138,7 +138,7 @@ class Iteration:
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
-        """The next prompt to sample, which counts as running from now on; None if there are no more."""
+        """The next prompt to sample, which counts as running from now on; None once all are taken."""
         for prompt in self._wanted:
             if self._states[prompt] is GroupState.WAITING:
                 self._move(prompt, GroupState.RUNNING)

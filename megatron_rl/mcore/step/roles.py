@@ -106,7 +106,7 @@ class SeparateRoles:
 def build_roles(
     settings: Settings, session: Session, policy: Policy, reference: Reference | None, num_updates: int
 ) -> Roles:
-    """The roles as --tri-model has them; with one update an iteration there is no room for an old policy."""
+    """The roles as --tri-model has them; one update an iteration needs no room for an old policy."""
     chunks = None if reference is None else reference.chunks
     temperature = settings.sampling.temperature
     if settings.loop.tri_model == "separate":
