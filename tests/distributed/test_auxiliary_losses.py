@@ -151,7 +151,7 @@ def effect(seen: Tensors, expected: Tensors) -> float:
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-def test_an_update_has_the_mean_of_its_micro_batches_auxiliary_losses_by_their_shares(trial, computed, expected):
+def test_an_update_adds_the_auxiliary_losses_of_its_micro_batches_weighted_by_their_shares(trial, computed, expected):
     update = expected(trial)
     error, name = worst_of(computed[trial][0].gradients, update.theirs.gradients, update.truth.gradients)
     without = effect(update.truth.main, update.truth.gradients)
@@ -160,7 +160,7 @@ def test_an_update_has_the_mean_of_its_micro_batches_auxiliary_losses_by_their_s
     assert without > LEAST_EFFECT
 
 
-def test_counting_micro_batches_alike_or_prompts_with_each_response_would_show(computed, expected):
+def test_equal_shares_or_repeated_prompts_would_give_other_gradients(computed, expected):
     seen = computed[PLAINEST][0].gradients
     alike = effect(seen, expected(PLAINEST, is_even=True).truth.gradients)
     repeated = effect(seen, expected(dataclasses.replace(PLAINEST, attention="--no-shared-prompt")).truth.gradients)
@@ -168,14 +168,14 @@ def test_counting_micro_batches_alike_or_prompts_with_each_response_would_show(c
     assert min(alike, repeated) > LEAST_EFFECT
 
 
-def test_computing_layers_anew_changes_nothing(computed):
+def test_recomputing_layers_changes_no_gradient(computed):
     for update in range(2):
         plain = computed[trial("PP2")][update].gradients
         for more in (RECOMPUTED, EXPERTS_RECOMPUTED):
             assert effect(computed[trial("PP2", more=more)][update].gradients, plain) == 0.0
 
 
-def test_frozen_roles_add_nothing(computed):
+def test_frozen_roles_add_no_auxiliary_loss(computed):
     """With separate roles the old policy is the policy itself, in passes without gradients."""
     fused, separate = computed[trial("PP2")], computed[SEPARATE]
     for one, other in zip(fused, separate, strict=True):
@@ -192,7 +192,7 @@ def test_metrics_are_means_over_layers_and_micro_batches(trial, computed, expect
     assert mean_over_bound(metrics["moe_z_loss"], theirs.z, truth.z) <= 1
 
 
-def test_without_coefficients_nothing_changes(computed):
+def test_coefficients_of_zero_change_nothing(computed):
     without, zero = (computed[trial] for trial in WITHOUT)
     for one, other in zip(without, zero, strict=True):
         assert effect(one.gradients, other.gradients) == 0.0
@@ -200,6 +200,6 @@ def test_without_coefficients_nothing_changes(computed):
         assert not any(name.startswith("moe_") for name in one.metrics)
 
 
-def test_the_scale_of_a_loss_is_that_of_its_auxiliary_losses(ran):
+def test_scaling_the_loss_scales_its_auxiliary_losses(ran):
     plain, scaled = ran[1]
     assert all(torch.equal(scaled[name], SCALE * value) for name, value in plain.items())

@@ -216,7 +216,9 @@ def test_a_value_that_the_dtype_of_training_cannot_hold_is_an_error(model: Path,
     assert not (tmp_path / "out").exists()
 
 
-def test_no_room_for_the_weights_is_an_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_weights_are_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     code, said = convert("--hf-model", model, "--save-hf", tmp_path / "out")
@@ -225,7 +227,7 @@ def test_no_room_for_the_weights_is_an_error(model: Path, tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_copy_of_the_embedding_beside_a_tied_one_is_no_fault(tmp_path: Path) -> None:
+def test_a_tied_model_may_store_its_output_layer_too(tmp_path: Path) -> None:
     source = hf_models.draw("qwen2", tmp_path / "source")
     config(dtype="float32")(source)
     given = load_file(source / WEIGHTS)

@@ -90,7 +90,7 @@ def ranks(folder: Path) -> list[OfRank]:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_over_ranks_is_that_of_one_with_its_gradients(heads, ranks) -> None:
+def test_attention_and_its_gradients_over_ranks_equal_those_of_one_rank(heads, ranks) -> None:
     given = tensors_of(*heads)
     alone, truth = attention(given, None), attention({name: one.double() for name, one in given.items()}, None)
     over_ranks = {name: torch.cat([of_rank.attention[heads][0][name] for of_rank in ranks]) for name in truth}

@@ -69,7 +69,7 @@ def log_probs(folder: Path, architecture: Architecture) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fault", TENSOR_FAULTS)
-def test_a_fault_in_the_tensors_shows(fault: str, tmp_path: Path) -> None:
+def test_a_fault_planted_in_the_tensors_changes_the_log_probs(fault: str, tmp_path: Path) -> None:
     name, change = TENSOR_FAULTS[fault]
     folder = hf_models.draw(name, tmp_path / name)
     expected = torch.cat(hf_models.log_probs(folder, SEQUENCES))
@@ -82,7 +82,7 @@ def test_a_fault_in_the_tensors_shows(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ARCHITECTURE_FAULTS)
-def test_a_fault_in_the_architecture_shows(fault: str, tmp_path: Path) -> None:
+def test_a_fault_planted_in_the_architecture_changes_the_log_probs(fault: str, tmp_path: Path) -> None:
     name, change = ARCHITECTURE_FAULTS[fault]
     folder = hf_models.draw(name, tmp_path / name)
     expected = torch.cat(hf_models.log_probs(folder, SEQUENCES))

@@ -142,7 +142,7 @@ def test_a_frozen_model_adds_its_parameters_and_at_most_a_micro_batch_of_hidden_
 
 
 @pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)
-def test_offloaded_it_adds_less_than_a_quarter_of_its_parameters(layout, roles, without, used) -> None:
+def test_an_offloaded_frozen_model_adds_less_than_a_quarter_of_its_parameters(layout, roles, without, used) -> None:
     for rank, of_rank in enumerate(used):
         fewer, more = of_rank[layout, without, False], of_rank[layout, roles, False]
         offloaded = of_rank[layout, roles, True]

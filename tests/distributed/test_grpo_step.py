@@ -202,19 +202,19 @@ def effects(seen: Seen, expected: Update) -> list[float]:
 
 
 @pytest.mark.parametrize("trial", FIRST_TRIALS, ids=str)
-def test_updates_are_those_of_the_formulas(trial, computed_first, twins) -> None:
+def test_updates_equal_those_of_the_padded_twin(trial, computed_first, twins) -> None:
     check(trial, computed_first[trial], twins(trial))
 
 
 @pytest.mark.each_change
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-def test_updates_are_those_of_the_formulas_in_every_layout_and_packing(trial, computed, twins) -> None:
+def test_updates_equal_those_of_the_padded_twin_in_every_layout_and_packing(trial, computed, twins) -> None:
     check(trial, computed[trial], twins(trial))
 
 
 @pytest.mark.each_change
 @pytest.mark.parametrize("trial", FAULTY, ids=lambda trial: trial.fault)
-def test_a_planted_fault_shows(trial, computed, twins) -> None:
+def test_a_planted_fault_changes_loss_gradients_or_step(trial, computed, twins) -> None:
     expected = twins(trial)
     second = expected.update(1, expected.stepped[1])
     effect = max(
@@ -225,6 +225,6 @@ def test_a_planted_fault_shows(trial, computed, twins) -> None:
 
 
 @pytest.mark.slow
-def test_updates_are_those_of_the_formulas_in_more_layouts(twins, problem) -> None:
+def test_updates_equal_those_of_the_padded_twin_in_more_layouts(twins, problem) -> None:
     for trial, seen in run(problem, MORE_TRIALS).items():
         check(trial, seen, twins(trial))

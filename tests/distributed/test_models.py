@@ -48,7 +48,7 @@ def computed(folders: dict[str, Path]) -> Callable[[int], Computed]:
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_log_probs_and_gradients_are_those_of_transformers_in_every_layout(name, world_size, computed, expected):
+def test_log_probs_and_gradients_equal_those_of_transformers_in_every_layout(name, world_size, computed, expected):
     of_transformers = expected(name, parity.TEMPERATURE)
     for tensor, gradient in of_transformers.truth.gradients.items():
         assert gradient.any(), f"no gradient reaches {tensor}"
@@ -72,7 +72,7 @@ def test_the_fingerprint_is_the_same_from_every_layout(world_size, computed) -> 
 
 
 @pytest.mark.each_change
-def test_a_shared_pack_and_separate_sequences_are_those_of_transformers(folders, expected) -> None:
+def test_shared_packs_and_separate_sequences_give_the_results_of_transformers(folders, expected) -> None:
     # Merging knows no sliding window, which mistral has.
     here = [name for name, one in BACKENDS.items() if one.refusal(Conditions("cpu", torch.float32)) is None]
     of_two = ["TP2", "TP2+SP", "PP2", "CP2"]

@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def test_an_update_is_what_adam_makes_of_the_sum_of_losses_in_every_layout(folder: Path) -> None:
+def test_an_update_is_the_step_of_adam_on_the_sum_of_losses_in_every_layout(folder: Path) -> None:
     results = run_ranks(run_updates, 1, ["TP1"], folder)[0]
     results |= run_ranks(run_updates, 2, [name for name in LAYOUTS if name not in ("TP1", "EP2")], folder)[0]
     for name, (weights, passed, gradients, reports, stale) in results.items():

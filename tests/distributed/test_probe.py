@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: hf_models.draw(name, root / name) for name in LAYOUTS}
 
 
-def test_the_answer_is_that_of_the_weights_whatever_the_layout(folders):
+def test_every_layout_answers_a_probe_with_the_log_probs_of_transformers(folders):
     found = run_ranks(answers, 2, folders)[0]
     for family, layouts in LAYOUTS.items():
         for layout in layouts:
@@ -84,7 +84,7 @@ def test_the_answer_is_that_of_the_weights_whatever_the_layout(folders):
     assert "replica 1 is not replica 0: with version 3" in found["error", "DP2+distopt"]
 
 
-def test_probes_are_of_their_version_within_the_vocabulary_and_longer_where_there_are_experts():
+def test_a_probe_follows_from_its_version_stays_in_the_vocabulary_and_is_longer_for_experts():
     assert probe.draw_tokens(5, 100) == probe.draw_tokens(5, 100) != probe.draw_tokens(6, 100)
     assert {token for version in range(40) for token in probe.draw_tokens(version, 100)} == set(range(100))
     assert probe.count_tokens() == 64 == probe.count_tokens(8, 4) < probe.count_tokens(128, 8)

@@ -46,13 +46,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ranks_say_once_what_all_of_them_find(folder: Path) -> None:
+def test_ranks_say_a_problem_once_that_all_of_them_find(folder: Path) -> None:
     lines = said(folder, ROOT / "pretrain_grpo.py", "--lr", "much", "--no-such-flag")
     assert [line.split(":")[1].strip() for line in lines] == ["--lr much", "unknown flag --no-such-flag"]
 
 
 @pytest.mark.each_change
-def test_what_only_another_rank_finds_is_said_with_its_number(folder: Path) -> None:
+def test_a_problem_that_one_other_rank_finds_is_said_with_that_ranks_number(folder: Path) -> None:
     absent = f"{folder}/absent/config.json does not exist: --hf-model must be a folder with config.json and weights"
     assert said(folder, folder / "script.py") == [f"pretrain_grpo.py: on rank 1: {absent}"]
     assert said(folder, folder / "script.py", "--no-such-flag") == [
@@ -61,7 +61,7 @@ def test_what_only_another_rank_finds_is_said_with_its_number(folder: Path) -> N
     ]
 
 
-def test_what_a_rank_finds_that_no_launcher_started_is_an_error_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_launcher_raises_what_it_finds_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     lines: list[str] = []
     with pytest.raises(UsageError) as raised, said_once(lines.append):

@@ -112,7 +112,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_what_is_sent_is_the_announced_model_in_the_announced_order(world_size, folders):
+def test_a_stream_sends_the_announced_tensors_in_the_announced_order(world_size, folders):
     for (layout, model, dtype), sent in run_ranks(streams, world_size, world_size, folders)[0].items():
         given = load_file(folders[model] / "model.safetensors")
         assert sent["fingerprint"] == sent["own"]
@@ -199,7 +199,7 @@ def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:
     return sent, opened
 
 
-def test_vllm_sends_what_it_is_given(folders):
+def test_vllms_sender_sends_every_tensor_unchanged(folders):
     ((sent, opened),) = run_ranks(through_vllm, 1, folders["qwen3"])
     given = load_file(folders["qwen3"] / "model.safetensors")
     assert opened == [("127.0.0.1", 7000, 3), "destroyed"]

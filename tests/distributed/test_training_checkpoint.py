@@ -177,7 +177,7 @@ def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str,
     assert rates[0] == rates[1], name
 
 
-def test_a_resumed_run_is_the_one_that_went_on_and_another_layout_has_all_that_adam_remembers(
+def test_a_resumed_run_equals_one_that_never_stopped_and_another_layout_keeps_adams_state(
     folder: Path, tmp_path: Path
 ) -> None:
     words = LAYOUTS | {"DP1+distopt": "--use-distributed-optimizer"}
@@ -285,7 +285,7 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-def test_a_checkpoint_that_is_written_beside_training_is_not_torn_and_failures_reach_every_rank(
+def test_a_checkpoint_written_while_training_goes_on_is_whole_and_its_failures_reach_every_rank(
     folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "saved"
@@ -436,7 +436,7 @@ def test_an_hf_folder_that_a_kill_left_out_is_written_when_its_checkpoint_is_loa
         assert "hf/iter_0000002 is missing: it is written from" in missing
 
 
-def test_what_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: list) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: list) -> None:
     expected = {
         "other folder": "holds checkpoints already: write --load",
         "nothing": "None",

@@ -296,25 +296,25 @@ def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *TIED, ALONE_AND_TIED])
-def test_log_probs_and_gradients_are_those_of_separate_passes(name, computed) -> None:
+def test_fused_passes_give_the_log_probs_and_gradients_of_separate_ones(name, computed) -> None:
     check(name, computed)
 
 
 @pytest.mark.parametrize("name", [*OFFLOADED, *TIED, ALONE_AND_TIED])
-def test_frozen_models_in_host_memory_compute_the_same(name, computed) -> None:
+def test_offloaded_frozen_models_compute_the_same(name, computed) -> None:
     for roles in ("fused", "separate") if name in OFFLOADED else ("fused",):
         found = differences(computed[f"{name}, offloaded", roles], computed[name, roles])
         assert set(found.values()) == {0.0}, roles
 
 
-def test_they_are_on_four_ranks(problem) -> None:
+def test_fused_passes_equal_separate_ones_on_four_ranks(problem) -> None:
     computed = run_ranks(run, 4, both(OF_FOUR_RANKS, problem))[0]
     for name in OF_FOUR_RANKS:
         check(name, computed)
 
 
 @pytest.mark.slow
-def test_they_are_in_more_layouts_of_four_ranks(problem, tmp_path) -> None:
+def test_fused_passes_equal_separate_ones_in_more_layouts_of_four_ranks(problem, tmp_path) -> None:
     experts = draw_problem(tmp_path, "qwen3_moe")
     cases = [*both(MORE_OF_FOUR_RANKS, problem), *both(EXPERTS, experts)]
     computed = run_ranks(run, 4, cases)[0]
@@ -323,7 +323,7 @@ def test_they_are_in_more_layouts_of_four_ranks(problem, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault, computed) -> None:
+def test_a_planted_fault_changes_gradients_and_old_log_probs(fault, computed) -> None:
     found = differences(computed[fault, "fused"], computed["PP2", "separate"])
     print(f"{fault}: {found}")
     assert found["gradients"] > LEAST_EFFECT
@@ -340,7 +340,7 @@ def test_a_planted_fault_shows(fault, computed) -> None:
         ("no reference", [0, 1, 0, 1]),
     ],
 )
-def test_no_weights_are_run_twice(name, passes, computed) -> None:
+def test_roles_with_equal_weights_share_one_pass(name, passes, computed) -> None:
     fused = computed[name, "fused"]
     assert set(differences(fused, computed[name, "separate"]).values()) == {0.0}
     assert fused.passes == [MICRO_BATCHES * number for number in passes]

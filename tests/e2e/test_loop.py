@@ -118,7 +118,7 @@ def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
 
 
 @pytest.mark.each_change
-def test_they_do_where_ranks_share_the_rows_of_a_pack(world):
+def test_periodic_and_sync_end_in_the_same_weights_over_context_parallel_ranks(world):
     compare_schedules(world, "cp2", 2, [21], num_threads=1, context_parallel_size=2, micro_batch_size=8)
     for line in read(world.folder / "cp2-sync" / "run"):
         tokens = line["tokens"]
@@ -142,7 +142,7 @@ def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_journal_of_a_periodic_run_of_vllm_gives_a_synchronous_run_the_same_weights(world):
+def test_a_synchronous_run_of_a_periodic_runs_journal_ends_in_the_same_weights(world):
     """Scripted engines stand behind the second run: a group that was not in the journal would be another group."""
     changes = {"pipeline_model_parallel_size": 2, "rollout_retain_journals": ITERATIONS + 1, "lr": 1e-4}
     periodic, sync = (world.folder / name for name in ("vllm-periodic", "vllm-sync"))

@@ -68,7 +68,7 @@ def test_an_exception_on_one_replica_ends_the_other_too(world):
     )
 
 
-def test_a_loss_that_is_no_number_ends_the_run_before_the_update(world):
+def test_a_loss_of_nan_ends_the_run_before_the_update(world):
     fault = PATCH_LOSS.format(fault="statistics.sums['loss'] = total.detach() * float('nan')")
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
 

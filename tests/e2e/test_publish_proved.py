@@ -82,7 +82,7 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
         ("qwen3_moe", "layers.0.mlp.gate.weight", 3),
     ],
 )
-def test_any_tensor_that_is_kept_from_any_publish_on_ends_the_run_there(world, family, names, version):
+def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world, family, names, version):
     folder = world.folder / family
     if not folder.exists():
         loop.draw_model(folder, family=family, head_dim=32)
@@ -93,7 +93,7 @@ def test_any_tensor_that_is_kept_from_any_publish_on_ends_the_run_there(world, f
 
 
 @pytest.mark.slow
-def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_trainers_log_probs(world):
+def test_a_layer_that_computes_with_stale_packed_weights_is_found_by_the_trainers_log_probs(world):
     plant = {"where": "pack", "names": "layers.1.mlp.gate_up_proj", "from_load": LOADS_BEFORE + 3}
     expected = r"version [23] was not published: engine engine-0: its log-probs of the probe .* --publish-probe-bound"
     run = fails(world, "packed", plant, expected.replace(" --", ".*--"), lr=1e-2)
@@ -101,7 +101,7 @@ def test_a_layer_that_computes_with_what_it_packed_before_is_found_by_the_traine
 
 
 @pytest.mark.slow
-def test_tokens_whose_log_probs_are_not_the_trainers_are_not_trained_on(world):
+def test_tokens_whose_log_probs_differ_from_the_trainers_are_not_trained_on(world):
     plant = {"where": "sample", "by": 0.125}
     expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on average, beyond 0.005 \(--rollout-mism"
     run = fails(world, "mismatch", plant, expected)

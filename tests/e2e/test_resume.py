@@ -117,7 +117,7 @@ def assert_same(folder: Path, whole: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_been(world):
+def test_a_run_killed_in_mid_backward_resumes_as_if_it_had_not_been(world):
     whole = uninterrupted(world, "whole", 2, use_distributed_optimizer=True)
     folder = killed(world, "backward", 2, {1: fault("backward", "rank", call=6)}, use_distributed_optimizer=True)
     resumed(world, folder, 2, use_distributed_optimizer=True)
@@ -126,7 +126,7 @@ def test_a_run_whose_rank_is_killed_in_mid_backward_goes_on_as_if_it_had_not_bee
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_going_on_for_longer_is_refused_before_an_engine_starts_until_a_flag_says_whose_schedule_counts(world):
+def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_schedule(world):
     folder = uninterrupted(world, "longer", 1)
     (folder / "run" / "sidecar.log").unlink()
     longer = {"train_iters": ITERATIONS + 1}
@@ -146,7 +146,7 @@ def test_going_on_for_longer_is_refused_before_an_engine_starts_until_a_flag_say
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_a_reference_that_moved_is_there_after_a_kill_in_this_layout_and_in_another(world):
+def test_a_moved_reference_is_restored_after_a_kill_in_the_same_and_in_another_layout(world):
     changes = {
         "grpo_kl_beta": 0.05, "grpo_ref_interval": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
         "overlap_param_gather": True,
@@ -178,7 +178,7 @@ def tensors_of(checkpoint: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_at_any_moment_goes_on_as_if_it_had_not_been(world):
+def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(world):
     whole = uninterrupted(world, "whole-pp", 2, pipeline_model_parallel_size=2)
     calls = {"generation": 11, "backward": 11}
     cases = [(moment, "rank") for moment in AT] + [(m, "sidecar") for m in ("publish", "generation", "optimizer")]
@@ -197,7 +197,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_as_if_it_had_not_been(world)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_at_random_moments_goes_on_as_if_it_had_not_been(world):
+def test_a_run_killed_at_random_moments_resumes_as_if_it_had_not_been(world):
     whole = uninterrupted(world, "whole-random", 2)
     draw = random.Random(20)
     for number in range(5):
@@ -219,7 +219,7 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_as_if_it_had_not_been(wo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_in_another_layout(world):
+def test_a_run_resumes_in_another_layout(world):
     """Its first iteration there has the metrics that it would have had, to rounding."""
     for name, world_size, before, other_size, after in (
         ("tp2-pp2", 2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),

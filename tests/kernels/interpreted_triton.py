@@ -79,7 +79,7 @@ def test_any_forest_is_attended_to_as_defined(layout: Layout, heads: tuple[int, 
         assert_near(Case.draw(layout, heads, head_dim, torch.float32))
 
 
-def test_keys_of_which_many_programs_find_a_part_are_summed() -> None:
+def test_parts_of_a_gradient_from_many_programs_are_summed() -> None:
     layout = Layout.of_groups([(40, [50, 0, 35])])
     with small_tiles():
         assert triton_fused.prepare(layout, torch.device("cpu")).num_slots > 20
@@ -87,7 +87,9 @@ def test_keys_of_which_many_programs_find_a_part_are_summed() -> None:
 
 
 @pytest.mark.parametrize(("layout", "heads", "head_dim"), SHORT_SHAPES)
-def test_fp32_is_as_near_as_fp32_is(layout: Layout, heads: tuple[int, int], head_dim: int) -> None:
+def test_fp32_is_as_near_to_the_truth_as_the_definition_in_fp32(
+    layout: Layout, heads: tuple[int, int], head_dim: int
+) -> None:
     assert_near(Case.draw(layout, heads, head_dim, torch.float32))
 
 
@@ -108,7 +110,7 @@ def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision
         assert error <= 2 * naive[tensor], (tensor, error, naive[tensor])
 
 
-def test_inputs_and_gradients_may_lie_in_memory_as_views_do() -> None:
+def test_inputs_and_gradients_may_be_views() -> None:
     case = Case.draw(Layout.of_groups([(20, [9, 0])]), (2, 2), 16, torch.float32)
     qkv = torch.stack([case.q_THD, case.k_TGD, case.v_TGD])
 
@@ -131,7 +133,7 @@ def test_a_buffer_without_tokens_has_gradients() -> None:
     assert [len(tensor) for tensor in (out, *gradients)] == [0] * 4
 
 
-def test_the_order_in_which_programs_run_does_not_show() -> None:
+def test_results_do_not_depend_on_the_order_of_programs() -> None:
     case = Case.draw(Layout.of_groups([(30, [20, 17])]), (2, 1), 16, torch.float32)
     with small_tiles():
         tables = triton_fused.prepare(case.layout, torch.device("cpu"))
@@ -147,7 +149,7 @@ def test_the_order_in_which_programs_run_does_not_show() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def test_wider_heads_than_there_is_room_for_are_refused() -> None:
+def test_heads_above_the_widest_supported_are_refused() -> None:
     case = Case.draw(Layout((3,), (-1,)), (1, 1), 257, torch.float32)
     with pytest.raises(ValueError, match="heads of 257: --shared-prompt-backend triton has room for 256"):
         case.run(attention)

@@ -63,7 +63,7 @@ def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_inputs_and_gradients_may_lie_in_memory_as_views_do(name: str) -> None:
+def test_inputs_and_gradients_may_be_views(name: str) -> None:
     case = Case.draw(RAGGED, (4, 4), head_dim=16)
     # As the three are cut from one product, and as the gradient of a sum is one number.
     mixed = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
@@ -87,7 +87,7 @@ def test_two_threads_give_the_same_bits_every_time(name: str) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_with_unmerged_results_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true_gradients = flash_cpu._gradients
 
     def of_its_own_results(
@@ -108,7 +108,7 @@ def test_a_backward_that_is_given_each_calls_own_results_shows(monkeypatch: pyte
 
 @pytest.mark.each_change
 @pytest.mark.parametrize("name", FAST)
-def test_long_strands_too(name: str) -> None:
+def test_long_forests_are_attended_to_as_defined(name: str) -> None:
     case = Case.draw(Layout.of_groups([(700, [193, 400, 400, 20]), (1, [385])]), (2, 1), head_dim=8)
     assert max(errors(case.run(find_backend(name).attention), case.exact()).values()) <= 1e-12
 
@@ -124,7 +124,7 @@ def test_tiles_of_any_size_add_up(layout: Layout, tile: int) -> None:
 
 
 @given(length=st.integers(1, 900), count=st.integers(1, 2))
-def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
+def test_tiles_cover_each_pair_of_a_causal_call_once(length: int, count: int) -> None:
     rows = torch.arange(count * length)
     sequences = RowRanges(0, length, count, length)
     seen = torch.zeros(count * length, count * length, dtype=torch.int8)
@@ -140,7 +140,7 @@ def test_tiles_are_what_a_causal_call_sees(length: int, count: int) -> None:
 
 
 @given(layouts())
-def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> None:
+def test_strands_cover_the_buffer_and_see_their_paths(layout: Layout) -> None:
     found = find_strands(layout)
     assert [row for strand in found for row in range(*strand.rows)] == list(range(layout.num_tokens))
     visible = layout.visible()
@@ -151,14 +151,14 @@ def test_strands_are_the_buffer_and_see_what_the_layout_says(layout: Layout) -> 
         assert layout.positions[[*above, *range(*strand.rows)]].tolist() == list(range(strand.num_keys))
 
 
-def test_a_group_is_three_calls_and_a_chain_is_one() -> None:
+def test_a_group_takes_three_calls_and_a_chain_takes_one() -> None:
     group = CpuFlash.of(Layout.of_groups([(512, [64] * 8)]))
     assert [(call.queries.number, call.is_causal) for call in group.calls] == [(1, True), (7, True), (1, False)]
     chain = CpuFlash.of(Layout((5, 0, 3, 4), (ROOT, 0, 1, 2)))
     assert [call.queries for call in chain.calls] == [(0, 12, 1, 12)]
 
 
-def test_what_is_made_of_a_layout_is_made_once() -> None:
+def test_tables_of_a_layout_are_built_once() -> None:
     layout = Layout.of_groups([(5, [3, 2])])
     for name in FAST:
         prepare = find_backend(name).prepare

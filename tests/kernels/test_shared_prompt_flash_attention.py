@@ -79,7 +79,7 @@ class Interface:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", [RAGGED, BRANCHED, Layout((0,), (-1,))], ids=["ragged", "branched", "empty"])
-def test_merging_its_calls_is_as_near_as_the_definition(
+def test_merging_calls_of_flash_attention_is_as_near_to_the_truth_as_the_definition(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(flash_attention, "_interface", Interface)

@@ -52,7 +52,7 @@ def test_a_groups_responses_do_not_look_at_each_others_blocks() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("layout", [RAGGED, BRANCHED, Layout((0,), (-1,))], ids=["ragged", "branched", "empty"])
-def test_its_definition_attends_as_ours(layout: Layout, window: int | None) -> None:
+def test_uncompiled_flex_attention_equals_the_definition(layout: Layout, window: int | None) -> None:
     case = Case.draw(layout, (4, 2), 16, window=window)
     assert max(errors(case.run(flex.attention), case.exact()).values()) <= 1e-12
 

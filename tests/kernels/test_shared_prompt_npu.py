@@ -24,7 +24,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> NpuOperators:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("layout", [RAGGED, BRANCHED], ids=["ragged", "branched"])
-def test_merging_the_npus_calls_is_as_near_as_the_definition(
+def test_merging_calls_of_the_npu_is_as_near_to_the_truth_as_the_definition(
     operators: NpuOperators, layout: Layout, heads: tuple[int, int]
 ) -> None:
     case = Case.draw(layout, heads, 64, torch.bfloat16)
@@ -35,7 +35,7 @@ def test_merging_the_npus_calls_is_as_near_as_the_definition(
     assert operators.num_calls > 0
 
 
-def test_gathered_keys_are_one_call_of_the_npu(operators: NpuOperators) -> None:
+def test_gathered_keys_take_one_call_of_the_npu(operators: NpuOperators) -> None:
     case = Case.draw(RAGGED, (4, 2), 64, torch.bfloat16)
 
     def gathering(
@@ -52,7 +52,7 @@ def test_gathered_keys_are_one_call_of_the_npu(operators: NpuOperators) -> None:
     assert operators.num_calls == 1
 
 
-def test_statistics_in_the_order_of_their_shape_would_be_wrong(
+def test_reading_the_npus_statistics_in_another_order_would_be_found(
     operators: NpuOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_shaped(queries: Sequences, num_heads: int) -> torch.Tensor:

@@ -116,13 +116,15 @@ def test_tables_begin_where_compiled_kernels_expect_it() -> None:
         (Conditions("cpu", torch.float32), "needs Triton's interpreter, TRITON_INTERPRET=1"),
     ],
 )
-def test_it_says_why_it_cannot_run(conditions: Conditions, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_says_why_it_cannot_run(
+    conditions: Conditions, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = triton_fused.refusal(conditions)
     assert found == reason or (reason is not None and found is not None and reason in found)
 
 
-def test_without_triton_it_alone_is_missing() -> None:
+def test_without_the_package_triton_the_other_backends_remain() -> None:
     code = """
         import sys
         sys.modules["triton"] = None
@@ -137,7 +139,7 @@ def test_without_triton_it_alone_is_missing() -> None:
 
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
-def test_its_kernels_compute_what_the_definition_says() -> None:
+def test_interpreted_kernels_compute_what_the_definition_says() -> None:
     # In a process of its own: Triton decides whether to interpret when it is first imported.
     _run("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
 
@@ -151,9 +153,7 @@ def test_its_kernels_compute_what_the_definition_says() -> None:
         pytest.param((), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_its_kernels_compile_and_keep_what_they_compute_in_registers(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_compiled_kernels_fit_into_registers_and_shared_memory(arguments: tuple[str, ...], tmp_path: Path) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("there is no ptxas in the package triton")

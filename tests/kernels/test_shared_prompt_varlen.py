@@ -23,7 +23,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> VarlenFlashOperators:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", [RAGGED, BRANCHED], ids=["ragged", "branched"])
-def test_merging_varlen_calls_is_as_near_as_the_definition(
+def test_merging_varlen_calls_is_as_near_to_the_truth_as_the_definition(
     operators: VarlenFlashOperators, layout: Layout, dtype: torch.dtype
 ) -> None:
     case = Case.draw(layout, (4, 2), 64, dtype)
@@ -33,13 +33,13 @@ def test_merging_varlen_calls_is_as_near_as_the_definition(
         assert error <= 2 * naive[tensor], tensor
 
 
-def test_groups_are_two_calls_whatever_their_number(operators: VarlenFlashOperators) -> None:
+def test_any_number_of_groups_takes_two_calls(operators: VarlenFlashOperators) -> None:
     layout = Layout.of_groups([(20, [5, 9, 4])] * 3)
     Case.draw(layout, (2, 2), 8, torch.bfloat16).run(merge.attention)
     assert operators.num_calls == 2
 
 
-def test_gathered_keys_are_one_causal_call_with_the_window_as_torch_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_keys_take_one_causal_call_with_the_window_as_torch_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def varlen_attn(*arguments: Any, enable_gqa: bool = False, **keywords: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_gathered_keys_are_one_causal_call_with_the_window_as_torch_counts_it(mo
     assert (calls[0]["max_q"], calls[0]["max_k"], calls[0]["enable_gqa"], calls[0]["scale"]) == (25, 29, True, 0.3)
 
 
-def test_a_torch_that_does_not_ask_for_groups_of_heads_is_not_told() -> None:
+def test_enable_gqa_is_passed_only_to_a_torch_that_takes_it() -> None:
     q_THD, k_TGD = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     assert gather.grouping(lambda q, k, v: q, q_THD, k_TGD) == {}
     assert gather.grouping(lambda q, k, v, enable_gqa=False: q, q_THD, k_TGD) == {"enable_gqa": True}

@@ -24,7 +24,7 @@ def newer(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("form", [older, newer])
-def test_a_ranks_part_of_the_losses_is_taken_once(form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auxiliary_losses_are_taken_once_and_averaged_over_ranks(form, monkeypatch: pytest.MonkeyPatch) -> None:
     form(monkeypatch)
     monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_world_size", lambda: 2)
     # A mean over layers; of two ranks' means of the second loss a half each.

@@ -41,14 +41,14 @@ def test_the_configuration_has_every_field_of_the_architecture() -> None:
     assert made.window_size == (31, 0)
 
 
-def test_a_bias_of_every_linear_layer_is_one_of_the_attention_too() -> None:
+def test_a_bias_in_every_linear_layer_includes_the_attentions() -> None:
     dense = dataclasses.replace(MODEL, experts=None, linear_bias=True)
     made = build_transformer_config(dense, {}, EVERYTHING)
     assert (made.add_bias_linear, made.add_qkv_bias) == (True, True)
     assert made.num_moe_experts is None
 
 
-def test_overrides_go_before_the_architecture_and_the_platform_before_both(monkeypatch) -> None:
+def test_flags_override_the_architecture_and_the_platform_overrides_both(monkeypatch) -> None:
     overrides = {"bf16": True, "layernorm_epsilon": 1e-4, "bias_dropout_fusion": True, "moe_grouped_gemm": True}
     monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
     able = build_transformer_config(MODEL, overrides, EVERYTHING)

@@ -67,7 +67,7 @@ class Device:
         return Event()
 
 
-def test_a_part_is_there_while_it_computes_and_none_between_passes() -> None:
+def test_a_layer_is_on_the_device_only_while_it_computes() -> None:
     ids = torch.arange(7)
     chunk: Any = Chunk()
     expected = chunk(ids)
@@ -89,7 +89,7 @@ def test_a_part_is_there_while_it_computes_and_none_between_passes() -> None:
         assert seen == [[number] for number in range(NUM_LAYERS)]
 
 
-def test_the_next_part_is_copied_before_one_computes_and_at_most_two_are_there() -> None:
+def test_the_next_layer_is_copied_while_one_computes_and_at_most_two_are_on_the_device() -> None:
     device: Any = Device()
     chunk: Any = Chunk()
     offload.offload([chunk], device)
@@ -101,7 +101,7 @@ def test_the_next_part_is_copied_before_one_computes_and_at_most_two_are_there()
     assert device.asked == [*first_two, *later * (num_parts - 2), "computing waits for copying"]
 
 
-def test_weights_that_are_written_between_passes_are_those_of_the_next_one() -> None:
+def test_weights_written_between_passes_are_used_by_the_next_one() -> None:
     chunk: Any = Chunk()
     device: Any = Device()
     offload.offload([chunk], device)

@@ -34,19 +34,19 @@ def moves(monkeypatch: pytest.MonkeyPatch, interval: int | None) -> tuple[list[i
     return found, made
 
 
-def test_the_reference_moves_after_every_interval_and_has_the_identity_of_what_it_took(monkeypatch) -> None:
+def test_the_reference_moves_after_every_interval(monkeypatch) -> None:
     found, made = moves(monkeypatch, 3)
     assert found == [3, 6]
     assert made.start == "loaded"
 
 
-def test_without_an_interval_it_stays_what_was_loaded(monkeypatch) -> None:
+def test_without_an_interval_the_reference_stays_as_loaded(monkeypatch) -> None:
     found, made = moves(monkeypatch, None)
     assert found == []
     assert (made.version, made.fingerprint) == (None, "loaded")
 
 
-def test_weights_that_are_rounded_alike_are_the_policy_only_if_they_are_the_same(monkeypatch) -> None:
+def test_a_policy_that_equals_the_reference_only_after_rounding_is_another_model(monkeypatch) -> None:
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: None)
     for published in (None, "bfloat16"):
         made = Reference([], weights_of("loaded", exact="of the folder"), published, 3)
@@ -58,12 +58,12 @@ def test_weights_that_are_rounded_alike_are_the_policy_only_if_they_are_the_same
         assert not made.is_policy(weights_of("taken", exact="a little further"), 4, "taken")
 
 
-def test_weights_that_are_published_as_they_are_are_known_by_their_fingerprint() -> None:
+def test_weights_published_without_rounding_are_compared_by_fingerprint() -> None:
     made = Reference([], weights_of("loaded", "bfloat16"), None)
     assert made.is_policy(weights_of("loaded", "bfloat16", exact="not asked for"), 4, "loaded")
 
 
-def test_an_identity_that_is_resumed_is_that_of_the_loaded_weights() -> None:
+def test_a_resumed_reference_has_the_identity_of_the_loaded_weights() -> None:
     weights = weights_of("first")
     made = Reference([], weights, None)
     weights.fingerprint = lambda dtype: "then"

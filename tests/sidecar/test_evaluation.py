@@ -38,7 +38,7 @@ def decoded(data: bytes | None) -> wire.Evaluated:
     return wire.decode(data, wire.Evaluated)
 
 
-def test_an_evaluation_answers_every_prompt_in_order_scored_and_with_seeds_of_its_own() -> None:
+def test_an_evaluation_scores_every_prompt_in_order_with_seeds_of_its_own() -> None:
     asked = evaluation(group_size=3, sampling=wire.Sampling(max_tokens=8, temperature=0.7))
 
     async def check(service: RolloutService) -> None:
@@ -160,7 +160,7 @@ def test_an_evaluation_that_cannot_be_finished_fails_by_name_and_training_goes_o
     serve(check, *engines, memory=memory)
 
 
-def test_what_an_engine_sampled_with_other_weights_is_no_evaluation_either() -> None:
+def test_an_evaluation_sampled_with_other_weights_fails() -> None:
     async def check(service: RolloutService) -> None:
         await service.publish(weights(1))
         await service.evaluate(evaluation(1))
@@ -227,7 +227,7 @@ def test_sampling_that_an_engine_would_quietly_change_is_refused_by_its_value_at
         ({"deadline_seconds": 0.0}, "deadline_seconds 0"),
     ],
 )
-def test_an_evaluation_that_makes_no_sense_is_refused_by_its_value(changes, message: str) -> None:
+def test_an_evaluation_with_a_senseless_value_is_refused(changes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         evaluation(**changes)
 

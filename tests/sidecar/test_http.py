@@ -225,7 +225,7 @@ def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
         assert raw.get("/docs", headers=headers).status_code == 200
 
 
-def test_the_trainers_answer_and_what_it_measured_travel(tmp_path: Path) -> None:
+def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
     probed = msgspec.structs.replace(weights(), probe=wire.encode_tokens([3, 4]))
     answer = wire.ProbeAnswer(run="run", version=0, fingerprint="weights-0", log_probs=b"", dtype="float32")
     mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=None)

@@ -64,7 +64,7 @@ def test_iterations_survive_a_kill_of_the_sidecar_and_the_audit_finds_nothing_wr
 
 
 @pytest.mark.each_change
-def test_the_head_that_complete_gives_proves_later_that_the_log_is_what_it_was(tmp_path: Path, capsys) -> None:
+def test_the_head_that_complete_returns_proves_later_that_the_log_is_unchanged(tmp_path: Path, capsys) -> None:
     folder, heads = tmp_path / "run", []
     with sidecar(folder, *SCRIPTED) as process, process.client() as client:
         client.take_lease("run")
@@ -85,7 +85,7 @@ def test_the_head_that_complete_gives_proves_later_that_the_log_is_what_it_was(t
     assert "head not found" in capsys.readouterr().out
 
 
-def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) -> None:
+def test_a_sidecar_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with sidecar(folder, *SCRIPTED) as process, process.client() as client:
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -130,7 +130,9 @@ def test_it_is_private_listens_once_and_says_who_waits_for_what(tmp_path: Path) 
         ((*SCRIPTED, "--reward-environment", "HOME"), 2, "--reward-environment HOME: functions have a value of"),
     ],
 )
-def test_what_cannot_work_ends_it_at_once_with_what_to_write(words, code: int, message: str, tmp_path: Path) -> None:
+def test_a_wrong_flag_ends_the_sidecar_at_once_and_says_what_to_write(
+    words, code: int, message: str, tmp_path: Path
+) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *words],
         capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
@@ -168,7 +170,7 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
 
 
 @pytest.mark.each_change
-def test_what_a_reward_file_gave_before_it_was_corrected_does_not_come_back(tmp_path: Path) -> None:
+def test_a_corrected_reward_file_scores_recorded_groups_anew(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     words = ("--rollout-engine", "scripted", "--reward", f"{reward}:constant")
     reused = []
@@ -234,9 +236,7 @@ def reaches(prompts, completions, **columns):
 
 
 @pytest.mark.each_change
-def test_rewards_reach_what_flags_name_and_what_they_print_is_in_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_rewards_reach_what_flags_name_and_print_into_the_runs_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     monkeypatch.setenv("NOT_ASKED_FOR", "secret")
     tables, rewards = tmp_path / "tables", tmp_path / "rewards"
@@ -256,7 +256,7 @@ def test_rewards_reach_what_flags_name_and_what_they_print_is_in_the_folder_of_t
 
 
 @pytest.mark.each_change
-def test_without_the_flags_rewards_reach_neither_and_the_failure_names_function_and_prompt(
+def test_without_flags_rewards_reach_no_files_or_variables_and_the_failure_says_which_reward(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")

@@ -21,7 +21,7 @@ from tests.sidecar.vllm_models import Models, in_shared_memory
 PLACES = [(replica, index) for replica in range(2) for index in range(2)]
 
 
-def test_what_was_finished_before_a_kill_is_not_sampled_again_and_slots_stay_what_they_were(tmp_path: Path) -> None:
+def test_groups_finished_before_a_kill_are_not_sampled_again_and_slots_stay_the_same(tmp_path: Path) -> None:
     before: dict[tuple[int, int], bytes] = {}
 
     async def killed() -> None:
@@ -102,7 +102,7 @@ def test_an_iteration_submitted_to_other_rewards_samples_everything_anew(tmp_pat
     assert verify(tmp_path / "audit.jsonl").breaches == []
 
 
-def test_an_engine_that_joins_after_the_publish_is_no_breach(tmp_path: Path) -> None:
+def test_an_engine_may_join_after_the_publish(tmp_path: Path) -> None:
     async def run() -> None:
         recorder = RunRecorder(tmp_path, "run")
         engines = Engines(engine("0"))
@@ -148,7 +148,7 @@ def test_a_failed_iteration_is_in_the_log(tmp_path: Path) -> None:
     assert '"event":"fail"' in (tmp_path / "audit.jsonl").read_text()
 
 
-def test_what_vllm_sampled_can_be_computed_again_from_the_checkpoint_of_its_version(
+def test_log_probs_of_vllm_can_be_computed_again_from_the_checkpoint_of_their_version(
     tmp_path: Path, engine: VllmEngine, models: Models, run, capsys
 ) -> None:
     async def iteration(held: wire.Weights, recorder: RunRecorder) -> None:

@@ -101,7 +101,7 @@ def test_a_group_of_an_engine_that_dies_is_sampled_by_another_with_the_same_toke
     assert results[0] == results[1]
 
 
-def test_what_claims_the_version_and_was_sampled_under_other_weights_is_never_handed_out() -> None:
+def test_a_group_sampled_with_other_weights_than_it_claims_is_never_handed_out() -> None:
     async def check(service: RolloutService) -> None:
         await service.publish(weights(1))
         await service.submit(submission(1))
@@ -170,7 +170,7 @@ def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_ev
     assert serve(check, scorer=Infinite()).groups == []
 
 
-def test_a_group_whose_making_was_cancelled_is_missed() -> None:
+def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
     class Cancelled(RewardLength):
         async def score(self, group: wire.Group) -> wire.Group:
             if group.prompt.index == 3:
@@ -287,7 +287,7 @@ def test_no_number_of_a_lease_is_given_twice() -> None:
     serve(check, engine(delay=lambda r: 0.1))
 
 
-def test_an_iteration_is_complete_once_that_is_recorded_and_what_failed_never_is() -> None:
+def test_an_iteration_is_complete_once_its_end_is_recorded_and_a_failed_one_never_is() -> None:
     async def unrecorded(service: RolloutService) -> None:
         await service.submit(submission())
         await all_slots(service)
@@ -334,7 +334,7 @@ def test_another_run_is_refused_while_the_lease_is_held() -> None:
         (lambda s: asyncio.to_thread(s.complete, 0), "iteration 0 was not submitted"),
     ],
 )
-def test_what_comes_out_of_turn_is_refused_with_what_to_do(act: Callable, message: str) -> None:
+def test_a_call_out_of_turn_is_refused_and_says_what_to_do_first(act: Callable, message: str) -> None:
     async def check(service: RolloutService) -> None:
         with pytest.raises(MegatronRLError, match=message):
             await act(service)
@@ -371,7 +371,7 @@ def test_a_rank_may_ask_before_another_has_submitted() -> None:
     serve(check)
 
 
-def test_a_slot_that_does_not_come_in_time_is_no_answer_and_no_error() -> None:
+def test_waiting_too_long_for_a_slot_returns_none() -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         assert await service.slot(0, 0, 0, 0.05) is None
@@ -425,7 +425,7 @@ def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> 
     serve(check)
 
 
-def test_what_the_trainer_measured_is_recorded_before_the_iteration_is_complete_and_once() -> None:
+def test_the_trainers_mismatch_is_recorded_once_before_the_iteration_is_complete() -> None:
     mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
 
     async def check(service: RolloutService) -> None:

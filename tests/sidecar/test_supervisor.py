@@ -70,7 +70,7 @@ def test_an_engine_that_is_lost_or_refuses_twice_is_restarted(step, fault):
 
 @pytest.mark.parametrize("step", [*STEPS, "generate"])
 @pytest.mark.parametrize("fault", ["refused", "lost", "hang"])
-def test_a_step_that_always_fails_is_named_and_no_engine_samples(step, fault):
+def test_a_step_that_always_fails_is_named_and_the_engines_sample_nothing(step, fault):
     factory = FakeFactory()
 
     async def check():
@@ -104,7 +104,7 @@ def test_an_engine_that_cannot_be_restarted_fails_the_publish_by_name():
     asyncio.run(check())
 
 
-def test_an_engine_that_digests_something_else_is_found_and_nothing_is_committed():
+def test_an_engine_with_another_digest_is_found_and_nothing_is_committed():
     factory = FakeFactory()
 
     async def check():
@@ -160,7 +160,7 @@ def test_the_bound_of_the_difference_from_the_trainer_is_the_given_one_or_follow
     asyncio.run(check())
 
 
-def test_a_trainer_that_sends_nothing_fails_the_publish_and_no_engine():
+def test_a_trainer_that_sends_no_log_probs_fails_the_publish_and_restarts_no_engine():
     factory = FakeFactory()
 
     async def silent():
@@ -218,7 +218,7 @@ def test_an_engine_with_weights_that_are_neither_the_old_nor_the_new_ones_is_fou
     asyncio.run(check())
 
 
-def test_the_same_weights_again_are_no_lie():
+def test_the_same_weights_may_be_published_as_the_next_version():
     factory = FakeFactory()
 
     async def check():
@@ -353,7 +353,7 @@ def test_who_waits_for_what_is_in_the_status():
     asyncio.run(check())
 
 
-def test_a_stream_gives_every_engine_its_place_and_is_not_tried_twice():
+def test_a_stream_gives_every_engine_its_ranks_and_is_not_retried():
     factory = FakeFactory()
 
     async def check():

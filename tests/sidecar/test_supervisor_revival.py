@@ -142,7 +142,7 @@ def test_every_engine_that_cannot_be_restarted_in_a_publish_is_started_again():
     asyncio.run(check())
 
 
-def test_an_engine_that_both_a_group_and_a_publish_lose_is_restarted_once():
+def test_an_engine_lost_by_a_group_and_a_publish_at_once_is_restarted_once():
     factory = FakeFactory()
 
     async def check():
@@ -197,7 +197,7 @@ def test_an_engine_whose_process_cannot_be_made_is_tried_again(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_fails_an_engine_that_is_not_up_has_a_task_or_is_given_up(tmp_path, seed):
+def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_given_up(tmp_path, seed):
     """Faults, deaths, groups, cancelled publishes and new engines by chance; then one publish brings all back."""
     factory, chance = FakeFactory(), random.Random(seed)
     config = SupervisorConfig(

@@ -116,7 +116,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(run, engine, models):
         (request(max_tokens=0), "of 0 tokens"),
     ],
 )
-def test_what_vllm_would_clamp_is_an_error(run, engine, bad, message):
+def test_a_request_that_vllm_would_clamp_is_an_error(run, engine, bad, message):
     with pytest.raises(InputError, match=message):
         generate(run, engine, bad)
 
@@ -176,7 +176,7 @@ def refusal(run: Run, engine: VllmEngine, weights) -> str:
     return str(caught.value)
 
 
-def test_weights_that_are_not_what_was_announced_are_not_loaded(run, engine, models):
+def test_weights_that_differ_from_the_announced_ones_are_not_loaded(run, engine, models):
     before = put(run, engine, models.first, 13)
     one_bit = edited(models.second, lambda tensors: tensors["model.norm.weight"].view(-1)[3:4].mul_(1.0000001))
     with in_shared_memory(models.second, 14) as announced, in_shared_memory(one_bit, 14) as other:
@@ -197,7 +197,7 @@ def test_weights_that_are_not_what_was_announced_are_not_loaded(run, engine, mod
         (lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:8].clone()}), "another shape"),
     ],
 )
-def test_weights_that_are_not_all_of_the_model_are_not_loaded(run, engine, models, change, message):
+def test_an_incomplete_set_of_weights_is_not_loaded(run, engine, models, change, message):
     with in_shared_memory(edited(models.second, change), 15) as weights:
         assert re.search(message, refusal(run, engine, weights))
     put(run, engine, models.first, 15)

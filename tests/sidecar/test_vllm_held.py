@@ -95,7 +95,7 @@ def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_parameter_made_of_what_is_loaded_is_known_and_any_stale_tensor_is_found(dtype):
+def test_any_stale_tensor_is_found_in_the_parameters(dtype):
     worker = Worker(dtype)
     order = learn_order(worker.model, specs_of(str(dtype).removeprefix("torch.")), dtype, worker.load)
     assert set(order.rows) == {f"{name}.weight" for name in worker.model}
@@ -135,7 +135,7 @@ def test_workers_that_share_a_tensor_prove_it_together():
         answers(new, new | {"k": old["k"]})
 
 
-def test_a_layer_that_does_not_take_over_what_was_loaded_is_named():
+def test_a_layer_that_does_not_take_over_loaded_weights_is_named():
     worker = Worker(torch.float32)
     order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
     tensors = drawn(torch.float32)
@@ -144,7 +144,7 @@ def test_a_layer_that_does_not_take_over_what_was_loaded_is_named():
         loaded(worker, order, tensors, tensors)
 
 
-def test_a_tensor_that_no_parameter_is_made_of_is_named():
+def test_a_loaded_tensor_that_no_parameter_holds_is_named():
     worker = Worker(torch.float32)
     specs = [*specs_of("float32"), TensorSpec("extra", (4, 4), "float32")]
     order = learn_order(worker.model, specs, torch.float32, worker.load)
@@ -152,7 +152,7 @@ def test_a_tensor_that_no_parameter_is_made_of_is_named():
     assert loaded(worker, order, tensors, tensors).unheld == ("extra",)
 
 
-def test_numbers_that_are_rounded_are_not_compared_and_those_that_are_widened_are():
+def test_parameters_are_compared_unless_loading_rounds_them():
     worker = Worker(torch.bfloat16)
     order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)
     tensors = drawn(torch.float32)
@@ -181,18 +181,18 @@ def rearranged(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         lambda tensor: torch.zeros_like(tensor),
     ],
 )
-def test_a_parameter_of_other_numbers_or_of_another_order_is_said_to_be_unknown(change):
+def test_a_parameter_that_is_not_the_loaded_rows_is_listed_as_unknown(change):
     order = rearranged(change)
     assert order.unknown == ("down.weight", "embed.scale")
     assert "down.weight" not in order.rows
 
 
-def test_rows_in_another_order_are_another_order():
+def test_rows_may_be_held_in_another_order():
     order = rearranged(lambda tensor: tensor.roll(5, 0))
     assert [part[:1] for part in order.rows["down.weight"].rectangles] == [(HIDDEN - 5,), (0,)]
 
 
-def test_what_watches_a_load_leaves_no_trace():
+def test_watching_a_load_leaves_no_hook_behind():
     worker = Worker(torch.float32)
     with looking(worker.model, lambda *_: None):
         assert "process_weights_after_loading" in vars(worker.model["qkv"].quant_method)
@@ -200,7 +200,7 @@ def test_what_watches_a_load_leaves_no_trace():
     assert not vars(worker.model["qkv"].quant_method)
 
 
-def test_an_order_is_of_names_only_and_small():
+def test_a_learned_order_keeps_two_numbers_a_row():
     worker = Worker(torch.float32)
     order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
     kept = [value for rows in order.rows.values() for value in vars(rows).values() if isinstance(value, torch.Tensor)]

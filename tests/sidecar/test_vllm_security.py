@@ -182,7 +182,7 @@ def test_at_the_hosts_other_addresses_the_service_does_not_answer(running: Sidec
         assert attempts(address=(address, running.address[1]))["service"] == "ConnectionRefusedError"
 
 
-def test_another_user_reads_writes_and_reaches_nothing_of_it(running: Sidecar) -> None:
+def test_another_user_can_neither_read_nor_write_nor_reach_a_sidecar(running: Sidecar) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     ours = [str(path) for path in running.files]
@@ -202,7 +202,7 @@ def test_another_user_reads_writes_and_reaches_nothing_of_it(running: Sidecar) -
         assert set(theirs[what]) == {"PermissionError"}, what
 
 
-def test_killed_in_mid_generation_it_leaves_no_process_and_no_shared_memory(running: Sidecar) -> None:
+def test_a_sidecar_killed_in_mid_generation_leaves_no_process_and_no_shared_memory(running: Sidecar) -> None:
     """The last one: it ends the sidecar of all of them."""
     with running.process.client() as client:
         client.use_lease(1)

@@ -38,7 +38,7 @@ def test_grpo_divides_by_the_populations_deviation():
     )
 
 
-def test_leaving_one_out_compares_with_the_mean_of_the_others():
+def test_leave_one_out_subtracts_the_mean_of_the_other_rewards():
     values = np.array([0.0, 1.0, 5.0])
     assert np.allclose(ADVANTAGES["rloo"](values), values - np.array([3.0, 2.5, 0.5]))
 
@@ -91,7 +91,7 @@ def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor], numb
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("is_correction", [False, True])
-def test_the_loss_is_that_of_the_formula(aggregation, is_correction):
+def test_the_loss_equals_its_formula(aggregation, is_correction):
     config = AlgorithmConfig(
         kl_beta=0.05, clamp_eps_lower=0.1, clamp_eps_upper=0.3, aggregation=aggregation,
         is_correction=is_correction, is_truncation=1.005 if is_correction else None,
@@ -150,7 +150,7 @@ def test_at_the_first_update_the_gradient_is_that_of_the_log_probs_times_the_adv
     assert statistics.sums["ratio"].item() == 14
 
 
-def test_a_number_that_is_not_one_is_the_largest_of_all():
+def test_a_maximum_over_values_with_nan_is_nan():
     values = [float("nan"), 1.0, 3.0]
     many = [Statistics({}, {"mismatch": torch.tensor(value)}) for value in values]
     assert math.isnan(combine_statistics(many)[1]["mismatch"])

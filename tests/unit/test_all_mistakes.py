@@ -93,7 +93,7 @@ def check(words: list[str], said: list[str]) -> None:
     assert all("\n" not in problem for problem in problems)
 
 
-def test_the_command_line_without_a_mistake_is_none(base: list[str]) -> None:
+def test_the_command_line_without_a_planted_mistake_is_accepted(base: list[str]) -> None:
     assert parse_run(*base).sizes.plan.num_prompts == 16
 
 
@@ -105,7 +105,7 @@ def test_each_mistake_is_one_error(base: list[str]) -> None:
         check(without(base, flag), [said])
 
 
-def test_a_sidecar_that_cannot_be_reached_has_two_mistakes(base: list[str]) -> None:
+def test_a_wrong_endpoint_and_a_missing_token_file_are_two_errors(base: list[str]) -> None:
     said = ["--rollout-endpoint here must be an address", "--rollout-token-file run/token does not exist"]
     check([*base, "--rollout-endpoint here"], said)
 
@@ -138,11 +138,11 @@ def test_many_mistakes_and_missing_flags_are_as_many_errors(base: list[str]) -> 
         ("--train-iters 2 --train-iters 3", "contradict each other"),
     ],
 )
-def test_what_follows_from_a_mistake_is_not_said_too(base: list[str], words: str, said: str) -> None:
+def test_a_problem_that_follows_from_another_one_is_left_out(base: list[str], words: str, said: str) -> None:
     check([*without(base, "--train-iters"), words], [said])
 
 
-def test_what_hangs_on_the_number_of_ranks_is_said_once_it_is_known(base: list[str]) -> None:
+def test_problems_of_batch_sizes_are_said_once_the_number_of_ranks_is_known(base: list[str]) -> None:
     words = [*base, "--micro-batch-size", "16", "--global-batch-size", "48"]
     problems = run_problems(*words, world_size=5)
     assert any(
@@ -168,7 +168,7 @@ def test_a_family_that_is_not_supported_is_said_before_all_else_of_its_config(tm
         parse_run(*CPU, "--hf-model", str(tmp_path), *RUN)
 
 
-def test_a_folder_that_cannot_be_read_is_said_with_what_is_wrong_beside_it(tmp_path: Path) -> None:
+def test_an_unreadable_model_folder_is_said_together_with_other_mistakes(tmp_path: Path) -> None:
     words = [*CPU, "--hf-model", str(tmp_path), *without([*RUN], "--lr"), "--adam-beta1 2 --nonsense-of-mine"]
     check(
         words,
@@ -200,7 +200,7 @@ STRANGERS = (
 )  # fmt: skip
 
 
-def test_the_nearest_flag_is_named_where_one_is_near_and_only_there() -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest_one_if_one_is_near() -> None:
     known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
     assert {slip: find_nearest(slip, known) for slip in SLIPS} == SLIPS
     assert {name: find_nearest(name, known) for name in STRANGERS} == dict.fromkeys(STRANGERS)

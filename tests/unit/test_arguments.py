@@ -80,7 +80,7 @@ def test_a_recipe_describes_the_model_that_it_names() -> None:
     )
 
 
-def test_every_spelling_belongs_to_one_flag() -> None:
+def test_no_two_flags_share_a_name() -> None:
     names = [name for flag in flags.list_flags() for name in flag.names]
     assert len(names) == len(set(names))
     assert len(names) > 500
@@ -129,7 +129,7 @@ def test_the_file_of_megatrons_flags_says_everything_once_and_each_refusal_what_
     assert all("write " in reason or "drop " in reason for reason in file["refused"])
 
 
-def test_every_target_is_a_field() -> None:
+def test_every_flag_sets_a_field_that_exists() -> None:
     fields = {
         subject: {field.name for field in dataclasses.fields(cls)} for subject, cls in flags.import_configs().items()
     }
@@ -141,7 +141,7 @@ def test_every_target_is_a_field() -> None:
             assert subject in ("architecture", "described", "layout") or field in fields[subject], target
 
 
-def test_a_field_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_megatron_core_adds_is_refused_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Newer(flags.import_configs()["transformer"]):
         moe_brand_new_trick: bool = False
@@ -153,7 +153,7 @@ def test_a_field_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.Monkey
     assert not flag.accepts(True)
 
 
-def test_a_field_that_is_on_is_switched_off_by_no_and_disable() -> None:
+def test_a_field_that_is_on_has_a_no_flag_and_a_disable_flag() -> None:
     flag = index_by_name(flags.list_flags())["--disable-clone-scatter-output-in-embedding"]
     assert flag.name == "--no-clone-scatter-output-in-embedding"
     assert parse(*DENSE, flag.aliases[0]).transformer.clone_scatter_output_in_embedding is False
@@ -164,7 +164,7 @@ def test_the_page_of_flags_is_current() -> None:
     assert describe.write_flags_page() == page.read_text(), "docs/flags.md is not current: run make flags"
 
 
-def test_a_new_subject_is_one_dataclass_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_a_new_dataclass_in_subjects_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
     class PublishConfig:
         publish_bucket: int = own_flag(7, "Bytes at once.", bound="at least 1")
@@ -273,7 +273,7 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
         ("--use-tp-pp-dp-mapping", "by stage of the pipeline last; drop the flag"),
     ],
 )
-def test_what_is_refused_comes_with_a_remedy(words: str, remedy: str) -> None:
+def test_a_refused_flag_comes_with_a_remedy(words: str, remedy: str) -> None:
     text = error(*CPU, words)
     assert words in text
     assert remedy in text
@@ -347,7 +347,7 @@ def test_a_window_counts_the_token_itself() -> None:
         ("--group-query-attention", "--num-query-groups 4 has no effect without --group-query-attention"),
     ],
 )
-def test_what_a_model_needs_must_be_said(dropped: str, said: str) -> None:
+def test_a_model_described_by_flags_needs_all_of_its_flags(dropped: str, said: str) -> None:
     words = list(DENSE)
     at = words.index(dropped)
     del words[at : at + (1 if words[at + 1].startswith("--") else 2)]
@@ -410,7 +410,7 @@ def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwi
     assert transformer.variable_seq_lengths is True
 
 
-def test_values_keep_the_type_of_their_field() -> None:
+def test_values_are_read_as_the_type_of_their_field() -> None:
     assert index_by_name(flags.list_flags())["--exp-avg-dtype"].read(["bf16"]) is torch.bfloat16
     assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
@@ -429,7 +429,7 @@ def test_virtual_stages_overlap_communication_and_keep_their_outputs(words: str)
     assert transformer.deallocate_pipeline_outputs is False
 
 
-def test_as_many_layers_in_a_virtual_stage_as_in_a_stage_means_none() -> None:
+def test_a_virtual_stage_of_all_layers_of_a_stage_means_no_virtual_stages() -> None:
     words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
     assert parse(*DENSE, words).transformer.virtual_pipeline_model_parallel_size is None
 
@@ -440,7 +440,7 @@ def test_sequence_parallelism_on_one_rank_is_switched_off_and_said() -> None:
     assert any("--sequence-parallel" in note for note in settings.notes)
 
 
-def test_what_the_platform_cannot_do_is_said_if_it_was_asked_for() -> None:
+def test_a_flag_that_the_platform_cannot_honour_is_said_if_it_was_given() -> None:
     notes = parse(*SPARSE, "--moe-grouped-gemm --transformer-impl transformer_engine --distributed-backend nccl").notes
     assert any("--moe-grouped-gemm" in note for note in notes)
     assert any("--transformer-impl" in note for note in notes)
@@ -531,7 +531,7 @@ def test_a_command_line_can_be_checked_without_running_anything(
     assert printed.err.startswith("error: unknown flag --nonsense")
 
 
-def test_a_factor_of_rotary_positions_must_be_that_of_the_folder(tmp_path: Path) -> None:
+def test_a_rotary_factor_must_agree_with_the_folder(tmp_path: Path) -> None:
     rope = Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
     words = [*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(QWEN3, rope=rope))]
     assert parse(*words, "--rotary-scaling-factor 4").architecture.rope.factor == 4
@@ -540,13 +540,13 @@ def test_a_factor_of_rotary_positions_must_be_that_of_the_folder(tmp_path: Path)
     assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--rotary-scaling-factor 1").architecture == QWEN3
 
 
-def test_what_only_transformer_engines_layers_compute_anew_is_left_out_and_said() -> None:
+def test_recompute_modules_that_need_transformer_engine_are_left_out_and_said() -> None:
     settings = parse(*DENSE, "--recompute-granularity selective --recompute-modules core_attn mlp layernorm")
     assert settings.transformer.recompute_modules == ["core_attn"]
     assert "without effect on the platform cpu: --recompute-modules mlp layernorm" in settings.notes
 
 
-def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
+def test_each_model_gets_a_copy_of_the_checked_configuration() -> None:
     settings = parse(*SPARSE, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
     config = settings.transformer
     assert (config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs) == (True, False, False)
@@ -559,7 +559,7 @@ def test_what_is_printed_and_checked_is_what_a_model_is_built_of() -> None:
     assert len({id(one) for one in (config, *copies)}) == 3
 
 
-def test_what_was_chosen_automatically_is_noted_where_it_is_asked_for_and_an_option_without_effect_always():
+def test_automatic_choices_are_noted_with_verbose_and_flags_without_effect_always():
     plain, verbose = (parse(*DENSE, words).notes for words in ("--split 1", "--split 1 --verbose"))
     assert not any("auto takes" in note for note in plain)
     assert [note for note in verbose if note not in plain] == ["--shared-prompt-backend auto takes merge"]

@@ -18,7 +18,7 @@ def sets() -> task.Split:
     return task.split(0)
 
 
-def test_no_problem_is_in_two_sets_and_order_makes_no_other_problem(sets: task.Split) -> None:
+def test_no_problem_is_in_two_sets_not_even_with_its_operands_swapped(sets: task.Split) -> None:
     every = [*sets.warm_up, *sets.validation, *sets.train, *sets.held_out]
     assert len({frozenset((problem.left, problem.right)) for problem in every}) == len(every)
     assert len(sets.held_out) == 512
@@ -37,7 +37,7 @@ def test_numbers_are_written_from_their_last_digit(tmp_path: Path) -> None:
     assert row == {"id": "train-0", "prompt": "743+508=", "answer": "2511"}
 
 
-def test_the_files_hold_the_sets(sets: task.Split, tmp_path: Path) -> None:
+def test_written_files_hold_the_problems_of_the_sets(sets: task.Split, tmp_path: Path) -> None:
     for path, problems in zip(task.write_files(tmp_path, 0), (sets.train, sets.held_out), strict=True):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [(row["prompt"], row["answer"]) for row in rows] == [(each.prompt, each.answer) for each in problems]
@@ -62,14 +62,14 @@ def test_a_saved_folder_gives_back_model_and_tokenizer(sets: task.Split, tmp_pat
     assert torch.equal(again(row[None]).logits, model(row[None]).logits)
 
 
-def test_only_the_answer_itself_is_right() -> None:
+def test_only_the_exact_answer_is_rewarded() -> None:
     completions = ["236", "2361", "23", " 236", ""]
     columns = {"answer": ["236"] * 5, "id": ["train-0"] * 5}
     rewards = reward.right_answer(["743+582="] * 5, completions, [[0]] * 5, **columns)
     assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_shuffled_rewards_keep_the_mean_of_a_group_and_say_nothing_of_a_response() -> None:
+def test_shuffled_rewards_keep_the_mean_of_a_group_and_ignore_the_response() -> None:
     completions = ["236", "236", "0", "1", "2", "3", "4", "5"]
     random.seed(0)
     draws = [reward.shuffled(["743+582="] * 8, completions, [[0]] * 8, ["236"] * 8) for _ in range(2000)]

@@ -48,7 +48,7 @@ def test_a_backend_that_was_asked_for_is_taken() -> None:
     assert choose_backend("flex", CUDA) == Choice("flex")
 
 
-def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
+def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
     with pytest.raises(UsageError, match=r"merge cannot run here \(it has no sliding window\): write gather, or auto"):
         choose_backend("merge", dataclasses.replace(CPU, window=4))
     with pytest.raises(UsageError, match="on cuda it needs --bf16 or --fp16"):
@@ -59,6 +59,6 @@ def test_one_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
         choose_backend("flex", CPU)
 
 
-def test_an_unknown_one_is_an_error_that_names_the_others() -> None:
+def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
     with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, naive"):
         choose_backend("fast", CPU)

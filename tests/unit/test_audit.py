@@ -154,7 +154,7 @@ def test_each_tampering_with_lines_is_caught_by_its_name(path: Path, name, tampe
     assert name is not BreachName.DOUBLED_LINE or found == {name}
 
 
-def test_a_head_whose_line_was_changed_is_not_found(path: Path) -> None:
+def test_the_head_of_a_changed_line_is_not_found(path: Path) -> None:
     head = write_log(path)
     path.write_bytes(path.read_bytes().replace(b'"num_groups":2', b'"num_groups":3'))
     assert {BreachName.CHANGED_CONTENT, BreachName.HEAD_NOT_FOUND} <= names(verify(path, [head]))
@@ -274,7 +274,7 @@ def test_each_contradiction_is_caught_by_its_name_even_if_the_chain_was_forged_a
     assert not names(report) & (STRUCTURAL - {BreachName.UNREADABLE_LINE})
 
 
-def test_an_engine_proved_wrong_and_tokens_of_another_policy_are_breaches(path: Path) -> None:
+def test_a_failed_proof_and_a_mismatch_above_its_bound_are_breaches(path: Path) -> None:
     with AuditLog(path, "run") as log:
         submission = make_submission(make_plan(num_prompts=2))
         run_iteration(log, submission, [0, 1])
@@ -295,7 +295,7 @@ def test_an_engine_proved_wrong_and_tokens_of_another_policy_are_breaches(path: 
         path.unlink()
 
 
-def test_it_is_counted_how_what_engines_hold_was_proved(path: Path) -> None:
+def test_the_audit_counts_how_engines_proved_their_weights(path: Path) -> None:
     other = EngineReport(engine="engine-2", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
     with AuditLog(path, "run") as log:
         log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT, 2e-5), held("engine-1", 3, FINGERPRINT), other])

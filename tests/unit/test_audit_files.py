@@ -84,7 +84,7 @@ def test_a_missing_or_exchanged_file_is_caught_by_its_name(path: Path, tamper, n
     assert any(breach.name is name and detail in breach.detail for breach in verify(path).breaches)
 
 
-def test_a_file_of_another_run_is_an_exchanged_one(path: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_run_is_reported_as_exchanged(path: Path, tmp_path: Path) -> None:
     _, files = write_files(path)
     _, others = write_files(tmp_path / "other" / "audit.jsonl", versions=(3, 4, 5, 6))
     assert others[1].read_bytes() != files[1].read_bytes()

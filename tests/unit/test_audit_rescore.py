@@ -164,7 +164,7 @@ def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name
 
 @pytest.mark.each_change
 @pytest.mark.parametrize("noise", [0.0, 1e-4])
-def test_old_weights_are_found_out_though_a_step_changes_less_than_the_bound(tmp_path, noise: float, capsys) -> None:
+def test_old_weights_are_found_though_a_step_changes_less_than_the_bound(tmp_path, noise: float, capsys) -> None:
     folder = tmp_path / "checkpoints"
     hf_models.draw("qwen3", folder / "iter_0000003", num_hidden_layers=2)
     model = AutoModelForCausalLM.from_pretrained(folder / "iter_0000003", dtype=torch.float32)
@@ -221,7 +221,7 @@ def test_versions_that_cannot_be_computed_again_are_named_with_the_reason(tmp_pa
     assert "8 responses of 1 versions computed again" in output
 
 
-def test_when_nothing_can_be_computed_again_that_is_no_success(honest, tmp_path, capsys) -> None:
+def test_rescoring_without_a_response_to_compute_fails(honest, tmp_path, capsys) -> None:
     assert audit(honest, tmp_path) == 4
     assert "no response" in capsys.readouterr().err
 

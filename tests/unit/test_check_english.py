@@ -46,7 +46,7 @@ def test_a_plain_sentence_is_not_reported(text):
     assert check_text(text, "page.md", 1) == []
 
 
-def test_a_page_is_read_without_its_code_and_cell_by_cell():
+def test_a_page_is_read_cell_by_cell_and_without_its_code():
     page = "# Title\n\nOne\ntwo.\n\n```bash\nThis is no word\n```\n\n- item\n- `is no` item\n\n| a | b |\n| c | d |\n"
     assert list(paragraphs(page)) == [
         (1, "Title"), (3, "One two."), (10, "item"), (11, "CODE item"), (13, "a"), (13, "b"), (14, "c"), (14, "d"),

@@ -85,7 +85,7 @@ def test_a_save_that_is_killed_at_any_step_leaves_a_whole_checkpoint_and_can_be_
     assert steps > 8
 
 
-def test_the_last_ones_and_those_at_the_interval_are_kept(tmp_path: Path) -> None:
+def test_the_last_checkpoints_and_those_at_the_interval_are_kept(tmp_path: Path) -> None:
     for iteration in range(1, 7):
         save(tmp_path / "last", iteration, keep_last=2)
         save(tmp_path / "interval", iteration, keep_last=1, retain_interval=4)
@@ -98,7 +98,7 @@ def test_the_last_ones_and_those_at_the_interval_are_kept(tmp_path: Path) -> Non
     assert len(names(tmp_path / "all")) == 7
 
 
-def test_the_newest_checkpoint_is_not_written_over_and_what_an_abandoned_run_left_gives_way(tmp_path: Path) -> None:
+def test_only_a_checkpoint_of_an_abandoned_run_is_overwritten(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(InputError, match="iter_0000001 exists already: choose another --save"):
         folders.stage(tmp_path, 1)

@@ -31,7 +31,7 @@ from tests.unit.test_examples import QWEN3_4B
 from tools.draw_figures import draw_all
 
 LANGUAGES = {"bash", "text", "python", "json"}
-# Beside a scripted engine, so that it takes seconds; test_the_smallest_run_with_vllm has it as it stands.
+# Beside a scripted engine: seconds. test_the_smallest_documented_run_trains_with_vllm runs it as it stands.
 REHEARSED = "--rollout-engine scripted"
 
 
@@ -119,7 +119,7 @@ def test_the_links_of_a_page_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page != "docs/flags.md"])
-def test_what_a_page_names_of_this_repository_is_there(page):
+def test_modules_and_files_that_a_page_names_exist(page):
     assert unknown_names(page) == []
 
 
@@ -138,7 +138,7 @@ def test_blocks_of_data_and_python_are_well_formed(page):
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page != "docs/flags.md"])
-def test_a_command_in_a_sentence_names_what_is_there(page):
+def test_commands_in_sentences_name_things_that_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for span in re.findall(r"`((?:make|megatron-rl|python3? -m) [^`]+)`", documents.prose(page)):
         first, *words = span.split()
@@ -229,7 +229,7 @@ def test_every_command_is_in_the_table_and_the_table_has_no_other():
     assert {page: keys for page, keys in found.items() if keys} == {page: {*keys} for page, keys in COMMANDS.items()}
 
 
-def test_tests_and_targets_that_the_table_names_are_there():
+def test_tests_and_targets_that_the_table_names_exist():
     makefile = (ROOT / "Makefile").read_text()
     for entries in COMMANDS.values():
         for command, how in entries.items():
@@ -287,7 +287,7 @@ def test_a_command_that_fails_is_noticed(folder):
         run("megatron-rl audit NOWHERE", folder)
 
 
-def test_the_reward_of_the_readme_is_one(tmp_path):
+def test_the_reward_of_the_readme_gives_the_rewards_that_it_describes(tmp_path):
     (block,) = [block for block in blocks("README.md") if block.title]
     (tmp_path / block.title).write_text(block.text)
     rewards = runpy.run_path(str(tmp_path / block.title))["answers_briefly"](
@@ -302,7 +302,7 @@ def test_the_reward_of_the_readme_is_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_smallest_run_with_vllm(tmp_path):
+def test_the_smallest_documented_run_trains_with_vllm(tmp_path):
     folder = make_folder(tmp_path)
     for page, command in _commands(Here):
         if page == "docs/training.md":

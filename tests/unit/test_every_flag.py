@@ -476,14 +476,14 @@ def faults(folders: dict[str, Path], rows: dict[str, Row]) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("_one_parser")
-def test_another_value_of_every_used_flag_changes_what_is_made_or_is_an_error(folders: dict[str, Path]) -> None:
+def test_another_value_of_every_used_flag_changes_an_object_or_is_an_error(folders: dict[str, Path]) -> None:
     assert faults(folders, ROWS) == {}
     assert ROWS.keys() == used_flags().keys()
     print(f"{len(ROWS)} flags")
 
 
 @pytest.mark.usefixtures("_one_parser")
-def test_what_only_another_platform_has_is_said_here(folders: dict[str, Path]) -> None:
+def test_flags_that_need_another_platform_are_said_here(folders: dict[str, Path]) -> None:
     for name, row in ROWS.items():
         if not row.elsewhere:
             continue
@@ -496,7 +496,7 @@ def test_what_only_another_platform_has_is_said_here(folders: dict[str, Path]) -
             assert any(name in note for note in parse_run(*words, world_size=NUM_RANKS).notes), name
 
 
-def test_a_flag_that_nothing_is_made_of_is_found(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
+def test_a_flag_that_changes_nothing_is_found(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
     planted = Flag(name="--ddp-do-nothing", targets=("planted.nothing",), help="Nothing.")
     everything = [*flags.list_script_flags(), planted]
     monkeypatch.setattr(flags, "list_script_flags", lambda: everything)

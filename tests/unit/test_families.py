@@ -66,7 +66,9 @@ def read(name: str, **changes: Any) -> Architecture:
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 6}, "experts", Experts(6, 2, 48, False)),
     ],
 )  # fmt: skip
-def test_a_key_says_this_of_the_model(name: str, changes: dict[str, Any], field: str, value: object) -> None:
+def test_a_key_of_config_json_gives_a_field_of_the_architecture(
+    name: str, changes: dict[str, Any], field: str, value: object
+) -> None:
     assert getattr(read(name, **changes), field) == value
 
 
@@ -159,7 +161,7 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("llama", {"rope_parameters": {**_YARN, "original_max_position_embeddings": 1.5}}, "= 1.5"),
     ],
 )  # fmt: skip
-def test_what_would_change_the_model_unseen_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+def test_a_key_that_this_package_does_not_compute_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         read(name, **changes)
     assert message in str(caught.value)

@@ -48,7 +48,7 @@ def test_any_one_bit_changes_every_lane(dtype: torch.dtype) -> None:
             assert (digest(changed) != before).all()
 
 
-def test_faults_that_sums_often_miss_are_seen() -> None:
+def test_swapped_transposed_and_moved_numbers_change_the_digest() -> None:
     torch.manual_seed(0)
     original = torch.randn(64, 64)
     swapped_rows, swapped_columns = original.clone(), original.clone()
@@ -59,14 +59,14 @@ def test_faults_that_sums_often_miss_are_seen() -> None:
     assert len(digests) == len(faults) + 1
 
 
-def test_vectors_and_large_rows_are_digested_in_blocks_without_a_difference() -> None:
+def test_digesting_vectors_and_large_rows_in_blocks_changes_no_digest() -> None:
     vector, wide = torch.randn(1000), torch.randn(3, 300_000)
     assert torch.equal(digest(vector), digest(vector[:300]) + digest(vector[300:], 300))
     assert torch.equal(digest(wide), digest(wide[:1]) + digest(wide[1:], 1))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=6), st.integers(0, 5), st.data())
-def test_slices_under_each_other_are_digested_as_each_alone(parts: list[tuple[int, int]], column: int, data) -> None:
+def test_stacked_slices_have_the_digests_of_each_alone(parts: list[tuple[int, int]], column: int, data) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     slices = [torch.randn(count, 7).to(dtype) for _, count in parts]
     padding = torch.zeros(3, 7, dtype=dtype)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.each_change
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 
-def test_all_of_it_runs_without_more_than_torch_and_numpy() -> None:
+def test_the_check_needs_torch_and_numpy_only() -> None:
     code = """
         import sys
         for package in ("megatron", "pytest", "hypothesis", "triton", "vllm", "transformers"):
@@ -66,7 +66,9 @@ def test_a_result_that_is_not_a_number_fails(broken: Callable) -> None:
     assert "merge, 32/16/2: not all of it is a number" in list(gpu_check.check_shapes("merge", "cpu"))
 
 
-def test_other_bits_fail_where_the_same_were_promised(broken: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_differ_between_runs_fail_a_backend_that_promises_the_same_bits(
+    broken: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true, scales = BACKENDS["merge"].attention, itertools.count(1)
     broken(lambda *arguments: true(*arguments) * next(scales))
     assert list(gpu_check.check_repeatability("merge", "cpu")) == []
@@ -75,7 +77,7 @@ def test_other_bits_fail_where_the_same_were_promised(broken: Callable, monkeypa
     assert failure.startswith("merge, three runs: other bits of out, ")
 
 
-def test_one_that_cannot_run_is_reported_and_stops_nothing(
+def test_a_backend_that_raises_is_reported_and_the_others_are_measured(
     broken: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(*arguments: object) -> torch.Tensor:
@@ -89,7 +91,7 @@ def test_one_that_cannot_run_is_reported_and_stops_nothing(
     assert "merge cannot run: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
-def test_one_whose_process_breaks_or_does_not_end_fails_and_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_whose_process_crashes_or_hangs_fails_and_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     true = subprocess.Popen
     commands = {
         "merge": "import os; os.abort()",
@@ -107,13 +109,13 @@ def test_one_whose_process_breaks_or_does_not_end_fails_and_is_not_measured(monk
     assert excluded == {"merge", "gather"}
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_the_check_says_that_there_is_no_gpu() -> None:
     result = subprocess.run(CHECK, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 3
     assert "no GPU that torch can use" in result.stderr
 
 
-def test_the_floor_counts_each_pair_of_tokens_that_see_each_other() -> None:
+def test_the_least_time_of_a_shape_counts_each_pair_of_tokens_that_see_each_other() -> None:
     shape = Shape("", 4096, (1024,) * 16)
     pairs = 4096 * 4097 // 2 + 16 * (1024 * 1025 // 2) + 4096 * 16 * 1024
     assert shape.flops(is_shared=True) == 4 * 128 * 32 * pairs
@@ -121,6 +123,6 @@ def test_the_floor_counts_each_pair_of_tokens_that_see_each_other() -> None:
     assert str(Row(shape, {}, {}).floor) == "1.74 + 4.35"
 
 
-def test_a_row_is_compared_with_the_fastest_of_whole_sequences() -> None:
+def test_a_speedup_is_over_the_fastest_kernel_on_whole_sequences() -> None:
     row = Row(Shape("4/2/1", 4, (2,)), {"a": Times(4, 8), "b": Times(5, 6)}, {"merge": Times(2, 3.5)})
     assert gpu_times.figures([row])["speedup_4_2_1"] == 2.0

@@ -108,7 +108,7 @@ def test_every_replica_has_the_slots_that_the_sizes_give_and_updates_share_them(
 
 @at_any_speed
 @given(plans())
-def test_the_prompts_bound_to_units_are_all_prompts_once_and_of_the_units_update(plan: Plan) -> None:
+def test_every_prompt_is_bound_to_one_unit_of_its_update(plan: Plan) -> None:
     division = divide(plan)
     units = {division.unit(*place) for place in all_places(plan)}
     assert sorted(prompt for unit in units for prompt in division.bound_prompts(unit)) == list(range(plan.num_prompts))
@@ -143,7 +143,7 @@ def test_prompts_that_are_not_those_of_the_plan_are_refused() -> None:
 
 @at_any_speed
 @given(histories())
-def test_claims_follow_from_the_order_of_the_events_as_the_naive_twin_makes_them(history) -> None:
+def test_claims_equal_those_of_the_naive_twin_after_every_event(history) -> None:
     plan, events = history
     iteration = Iteration(make_submission(plan))
     for number, event in enumerate(events):
@@ -192,7 +192,7 @@ def test_a_slot_asked_for_twice_gives_the_same_bytes(history) -> None:
 
 @at_any_speed
 @given(histories())
-def test_no_slot_waits_while_what_it_would_take_is_finished_and_those_served_are_told(history) -> None:
+def test_no_slot_waits_while_groups_for_it_are_finished_and_served_slots_are_returned(history) -> None:
     plan, events = history
     iteration = Iteration(make_submission(plan))
     division = iteration.division
@@ -289,7 +289,7 @@ def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
         Iteration(submission).restore([make_group(submission, 1)], [first])
 
 
-def test_requests_for_what_is_not_there_are_errors_of_their_own() -> None:
+def test_a_request_for_another_slot_or_version_than_there_is_is_an_error() -> None:
     iteration = Iteration(make_submission())
     for replica, index in [(2, 0), (0, 4), (-1, 0), (0, -1)]:
         with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
@@ -320,7 +320,7 @@ def test_an_iteration_that_failed_answers_nothing_but_its_first_failure() -> Non
     assert not iteration.is_same(make_submission())
 
 
-def test_it_is_complete_only_when_every_group_was_claimed() -> None:
+def test_an_iteration_is_complete_only_when_every_group_was_claimed() -> None:
     iteration = Iteration(make_submission(make_plan(num_prompts=2)))
     iteration.finished(make_group(iteration.submission, 1))
     with pytest.raises(NotAllClaimed, match=r"1 of 2 groups are not finished \(prompts 0\), 1 finished ones are not"):
@@ -335,7 +335,7 @@ def test_it_is_complete_only_when_every_group_was_claimed() -> None:
 
 @at_any_speed
 @given(plans(), st.data())
-def test_prompts_are_given_to_run_once_each_in_their_order(plan, data) -> None:
+def test_each_prompt_is_handed_out_once_in_order(plan, data) -> None:
     iteration = Iteration(make_submission(plan))
     waiting, running = list(range(plan.num_prompts)), list[int]()
     for action in data.draw(st.lists(st.sampled_from(["next", "next", "finish"]), max_size=30)):
@@ -404,7 +404,7 @@ def moved(index: int) -> Group:
         ),
     ],
 )
-def test_a_group_that_is_not_what_was_submitted_is_refused_by_name(group, message) -> None:
+def test_a_group_that_differs_from_what_was_submitted_is_refused_by_name(group, message) -> None:
     check_group(SUBMISSION, GROUP)
     with pytest.raises(GroupRefused) as caught:
         check_group(SUBMISSION, group)
@@ -427,7 +427,7 @@ def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() ->
     check_group(submission, with_response(empty, 1, finish_reason="length"))
 
 
-def test_a_group_or_a_claim_whose_recording_fails_has_not_happened_and_the_iteration_has_failed() -> None:
+def test_a_group_or_claim_that_cannot_be_recorded_does_not_count_and_fails_the_iteration() -> None:
     def record(what: object) -> None:
         raise OSError("no space left on device")
 

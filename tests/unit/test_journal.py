@@ -48,7 +48,7 @@ def prompts_in(journal: Journal) -> list[int]:
     return [group.prompt.index for group in journal.recovered.groups]
 
 
-def test_what_was_written_comes_back_in_its_order(path: Path) -> None:
+def test_records_come_back_in_the_order_in_which_they_were_written(path: Path) -> None:
     claims = [CLAIM, Claim(replica=0, index=0, prompts=[2])]
     write(path, [4, 2, 7], claims)
     with Journal(path, SUBMISSION) as journal:
@@ -94,7 +94,7 @@ def test_a_changed_byte_anywhere_is_named_with_its_record_and_a_remedy(tmp_path_
     assert path.read_bytes() == content
 
 
-def test_what_is_not_a_journal_is_not_taken_for_a_torn_one(path: Path) -> None:
+def test_a_record_with_a_wrong_head_is_damaged_and_not_a_torn_tail(path: Path) -> None:
     write(path, [4])
     with path.open("ab") as file:
         file.write(b"\0\0\0")
@@ -115,7 +115,7 @@ def test_what_is_not_a_journal_is_not_taken_for_a_torn_one(path: Path) -> None:
     ],
     ids=["run", "fingerprint", "version", "sampling", "group size", "prompt", "columns"],
 )
-def test_groups_come_back_only_for_what_they_were_sampled_for(path: Path, changes) -> None:
+def test_groups_come_back_only_for_the_submission_they_were_sampled_for(path: Path, changes) -> None:
     write(path, [4, 2], [CLAIM])
     changed = make_submission(**changes) if "plan" in changes else msgspec.structs.replace(SUBMISSION, **changes)
     with Journal(path, changed) as journal:
@@ -126,7 +126,7 @@ def test_groups_come_back_only_for_what_they_were_sampled_for(path: Path, change
         assert prompts_in(journal) == [4, 2]
 
 
-def test_neither_groups_that_other_rewards_scored_nor_their_claims_come_back(path: Path) -> None:
+def test_groups_that_other_rewards_scored_and_their_claims_do_not_come_back(path: Path) -> None:
     write(path, [4, 2], [CLAIM])
     claim = Claim(replica=0, index=0, prompts=[5])
     with Journal(path, SUBMISSION, scoring="length=1") as journal:
@@ -231,7 +231,7 @@ def test_an_append_that_finds_no_room_is_named_and_leaves_the_journal_as_it_was(
         assert journal.recovered.num_bytes_cut == 0
 
 
-def test_what_a_failed_append_leaves_when_it_cannot_be_cut_is_cut_later(path: Path, monkeypatch) -> None:
+def test_bytes_of_a_failed_append_that_could_not_be_cut_are_cut_later(path: Path, monkeypatch) -> None:
     def fail(descriptor: int, *what: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -253,7 +253,7 @@ def test_what_a_failed_append_leaves_when_it_cannot_be_cut_is_cut_later(path: Pa
         assert journal.recovered.num_bytes_cut == 9
 
 
-def test_a_second_writer_is_refused_and_a_successor_is_not(path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_has_closed(path: Path) -> None:
     folder = path.parent
     with JournalFolder(folder) as journals:
         with pytest.raises(FileInUse, match=r"lock is written by another process: end that sidecar"):
@@ -281,7 +281,7 @@ def test_only_the_owner_can_read_and_a_folder_open_to_others_is_refused(path: Pa
 
 
 @pytest.mark.parametrize("retain", [1, 3])
-def test_so_many_journals_are_kept_as_were_asked_for_and_always_the_current_one(path: Path, retain: int) -> None:
+def test_as_many_journals_are_kept_as_were_asked_for_and_always_the_current_one(path: Path, retain: int) -> None:
     def kept() -> list[int]:
         return sorted(int(file.stem) for file in path.parent.glob("*.journal"))
 

@@ -62,14 +62,14 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
         ("config/settings.py", '"""Doc."""\nfrom megatron_rl.types import Rope\nX: int = 1\nA, B = 1, 2'),
     ],
 )
-def test_what_is_allowed_is_not_reported(tmp_path, path, code):
+def test_allowed_imports_and_statements_are_not_reported(tmp_path, path, code):
     file = tmp_path / "megatron_rl" / path
     file.parent.mkdir(parents=True)
     file.write_text(code)
     assert violations(tmp_path) == []
 
 
-def test_what_must_do_without_torch_does_not_import_it_by_way_of_others_either():
+def test_packages_that_need_no_torch_do_not_import_it_indirectly():
     names = ", ".join(f"megatron_rl.{name}" for name in WITHOUT_TORCH)
     run_python(
         f"""

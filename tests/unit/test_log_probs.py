@@ -92,7 +92,7 @@ def on_ranks(temperature: float, block_columns: int) -> tuple[Result, int]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 @pytest.mark.parametrize("block_columns", [None, 5, 1])
-def test_results_and_gradients_are_the_naive_ones_of_the_real_columns(
+def test_results_and_gradients_equal_the_naive_ones_of_the_real_columns(
     temperature: float, block_columns: int | None
 ) -> None:
     ours = fused(torch.float32, temperature, block_columns)
@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(of_inputs, (hidden_TE, weight_VE))
 
 
-def test_the_gradient_is_written_not_added_and_comes_out_the_same_each_time() -> None:
+def test_gradients_overwrite_uninitialised_memory_and_are_the_same_each_time() -> None:
     first = fused(torch.bfloat16, 0.7, 5)
     torch.use_deterministic_algorithms(True)
     try:
@@ -158,7 +158,7 @@ def test_log_probs_are_the_same_with_and_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen: str) -> None:
+def test_a_frozen_input_gets_no_gradient_and_leaves_the_others_unchanged(frozen: str) -> None:
     expected = fused(torch.float32, 1.0)
     hidden_TE, weight_VE = inputs(torch.float32)
     (weight_VE if frozen == "weight" else hidden_TE).requires_grad_(False)
@@ -202,7 +202,7 @@ def test_a_temperature_must_be_above_0() -> None:
 
 
 @pytest.mark.each_change
-def test_no_array_of_all_logits_exists_in_either_direction() -> None:
+def test_neither_pass_holds_an_array_of_all_logits() -> None:
     printed = run_python("""
         from benchmarks.log_probs_memory import Shape, peak_over_logits
 

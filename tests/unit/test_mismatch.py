@@ -20,7 +20,7 @@ from megatron_rl.training.mismatch import MismatchBounds, Part, combine_parts
         (("float32",), EngineKind(has_model=False), None),
     ],
 )
-def test_the_bound_follows_from_the_coarsest_of_those_who_compute(dtypes, kind, expected) -> None:
+def test_the_bound_follows_from_the_coarsest_precision_of_trainer_and_engine(dtypes, kind, expected) -> None:
     assert MismatchBounds(dtypes, temperature=1.0).error(kind) == pytest.approx(expected)
     assert MismatchBounds(dtypes, temperature=1.5).error(kind) == pytest.approx(expected)
     half = MismatchBounds(dtypes, temperature=0.5).error(kind)
@@ -48,7 +48,7 @@ def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:
     assert combine_parts([Part(3.0, 0.5, 10)], None).is_accepted
 
 
-def test_what_is_not_a_number_is_borne_by_no_bound() -> None:
+def test_a_mismatch_of_nan_is_above_every_bound() -> None:
     for parts in ([Part(math.nan, math.nan, 4), Part(1.0, 1.0, 4)], [Part(1.0, 1.0, 4), Part(math.nan, math.nan, 4)]):
         found = combine_parts(parts, 1e9)
         assert math.isnan(found.largest)

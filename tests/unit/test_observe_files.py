@@ -47,7 +47,7 @@ def test_a_torn_last_line_is_cut_off_when_the_file_is_opened(tmp_path):
     assert path.read_bytes() == whole
 
 
-def test_a_line_is_with_the_kernel_when_write_returns(tmp_path):
+def test_a_line_can_be_read_as_soon_as_write_returns(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(metrics_record(0))
     assert [record["version"] for record in metrics.read(tmp_path)] == [0]
@@ -79,7 +79,7 @@ def test_a_damaged_line_is_named_and_nothing_is_dropped(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_what_is_dropped_is_the_end_of_the_file(tmp_path):
+def test_a_restart_drops_all_lines_from_the_first_later_version_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"version": 0}\n{"version": 5}\n{"version": 3}\n')
     path.chmod(0o600)
@@ -158,7 +158,7 @@ def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_tra
     ]
 
 
-def test_samples_of_a_resumed_run_are_dropped_and_bounded_as_metrics_are(tmp_path):
+def test_a_resumed_run_drops_and_bounds_samples_as_it_does_metrics(tmp_path):
     file = SamplesFile(tmp_path / "samples.jsonl", limit=2)
     for version in range(3):
         file.write(version, [_group("r", 2)])

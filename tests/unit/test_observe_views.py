@@ -100,14 +100,14 @@ def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_
     assert lines[3] == "    after 10/10  evaluation pass@4 0.750 reward 0.500"
 
 
-def test_a_line_says_which_numbers_there_are_not():
+def test_missing_numbers_of_a_line_are_dashes():
     assert progress.line_of(0, 9, {}) == (
         "iteration 1/9  reward       -  loss          -  tokens/s        - generated        - trained         - s  "
         "waited   -%  truncated   -%"
     )
 
 
-def test_none_shows_nothing_but_what_is_said(capsys):
+def test_progress_none_shows_messages_only(capsys):
     shown = progress.progress_of(ObserveConfig(progress="none"), 2, sys.stdout)
     shown.begin(0, 4)
     shown.end(0, metrics_record(0))
@@ -187,7 +187,7 @@ def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch)
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_what_two_threads_tell_the_display_is_all_kept(monkeypatch):
+def test_updates_of_two_threads_to_the_display_are_both_kept(monkeypatch):
     shown = progress.LiveProgress(3, 1, io.StringIO())
     replace = dataclasses.replace
 
@@ -244,7 +244,7 @@ def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatc
         stream.close()
 
 
-def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
+def test_flags_of_progress_and_samples_have_bounds():
     problems = [*check_bounds(ObserveConfig(log_interval=0, log_samples=-1))]
     assert [problem.split(":")[0] for problem in problems] == [
         "--log-interval 0 must be at least 1",
@@ -255,7 +255,7 @@ def test_flags_of_what_a_person_sees_are_checked_when_they_are_read():
 # The end
 
 
-def test_the_report_says_what_it_came_to_where_the_time_went_and_where_everything_lies(tmp_path):
+def test_the_report_has_results_times_and_places(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, range(5))
     places = report.Places(metrics=path, checkpoint=tmp_path / "nothing")
@@ -282,7 +282,7 @@ where everything lies
     )
 
 
-def test_the_start_counts_in_where_the_time_went_and_is_no_part_of_an_iteration():
+def test_the_report_counts_the_time_of_the_start_apart_from_iterations():
     record = metrics_record(0)
     record["time"]["start"] = 12.0
     assert "start" not in metrics.seconds_by_span(record)
@@ -292,12 +292,12 @@ def test_the_start_counts_in_where_the_time_went_and_is_no_part_of_an_iteration(
     assert times[-1] == "  all    36.0 s  100.0%"
 
 
-def test_a_report_of_nothing_is_nothing():
+def test_a_run_without_numbers_has_an_empty_report():
     assert report.report_lines([], report.Places()) == []
     assert report.report_lines([{"version": 3}], report.Places()) == []
 
 
-def test_a_chart_of_a_line_is_a_line():
+def test_a_chart_of_linear_values_is_a_straight_line():
     assert chart("reward", {"run": [(0, 0.0), (5, 5.0), (10, 10.0)]}, width=11, height=6).splitlines() == [
         "reward",
         "10 |          *",
@@ -320,7 +320,7 @@ def test_a_chart_of_two_runs_tells_them_apart():
 
 
 @pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, 0.5), (9, 0.5)], [(v, v % 7) for v in range(1000)]])
-def test_a_chart_of_anything_fits(points):
+def test_a_chart_of_any_values_fits_its_size(points):
     lines = chart("reward", {"run": points}).splitlines()
     assert len(lines) in (1, 15)
     assert max(map(len, lines)) <= 70

@@ -42,7 +42,7 @@ def test_each_response_token_is_predicted_by_the_row_before_it_in_its_sequence(d
     assert found == expected
 
 
-def test_a_plain_sequence_predicts_all_its_tokens_but_the_first() -> None:
+def test_a_sequence_without_a_prompt_predicts_all_its_tokens_but_the_first() -> None:
     pack = pack_sequences([[7, 8, 9], [4], []])
     assert pack.target_tokens_N.tolist() == [8, 9]
     assert pack.target_rows_N.tolist() == [0, 1]

@@ -51,7 +51,7 @@ def _with(made: Subjects, changes: dict[str, Any]) -> Subjects:
     return made
 
 
-def test_one_update_is_what_the_batch_size_says():
+def test_a_batch_of_all_samples_makes_one_update():
     sizes = compute_sizes(settings(training__global_batch_size=64), 2)
     assert (sizes.plan.num_updates, sizes.division.slots_per_replica) == (1, 4)
 
@@ -66,7 +66,7 @@ def test_a_reference_or_an_old_policy_may_lie_in_the_hosts_memory(changes):
     assert compute_sizes(settings(loop__frozen_offload=True, **changes), 2).plan.num_prompts == 8
 
 
-def test_without_prompts_a_step_the_batch_size_says_how_many():
+def test_without_prompts_per_step_the_batch_size_gives_their_number():
     changes = {"algorithm__prompts_per_step": None, "training__global_batch_size": 32}
     assert compute_sizes(settings(**changes), 1).plan.num_prompts == 4
 
@@ -76,12 +76,12 @@ def test_the_largest_micro_batch_is_known_before_the_run(micro_batch, expected):
     assert compute_sizes(settings(training__micro_batch_size=micro_batch), 1).largest_micro_batch == expected
 
 
-def test_a_copy_of_the_prompt_for_each_response_counts() -> None:
+def test_without_sharing_the_largest_micro_batch_counts_each_copy_of_a_prompt() -> None:
     changes = {"training__micro_batch_size": 16, "attention__is_shared": False}
     assert compute_sizes(settings(**changes), 1).largest_micro_batch == 16 * (96 + 32)
 
 
-def test_what_pads_a_micro_batch_counts() -> None:
+def test_the_largest_micro_batch_counts_its_padding() -> None:
     divided = {"tensor_model_parallel_size": 4, "context_parallel_size": 3}
     assert compute_sizes(settings(), 1).largest_micro_batch == 352
     assert compute_sizes(settings(divided), 1).largest_micro_batch == 354
@@ -128,7 +128,7 @@ def test_what_pads_a_micro_batch_counts() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_one_error_with_its_flag(changes, message):
+def test_sizes_that_cannot_be_are_one_error_with_its_flag(changes, message):
     with pytest.raises(UsageError, match=message):
         compute_sizes(settings(**changes), 2)
 

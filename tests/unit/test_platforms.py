@@ -179,7 +179,7 @@ def test_every_patch_of_the_cpu_has_a_name_and_a_reason():
     assert all(len(reason) > 20 for _, reason in patches)
 
 
-def test_the_memory_of_the_cpu_counts_what_a_tensor_takes():
+def test_memory_on_the_cpu_counts_the_bytes_of_a_tensor():
     platform = select("cpu")
     before = platform.memory().allocated
     # Memory of its own: torch may find room in what this process has freed, and has still.
@@ -211,7 +211,7 @@ def test_versions_compare_by_their_leading_numbers():
     assert versions.TORCH.accepts("2.13.0+cpu")
 
 
-def test_a_fix_meeting_a_megatron_it_does_not_know_fails_loudly():
+def test_a_patch_refuses_a_megatron_core_that_it_does_not_know():
     class DistributedOptimizer:
         def load_state_dict(self, state_dict, strict): ...
 
@@ -299,7 +299,7 @@ def test_an_npu_that_is_not_visible_is_an_error(monkeypatch):
         npu.NpuPlatform()._after_install()
 
 
-def test_the_npu_platform_asks_torch_npu(monkeypatch):
+def test_the_npu_platform_uses_the_calls_of_torch_npu(monkeypatch):
     calls = _fake_torch_npu(monkeypatch, available=True)
     platform = npu.NpuPlatform()
     platform.set_device(1)

@@ -90,7 +90,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_
     assert wire.decode(wire.encode(prompts[0]), wire.Prompt) == prompts[0]
 
 
-def test_a_chat_goes_through_the_template_which_asks_for_an_answer_and_is_given_no_second_start(model, tmp_path):
+def test_a_chat_goes_through_the_template_and_gets_no_second_start_token(model, tmp_path):
     messages = [{"role": "user", "content": " n1 "}]
     prompt = load(model, write(tmp_path / "a.jsonl", {"prompt": messages})).take(1)[0]
     tokens = wire.decode_tokens(prompt.tokens).tolist()
@@ -121,7 +121,7 @@ def test_columns_are_found_under_the_keys_that_the_flags_name(model, tmp_path):
     assert prompt.columns == {"answer": "x", "prompt": "kept"}
 
 
-def test_a_column_is_nested_as_deep_as_it_may_be_and_still_reaches_a_reward(model, tmp_path):
+def test_the_most_deeply_nested_column_that_is_allowed_reaches_a_reward(model, tmp_path):
     [prompt] = load(model, write(tmp_path / "a.jsonl", {"prompt": "n1", "answer": nested(100)})).take(1)
     assert wire.decode(wire.encode(prompt), wire.Prompt).columns == {"answer": nested(100)}
     reward = rewards.write(tmp_path, "def fn(answer, **columns): return [float(str(answer).count('7'))] * 2")
@@ -161,7 +161,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(model, tmp_path):
     assert rows_of(load(model, *paths, shuffle=False).take(2)) == ["easy/train.jsonl:1", "hard/train.jsonl:1"]
 
 
-def test_a_file_whose_name_is_no_utf_8_is_used_like_any_other(model, tmp_path):
+def test_a_file_whose_name_is_not_utf_8_is_used_like_any_other(model, tmp_path):
     path = write(tmp_path / os.fsdecode(b"tr\xff.jsonl"), {"prompt": "n1"}, {"prompt": "n2"}, {"prompt": 5})
     with pytest.raises(InputError, match=r"jsonl:3 has a number as its prompt"):
         load(model, path)
@@ -284,7 +284,7 @@ def test_the_order_is_the_same_in_years_to_come():
         ({"shuffle": False}, "prompts in the files' order: give --no-shuffle-prompts"),
     ],
 )
-def test_a_place_in_other_prompts_is_refused_by_what_differs(other, message):
+def test_a_saved_place_in_other_prompts_is_refused_and_the_difference_named(other, message):
     saved = source(**{"num_rows": 8, **other})
     saved.take(5)
     ours = source(8)
@@ -294,7 +294,7 @@ def test_a_place_in_other_prompts_is_refused_by_what_differs(other, message):
 
 
 @pytest.mark.parametrize("change", [{"num_taken": "x"}, {"num_taken": -1}, {"more": 1}, None])
-def test_a_place_that_is_none_is_refused(change):
+def test_a_malformed_saved_place_is_refused(change):
     state = None if change is None else source(3).state() | change
     with pytest.raises(InputError, match="checkpoint"):
         source(3).restore(state)
@@ -366,7 +366,7 @@ def test_a_file_that_cannot_be_used_is_one_error_with_file_and_line(model, tmp_p
         ("a.parquet", b"", "a.parquet cannot be read as Parquet"),
     ],
 )
-def test_a_file_of_another_kind_or_none_is_one_error(model, tmp_path, name, content, message):
+def test_a_prompt_file_that_is_missing_or_of_another_format_is_one_error(model, tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=re.escape(message)) as caught:
@@ -392,7 +392,7 @@ def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tm
         ([{"a": [float("inf")]}], "holds inf, which JSON has no number for, in column extra"),
     ],
 )
-def test_parquet_columns_that_json_cannot_say_are_refused(model, tmp_path, column, message):
+def test_parquet_values_that_json_cannot_hold_are_refused(model, tmp_path, column, message):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -416,7 +416,7 @@ def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no
         load(model, write(tmp_path / "a.jsonl", {"prompt": "n1"}))
 
 
-def test_a_tokenizer_that_is_missing_has_no_template_or_is_another_models_is_said(model, tmp_path):
+def test_a_missing_or_unsuitable_tokenizer_is_an_error_by_name(model, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": "n1 n99"})
     with pytest.raises(InputError, match="must be a folder"):
         load(tmp_path / "nowhere", path)

@@ -11,7 +11,7 @@ WEIGHTS = Weights(run="run", version=3, fingerprint="f", transport="shm", dtype=
 
 
 @pytest.mark.parametrize("odd", [[-2.0, -1.0, -3.1], [-2.0, math.nan, -3.0], [math.nan, -1.0, -3.0]])
-def test_an_engine_whose_probe_is_not_that_of_the_others_is_named(odd):
+def test_an_engine_whose_probe_differs_from_the_others_is_named(odd):
     most = [-2.0, -1.0, -3.0]
     assert _off_the_middle({"a": most, "b": most}, WEIGHTS, 1e-5) == {}
     assert "b" in _off_the_middle({"a": most, "b": odd, "c": most}, WEIGHTS, 1e-5)

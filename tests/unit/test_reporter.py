@@ -72,9 +72,7 @@ def test_responses_to_held_out_prompts_are_samples_of_an_evaluation(tmp_path):
 @pytest.mark.parametrize(("given", "difference", "is_warned"), [
     (None, 5e-4, False), (None, 2e-3, True), (0.0, 5e-4, True), (0.0, 0.0, False), (0.1, 2e-3, False),
 ])  # fmt: skip
-def test_a_mismatch_above_what_was_given_or_what_the_precision_explains_is_warned_of(
-    tmp_path, given, difference, is_warned
-):
+def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_path, given, difference, is_warned):
     to = reporter(tmp_path, mismatch_warning=given, log_samples=0)
     to._progress = said = Said()
     metrics = {"version": 0, "mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}

@@ -152,12 +152,12 @@ def test_a_function_written_for_verl_runs_with_one_line():
         ([10**400, 1.0], "completion 0 got 1000"),
     ],
 )
-def test_what_is_no_list_of_finite_numbers_is_refused(values, message):
+def test_a_reward_that_returns_anything_but_a_list_of_finite_numbers_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         check_values(values, 2)
 
 
-def test_numbers_of_any_kind_are_taken_and_none_stays():
+def test_numbers_of_any_type_are_accepted_and_none_is_kept():
     import numpy as np
 
     assert check_values([True, None], 2) == [1.0, None]

@@ -159,7 +159,7 @@ def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path
     assert errors == {"dies": 3}
 
 
-def test_what_one_group_leaves_behind_does_not_fail_the_next(tmp_path):
+def test_a_worker_that_one_group_crashes_later_does_not_fail_the_next_group(tmp_path):
     file = tmp_path / "mine.py"
     later = "threading.Timer(0.1, lambda: os._exit(9)).start()"
     file.write_text("import os, threading\n" + CODE.format(body=f"{later}; return [0.0, 0.0]"))
@@ -175,7 +175,7 @@ def test_what_one_group_leaves_behind_does_not_fail_the_next(tmp_path):
     assert with_pool([f"{file}:fn"], use, num_workers=1) == [[0.0, 0.0], [1.0, 2.0]]
 
 
-def test_what_one_group_writes_into_the_channel_under_the_next_one_is_not_the_next_ones_fault(tmp_path):
+def test_late_writes_of_one_group_to_the_channel_do_not_fail_the_next_group(tmp_path):
     file = tmp_path / "mine.py"
     later = "threading.Timer(0.1, write_everywhere, (b'{}\\n',)).start()"
     file.write_text("import threading, time\n" + CODE.format(body=f"{later}; return [0.0, 0.0]"))
@@ -339,7 +339,7 @@ def needs_landlock():
 
 
 @pytest.mark.parametrize("namespace", [True, False])
-def test_what_means_harm_is_refused(tmp_path, token, namespace):
+def test_attacks_of_a_reward_function_are_refused(tmp_path, token, namespace):
     """All attacks in one pool, one group each; each says of itself that it was refused."""
     needs_landlock()
     with token.open() as held:
@@ -457,7 +457,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def test_what_the_kernel_cannot_confine_is_said_and_refused_where_confinement_is_required(tmp_path, monkeypatch):
+def test_confinement_that_the_kernel_lacks_is_said_and_refused_where_it_is_required(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(CODE.format(body="pass"))
 
@@ -486,7 +486,7 @@ print(confinement.confine(limits))
     assert "Function not implemented" in printed
 
 
-def test_a_private_folder_inside_a_readable_one_is_left_out_by_naming_its_neighbours(tmp_path):
+def test_a_private_folder_inside_a_readable_one_stays_unreadable(tmp_path):
     for name in ("run/private", "run/open", "data"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "shortcut").symlink_to(tmp_path / "run/private")

@@ -57,7 +57,7 @@ def test_text_data_gives_functions_plain_strings_and_only_what_they_name(tmp_pat
     assert result.rewards == [1.0, 2.0]
 
 
-def test_none_leaves_a_sample_to_the_other_functions_and_fails_where_there_is_no_other(tmp_path):
+def test_a_reward_of_none_leaves_a_completion_to_the_other_functions(tmp_path):
     file = write(
         tmp_path,
         """
@@ -167,7 +167,7 @@ def test_an_edit_in_mid_run_changes_nothing_even_for_workers_that_start_later(tm
     assert with_pool([f"{file}:fn"], use, num_workers=1).rewards == [1.0, 1.0]
 
 
-def test_pools_that_may_score_otherwise_have_another_identity_and_all_others_the_same(tmp_path, monkeypatch):
+def test_the_identity_of_a_pool_changes_with_all_that_may_change_a_score_and_nothing_else(tmp_path, monkeypatch):
     code = "def fn(completions, **kwargs): return [{}] * len(completions)\ndef other(completions, **kwargs): return []"
     file, copy = (write(tmp_path, code.format(1.0), name) for name in ("mine.py", "copy.py"))
     monkeypatch.chdir(tmp_path)
@@ -234,7 +234,7 @@ def test_two_thousand_groups_of_eight_need_no_other_workers_than_those_of_the_st
     assert before == after
 
 
-def test_groups_that_wait_when_the_pool_closes_fail_and_so_does_a_cancelled_one_cleanly(tmp_path):
+def test_groups_that_wait_when_the_pool_closes_or_are_cancelled_fail_cleanly(tmp_path):
     file = write(
         tmp_path,
         """
@@ -259,7 +259,7 @@ def test_groups_that_wait_when_the_pool_closes_fail_and_so_does_a_cancelled_one_
     assert all(isinstance(end, RewardError) and "the run is ending" in str(end) for end in ends[1:])
 
 
-def test_no_function_and_no_worker_are_refused():
+def test_a_pool_without_functions_or_workers_is_refused():
     with pytest.raises(UsageError, match="--reward is missing"):
         RewardPool([])
     with pytest.raises(UsageError, match="--reward-workers 0"):
@@ -292,7 +292,7 @@ TRIALS = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_a_function_that_no_completion_would_suit_ends_the_start_by_name_and_leaves_nothing(tmp_path, trial):
+def test_a_function_that_fails_for_every_completion_ends_the_start_by_name_and_leaves_nothing(tmp_path, trial):
     code, message = TRIALS[trial]
     file = write(tmp_path, code)
     with pytest.raises(UsageError, match=rf"^--reward f: {message}") as raised:
@@ -316,7 +316,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("case", FINE)
-def test_a_trial_that_fails_as_a_real_completion_need_not_refuses_nothing(tmp_path, case, monkeypatch):
+def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_path, case, monkeypatch):
     monkeypatch.setattr(pool, "_TRIAL_SECONDS", 0.5)
     file = write(tmp_path, f"def f(completions, **columns):\n{FINE[case]}")
 
@@ -326,7 +326,7 @@ def test_a_trial_that_fails_as_a_real_completion_need_not_refuses_nothing(tmp_pa
     assert with_pool([f"{file}:f"], use, trial=request(), num_workers=1).rewards == [1.0]
 
 
-def test_what_a_function_remembers_of_the_trial_reaches_no_group(tmp_path):
+def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
     file = write(tmp_path, """
         calls = []
         def f(completions, **columns):

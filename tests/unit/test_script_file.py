@@ -25,7 +25,7 @@ def delays(path: Path) -> list[float]:
     return [script.delay(request) for request in requests]
 
 
-def test_what_the_file_says_is_how_engines_behave(tmp_path: Path) -> None:
+def test_a_script_sets_vocabulary_lengths_and_speed_of_scripted_engines(tmp_path: Path) -> None:
     script = read_script(written(tmp_path, {"vocab_size": 50, "lengths": [3, 9], "tokens_per_second": 200}), 131)
     assert (script.vocab_size, script.lengths, script.tokens_per_second) == (50, (3, 9), 200.0)
 

@@ -28,7 +28,7 @@ def problems(words: str) -> list[str]:
     return str(raised.value).splitlines()
 
 
-def test_flags_become_settings_and_lists_join(tmp_path: Path) -> None:
+def test_flags_become_settings_and_repeated_lists_are_joined(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("def g(completions): ...")
     function = f"{tmp_path}/f.py:g"
     settings = parse(f"{SCRIPTED} --reward exact=0.5 --reward {function} --rollout-num-engines 3".split())
@@ -65,13 +65,13 @@ def test_flags_become_settings_and_lists_join(tmp_path: Path) -> None:
         ("--num-layers 4", "unknown flag --num-layers"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_write(words: str, message: str) -> None:
+def test_a_wrong_value_is_refused_and_the_error_says_what_to_write(words: str, message: str) -> None:
     found = problems(f"{SCRIPTED} --reward exact {words}")
     assert len(found) == 1, found
     assert message in found[0]
 
 
-def test_all_that_cannot_be_is_said_at_once_a_line_each(tmp_path: Path) -> None:
+def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions): ...")
     found = problems(
         f"--platform cpu --rollout-num-engines 0 --rollout-listen nowhere --rollout-python {tmp_path} "
@@ -104,7 +104,7 @@ def test_all_that_cannot_be_is_said_at_once_a_line_each(tmp_path: Path) -> None:
         ("'a' + chr(0)\0", "mine.py"),
     ],
 )
-def test_a_function_that_its_file_cannot_have_is_refused(code: str | None, message: str, tmp_path: Path) -> None:
+def test_a_reward_function_that_is_not_in_its_file_is_refused(code: str | None, message: str, tmp_path: Path) -> None:
     if code is not None:
         (tmp_path / "mine.py").write_text(code)
     found = problems(f"{SCRIPTED} --reward {tmp_path}/mine.py:score")
@@ -131,7 +131,7 @@ def test_a_function_that_its_file_cannot_have_is_refused(code: str | None, messa
         "raise SystemExit('this file is run')\ndef score(completions): ...",
     ],
 )
-def test_a_file_is_read_and_not_run_and_what_it_may_have_is_left_to_the_worker(code: str, tmp_path: Path) -> None:
+def test_a_reward_file_that_may_define_the_function_is_accepted_without_being_run(code: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(code)
     assert parse(f"{SCRIPTED} --reward {tmp_path}/mine.py:score".split()).reward.functions
 
@@ -152,7 +152,7 @@ def test_a_script_is_for_scripted_engines_only(model: Path, tmp_path: Path) -> N
     assert parse(f"{SCRIPTED} --reward exact --rollout-script {script}".split()).rollout.script == script
 
 
-def test_a_vllm_sidecar_wants_a_length(model: Path) -> None:
+def test_a_vllm_sidecar_needs_a_longest_sequence(model: Path) -> None:
     words = f"--rollout-folder run --reward exact --platform cpu --hf-model {model}"
     (found,) = problems(words)
     assert "--rollout-max-model-len is missing" in found
@@ -175,12 +175,12 @@ def test_a_vllm_sidecar_wants_a_length(model: Path) -> None:
         ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),
     ],
 )
-def test_what_vllm_cannot_do_with_a_model_is_said(words: str, message: str, model: Path) -> None:
+def test_engine_flags_that_do_not_fit_the_model_are_refused(words: str, message: str, model: Path) -> None:
     assert any(line.startswith(message) for line in problems(f"{VLLM} --hf-model {model} {words}"))
     assert parse(f"{VLLM} --hf-model {model} --rollout-tensor-parallel-size 2 --rollout-max-model-len 256".split())
 
 
-def test_a_size_of_heads_that_a_cpu_has_no_kernel_for_is_said_and_is_no_matter_elsewhere(tmp_path: Path) -> None:
+def test_a_head_size_without_a_cpu_kernel_is_refused_on_the_cpu_only(tmp_path: Path) -> None:
     words = f"{VLLM} --hf-model {hf_models.draw('qwen3', tmp_path / 'model', head_dim=16)}"
     (found,) = problems(words)
     assert "the model's heads have 16 columns (head_dim), and vLLM's attention on a CPU takes 32, 48," in found
@@ -188,7 +188,7 @@ def test_a_size_of_heads_that_a_cpu_has_no_kernel_for_is_said_and_is_no_matter_e
     assert parse(f"{words} --rollout-engine scripted".split())
 
 
-def test_the_sizes_of_heads_are_those_that_the_installed_vllm_lists_and_48() -> None:
+def test_supported_head_sizes_are_48_and_those_of_the_installed_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
@@ -199,7 +199,7 @@ def test_the_sizes_of_heads_are_those_that_the_installed_vllm_lists_and_48() -> 
     assert set(CPU_HEAD_SIZES) == {48, *ast.literal_eval(answer.value)}
 
 
-def test_linear_positions_reach_further_than_the_trained_ones(tmp_path: Path) -> None:
+def test_linear_rope_scaling_makes_the_longest_sequence_longer(tmp_path: Path) -> None:
     folder = hf_models.draw("llama_biased", tmp_path / "model", head_dim=32)
     assert parse(f"{VLLM} --hf-model {folder} --rollout-max-model-len 640".split())
     (found,) = problems(f"{VLLM} --hf-model {folder} --rollout-max-model-len 641")
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_read_is_said_with_all_else_and_alone_is_an_error
     assert "/no/model/config.json does not exist" in found[1]
 
 
-def test_a_program_is_taken_as_the_interpreter_of_vllm(model: Path, tmp_path: Path) -> None:
+def test_the_interpreter_of_vllm_must_be_executable(model: Path, tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\n")
     assert "must be a program" in problems(f"{VLLM} --hf-model {model} --rollout-python {program}")[0]

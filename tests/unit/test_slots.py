@@ -67,7 +67,7 @@ def until(condition) -> None:
         time.sleep(0.005)
 
 
-def test_a_rank_asks_in_order_and_one_ahead_of_what_it_computes():
+def test_a_rank_asks_for_slots_in_order_and_one_ahead():
     source = Source()
     source.let_go[0].set()
     slots = slots_of(source.fetch)
@@ -83,7 +83,7 @@ def test_a_rank_asks_in_order_and_one_ahead_of_what_it_computes():
     assert source.asked == [0, 1, 2, 3]
 
 
-def test_a_batch_is_made_once_for_all_chunks_and_passes():
+def test_a_batch_is_made_once_for_all_passes():
     source = Source()
     for event in source.let_go:
         event.set()
@@ -93,7 +93,7 @@ def test_a_batch_is_made_once_for_all_chunks_and_passes():
     assert sorted(source.asked) == [0, 1, 2, 3]
 
 
-def test_a_wait_is_a_wait_where_the_batch_is_wanted():
+def test_waiting_is_measured_only_while_a_batch_is_wanted():
     source = Source()
     entered = []
 
@@ -114,7 +114,7 @@ def test_a_wait_is_a_wait_where_the_batch_is_wanted():
     assert entered == ["in", "out"] * 4
 
 
-def test_a_fault_of_the_service_comes_out_where_the_batch_is_wanted():
+def test_a_fault_of_the_service_is_raised_where_the_batch_is_wanted():
     def fails(index: int) -> wire.Slot:
         raise MegatronRLError("iteration 3 failed: an engine is lost")
 
@@ -141,7 +141,7 @@ def test_a_fault_of_the_service_comes_out_where_the_batch_is_wanted():
     ],
     ids=["version", "run", "weights", "older", "others", "no span", "short span", "two versions"],
 )
-def test_what_was_not_sampled_from_this_version_is_refused(changes):
+def test_a_slot_that_was_not_sampled_from_this_version_is_refused(changes):
     def fetch(index: int) -> wire.Slot:
         given = dict(changes)
         made = slot(index)

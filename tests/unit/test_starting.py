@@ -34,7 +34,7 @@ def test_a_line_of_the_start_says_how_long_the_run_has_been_starting():
     assert startup.seconds == 100
 
 
-def test_a_reader_of_the_start_that_is_gone_costs_the_run_nothing():
+def test_a_closed_output_does_not_stop_the_start():
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError

@@ -159,7 +159,7 @@ def test_workers_share_the_digests_and_each_loads_all(tmp_path):
     assert workers[0].megatron_rl_load(FINGERPRINT, digests)["error"] == "no weights were received"
 
 
-def test_a_load_that_breaks_off_in_the_model_is_never_taken_up_again(tmp_path):
+def test_a_worker_whose_load_broke_off_in_the_model_must_be_restarted(tmp_path):
     class Breaks(Model):
         def load_weights(self, weights):
             next(iter(weights))
@@ -188,7 +188,7 @@ def test_parameters_that_the_model_did_not_load_are_found(tmp_path):
     assert extension.megatron_rl_report() == {"fingerprint": ""}
 
 
-def test_the_seed_patch_knows_what_it_patches():
+def test_the_seed_patch_refuses_code_that_it_does_not_know():
     class Runner:
         def _sample(self, logits, something_new):
             return logits

@@ -34,7 +34,7 @@ def test_twice_the_other_programs_error_and_some_units_of_the_largest_value_are_
     assert error_over_bound(TRUTH.float(), TRUTH.float(), TRUTH) == 0
 
 
-def test_what_is_not_a_number_is_never_near() -> None:
+def test_a_result_with_nan_is_never_near() -> None:
     broken = moved(math.nan).float()
     assert error_over_bound(broken, TRUTH.float(), TRUTH) == math.inf
     near, truth = (dict.fromkeys("abc", tensor) for tensor in (TRUTH.float(), TRUTH))
@@ -42,7 +42,7 @@ def test_what_is_not_a_number_is_never_near() -> None:
     assert worst_of(near, near, truth)[0] == 0
 
 
-def test_a_models_tensors_count_together_and_each_by_its_own_largest_value() -> None:
+def test_errors_of_a_models_tensors_are_compared_relative_to_each_ones_largest_value() -> None:
     truth = {"first": TRUTH, "second": 100 * TRUTH}
     theirs = {"first": moved(2.0**-10).float(), "second": truth["second"].float()}
     # As near by its own largest value as the other program is at the other tensor.
@@ -53,7 +53,7 @@ def test_a_models_tensors_count_together_and_each_by_its_own_largest_value() -> 
     assert error_over_bound(ours[name], theirs[name], truth[name]) > 1
 
 
-def test_a_mean_may_be_as_far_off_as_a_term() -> None:
+def test_a_mean_may_be_as_far_off_as_one_of_its_terms() -> None:
     theirs = moved(2.0**-10).float()
     mean = TRUTH.mean().item()
     assert mean_over_bound(mean + 2.0**-10, theirs, TRUTH) == pytest.approx(0.5, rel=0.01)
@@ -61,7 +61,7 @@ def test_a_mean_may_be_as_far_off_as_a_term() -> None:
     assert weighted_over_bound(0.25 * mean - 2.0**-10, 0.25 * mean, theirs, TRUTH) == pytest.approx(0.5, rel=0.01)
 
 
-def test_in_float64_what_asks_for_float32_gets_float64() -> None:
+def test_under_everything_in_float64_casts_to_float32_give_float64() -> None:
     values = torch.tensor([0.1, 0.2], dtype=torch.float64)
     with everything_in(torch.float64):
         results = [values.float(), values.to(torch.float32), values.softmax(0, dtype=torch.float32)]

@@ -89,7 +89,7 @@ SPAN = {"version": TAG, "start": 0, "end": 3}
         ({"weight_versions": None}, "does not record the version"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_refused(changes, message):
+def test_an_incomplete_answer_is_refused(changes, message):
     with pytest.raises(EngineRefused, match=message):
         answered(choice(0), choice(1, **changes))
 
@@ -134,7 +134,7 @@ def test_every_field_of_the_sampling_reaches_vllm():
         assert changed[field] != plain[field]
 
 
-def test_what_would_change_the_policy_that_samples_is_switched_off_by_name():
+def test_sampling_options_that_change_the_distribution_are_switched_off_by_name():
     params = build_sampling_params(Sampling(max_tokens=3), LIMITS)
     assert (params["top_p"], params["top_k"], params["min_p"]) == (1.0, 0, 0.0)
     assert (params["presence_penalty"], params["frequency_penalty"], params["repetition_penalty"]) == (0.0, 0.0, 1.0)

@@ -27,7 +27,7 @@ def lines_of(name: str) -> list[str]:
         ("no_vllm", "in its server:", "ModuleNotFoundError: No module named 'vllm'"),
     ],
 )
-def test_the_innermost_process_says_why_with_its_last_frames(name: str, first: str, last: str) -> None:
+def test_the_cause_is_the_innermost_process_error_with_its_last_frames(name: str, first: str, last: str) -> None:
     found = find_cause(lines_of(name))
     assert found.splitlines()[0] == first
     assert last in found
@@ -51,7 +51,7 @@ def test_the_worker_that_failed_first_counts_though_their_lines_are_mixed() -> N
     ]
 
 
-def test_an_error_that_it_outlived_and_a_warning_are_not_the_cause() -> None:
+def test_a_survived_error_and_a_warning_are_not_the_cause() -> None:
     early = [
         WORKER.format(0, 0, "06", text) for text in ("Traceback (most recent call last):", "KeyError: 'a request'")
     ]
@@ -63,7 +63,7 @@ def test_an_error_that_it_outlived_and_a_warning_are_not_the_cause() -> None:
     assert "in its" not in found
 
 
-def test_a_worker_that_was_killed_is_named_before_what_the_core_makes_of_it() -> None:
+def test_a_killed_worker_is_named_before_the_cores_own_error() -> None:
     core = "(EngineCore pid=5) ERROR 11-22 07:43:06 [multiproc_executor.py:300] "
     log = [
         f"{core}Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.",

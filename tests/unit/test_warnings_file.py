@@ -26,13 +26,13 @@ def test_without_a_warning_there_is_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_file_cannot_take_is_printed(tmp_path, capfd):
+def test_warnings_are_printed_when_the_file_cannot_be_written(tmp_path, capfd):
     with keep_warnings(tmp_path / "absent" / "warnings.log", lambda text: None):
         logging.getLogger("some.package").warning("half of it is slow")
     assert "half of it is slow" in capfd.readouterr().err
 
 
-def test_behind_the_context_warnings_go_where_they_went(tmp_path):
+def test_after_the_context_warnings_go_where_they_went_before(tmp_path):
     before = logging.getLogger().handlers[:], warnings.showwarning
     with keep_warnings(tmp_path / "warnings.log", lambda text: None):
         assert warnings.showwarning is not before[1]

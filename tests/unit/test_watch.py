@@ -218,7 +218,7 @@ def test_a_rank_that_comes_late_hears_what_was_said_before():
 @pytest.mark.parametrize(
     "words", [b"GET / HTTP/1.1\r\n\r\n", b'["failed", "nonsense", 1, 4]\n', b"[]\n", b'["rank", "x"]\n']
 )
-def test_whoever_is_no_rank_is_not_heard_and_not_missed(words):
+def test_a_connection_that_is_not_a_rank_is_ignored(words):
     peer, other = Peer(), Peer()
     listener = listen("127.0.0.1", 0)
     hub = Hub(listener, 1, peer)
@@ -284,7 +284,7 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
     assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
 
 
-def test_a_grace_that_runs_out_ends_the_process_once_it_is_tidied(monkeypatch, capsys):
+def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys):
     ended = []
 
     def tidy(reason):
