@@ -34,9 +34,9 @@ class Clip:
         return (ratio_N > 1 + self.upper) & (advantages_N > 0)
 
 
-def importance(trainer_N: torch.Tensor, engine_N: torch.Tensor, truncation: float | None) -> torch.Tensor:
+def importance(old_N: torch.Tensor, engine_N: torch.Tensor, truncation: float | None) -> torch.Tensor:
     """The trainer's probability of each token over the engine's, both of the version that sampled, truncated."""
-    weight_N = (trainer_N - engine_N).exp()
+    weight_N = (old_N - engine_N).exp()
     return weight_N if truncation is None else weight_N.clamp(max=truncation)
 
 

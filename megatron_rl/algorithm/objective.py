@@ -74,8 +74,8 @@ class Objective:
         clip = Clip(config.clamp_eps_lower, config.clamp_eps_upper)
         ratio_N = (log_probs.policy_N - old_N).exp()
         loss_N = clip.loss(ratio_N, advantages_N)
-        if config.is_correction:
-            loss_N = loss_N * importance(old_N, engine_N, config.is_truncation)
+        if config.importance_correction:
+            loss_N = loss_N * importance(old_N, engine_N, config.importance_truncation)
         divergence_N = None
         if log_probs.reference_N is not None:
             divergence_N = k3(log_probs.policy_N, log_probs.reference_N)

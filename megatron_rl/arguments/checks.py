@@ -35,7 +35,7 @@ def _check_needs(settings: Settings) -> Iterator[str]:
     """Flags that are an error without another."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
-    truncation = algorithm.is_truncation
+    truncation = algorithm.importance_truncation
     precise, distributed = "--use-precision-aware-optimizer", "--use-distributed-optimizer"
     for flag, is_given, needed, is_there in (
         ("--overlap-param-gather", ddp.overlap_param_gather, distributed, ddp.use_distributed_optimizer),
@@ -56,7 +56,7 @@ def _check_needs(settings: Settings) -> Iterator[str]:
         ("--ckpt-step", checkpoint.ckpt_step is not None, "--load", checkpoint.load is not None),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, "--load", checkpoint.load is not None),
         (f"--rl-importance-sampling-truncation-coef {truncation or 0:g}", truncation is not None,
-         "--rl-inference-logprobs-is-correction", algorithm.is_correction),
+         "--rl-inference-logprobs-is-correction", algorithm.importance_correction),
     ):  # fmt: skip
         if is_given and not is_there:
             yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"

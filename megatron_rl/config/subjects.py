@@ -419,12 +419,12 @@ class AlgorithmConfig:
         "tokens that a response may have.",
         "--grpo-aggregation",
     )
-    is_correction: bool = megatron_flag(
+    importance_correction: bool = megatron_flag(
         False,
         "Weight each token by the trainer's probability divided by the engine's.",
         "--rl-inference-logprobs-is-correction",
     )
-    is_truncation: float | None = megatron_flag(
+    importance_truncation: float | None = megatron_flag(
         None,
         "The largest weight of `--rl-inference-logprobs-is-correction`.",
         "--rl-importance-sampling-truncation-coef",

@@ -253,7 +253,7 @@ def _without_temperature(parts: Parts) -> None:
 
 
 def _without_correction(parts: Parts) -> None:
-    config = dataclasses.replace(parts.objective.config, is_correction=False, is_truncation=None)
+    config = dataclasses.replace(parts.objective.config, importance_correction=False, importance_truncation=None)
     parts.objective = dataclasses.replace(parts.objective, config=config)
 
 

@@ -77,8 +77,8 @@ def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor], numb
         ratio = np.exp(policy - old)
         clipped = min(max(ratio, 1 - config.clamp_eps_lower), 1 + config.clamp_eps_upper)
         loss = -min(ratio * advantage, clipped * advantage)
-        if config.is_correction:
-            loss *= min(np.exp(old - engine), config.is_truncation or math.inf)
+        if config.importance_correction:
+            loss *= min(np.exp(old - engine), config.importance_truncation or math.inf)
         loss += config.kl_beta * (np.exp(reference - policy) - (reference - policy) - 1)
         totals[sequence] += loss
     lengths = batch["lengths"].tolist()
@@ -90,11 +90,11 @@ def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor], numb
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("is_correction", [False, True])
-def test_the_loss_equals_its_formula(aggregation, is_correction):
+@pytest.mark.parametrize("importance_correction", [False, True])
+def test_the_loss_equals_its_formula(aggregation, importance_correction):
     config = AlgorithmConfig(
         kl_beta=0.05, clamp_eps_lower=0.1, clamp_eps_upper=0.3, aggregation=aggregation,
-        is_correction=is_correction, is_truncation=1.005 if is_correction else None,
+        importance_correction=importance_correction, importance_truncation=1.005 if importance_correction else None,
     )  # fmt: skip
     batch = micro_batch([3, 1, 20, 7])
     total, _, share = loss_of(config, batch)

@@ -1,6 +1,6 @@
 """Our objective against Megatron-LM's own GRPO, on the same groups.
 
-`MEGATRON_LM` names a source tree, or several with colons between them. Without one the tests are skipped:
+`MEGATRON_LM_TREES` names a source tree, or several with colons between them. Without one the tests are skipped:
 megatron-core's wheels have no `megatron.rl`.
 """
 
@@ -27,7 +27,7 @@ from tests.grpo_twin import Group
 from tests.truth import weighted_over_bound, worst_of
 from tests.upstream_rl import EOD, Rules, Tensors, Upstream
 
-TREES = [Path(tree) for tree in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if tree]
+TREES = [Path(tree) for tree in os.environ.get("MEGATRON_LM_TREES", "").split(os.pathsep) if tree]
 VOCAB, HIDDEN, ROW_LENGTH, GROUP_SIZE = 13, 5, 16, 4
 # What their advantages add to a group's deviation.
 THEIR_EPSILON = 1e-4
@@ -49,7 +49,7 @@ AGGREGATIONS = {
 @pytest.fixture(params=TREES or [None], ids=lambda tree: tree.name if tree else "no tree")
 def upstream(request: pytest.FixtureRequest) -> Upstream:
     if request.param is None:
-        pytest.skip("MEGATRON_LM names no source tree of Megatron-LM")
+        pytest.skip("MEGATRON_LM_TREES names no source tree of Megatron-LM")
     return Upstream(request.param)
 
 
@@ -159,8 +159,8 @@ def test_every_token_has_the_loss_and_gradient_of_megatron_lm(upstream, correcti
         engine_log_probs if rules.is_corrected else None, rules.truncation,
     )  # fmt: skip
     config = AlgorithmConfig(
-        clamp_eps_lower=0.2, clamp_eps_upper=0.3, kl_beta=beta, is_correction=rules.is_corrected,
-        is_truncation=rules.truncation,
+        clamp_eps_lower=0.2, clamp_eps_upper=0.3, kl_beta=beta, importance_correction=rules.is_corrected,
+        importance_truncation=rules.truncation,
     )  # fmt: skip
     sequences_N = torch.arange(4).repeat_interleave(50)
     roles = RoleLogProbs(ours.flatten(), old.flatten(), reference.flatten())
@@ -200,7 +200,7 @@ def test_an_update_over_the_same_groups_is_that_of_megatron_rl(upstream, groups,
     rules = Rules(lower=0.1, upper=0.2, beta=0.05, **CORRECTIONS[correction], **words)
     config = AlgorithmConfig(
         clamp_eps_lower=0.1, clamp_eps_upper=0.2, kl_beta=0.05, aggregation=aggregation,
-        is_correction=rules.is_corrected, is_truncation=rules.truncation,
+        importance_correction=rules.is_corrected, importance_truncation=rules.truncation,
     )  # fmt: skip
     theirs, truth = (
         upstream.update(groups, models, rules, ROW_LENGTH, dtype) for dtype in (torch.float32, torch.float64)

@@ -108,7 +108,10 @@ class PolicyStep(ForwardStep):
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone
         self, batch: Batch, frozen_outputs: list[torch.Tensor], output_tensor: torch.Tensor
     ) -> tuple[torch.Tensor, Report]:
-        """The sum of a micro-batch's losses, of its log-probs under each role, and its statistics."""
+        """The sum of a micro-batch's losses, of its log-probs under each role, and its statistics.
+
+        Nothing is divided here: `training/learner.py` divides once an update, by the denominator over all replicas.
+        """
         cast, sequences_N = self._cast, batch.pack.target_sequences_N
         known = (of_model[batch.index] for of_model in cast.known)
         log_probs_N = [output_tensor.detach(), *frozen_outputs, *known]
