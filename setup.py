@@ -14,7 +14,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.arguments": ["megatron_flags.toml"]},
+    package_data={
+        "megatron_rl.arguments": ["megatron_flags.toml", "other_flags.toml"],
+        "megatron_rl.commands": ["translations.toml"],
+    },
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
     install_requires=["httpx", "msgspec", "numpy", "psutil", "rich", "safetensors"],
     extras_require={

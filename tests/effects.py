@@ -24,6 +24,7 @@ from megatron_rl.mcore.model import gpt, rope
 from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
 from megatron_rl.sidecar.child import write_words
+from megatron_rl.training import stop
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.saver import Saver
 
@@ -176,6 +177,11 @@ def _iteration(settings: Settings) -> dict[str, object]:
     return {"sizes": settings.sizes, "sidecar": write_words(settings.sidecar)}
 
 
+def _limits(settings: Settings) -> dict[str, object]:
+    limits = stop.build_exit_limits(settings, lambda: 181.0)
+    return {"reasons": [limits.find_reason(version) for version in range(1, _NUM_VERSIONS)]}
+
+
 _PARTS: dict[str, Callable[[Settings], dict[str, object]]] = {
     "process": _process,
     "positions": _positions,
@@ -189,4 +195,5 @@ _PARTS: dict[str, Callable[[Settings], dict[str, object]]] = {
     "observed": _observed,
     "evaluations": _evaluations,
     "iteration": _iteration,
+    "limits": _limits,
 }

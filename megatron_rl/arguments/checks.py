@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_rl import platforms
 from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.settings import Settings
@@ -51,8 +52,6 @@ def _check_needs(settings: Settings) -> Iterator[str]:
          "--bf16", config.bf16),
         ("--lr-decay-style WSD", schedule.lr_decay_style == "WSD", "--lr-wsd-decay-iters",
          schedule.lr_wsd_decay_iters is not None),
-        ("--save-retain-interval", checkpoint.save_retain_interval is not None, "--save-interval",
-         checkpoint.save_interval is not None),
         ("--ckpt-step", checkpoint.ckpt_step is not None, "--load", checkpoint.load is not None),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, "--load", checkpoint.load is not None),
         (f"--rl-importance-sampling-truncation-coef {truncation or 0:g}", truncation is not None,
@@ -135,7 +134,8 @@ def _check_optimizer(settings: Settings) -> Iterator[str]:
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield "--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd"
-    if optimizer.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
+    is_here = platforms.is_installed(settings.platform)
+    if is_here and optimizer.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
         yield "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
 
 
@@ -235,8 +235,11 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     yield ddp.nccl_ub, "without --use-nccl-ub", "ddp", "disable_symmetric_registration"
     routed = "moe_router_dtype moe_router_load_balancing_type moe_layer_recompute moe_token_dispatcher_type"
     yield model.experts is not None, "in a model without experts", "transformer", routed
+    experts = "experts.num_active experts.ffn_hidden_size experts.normalize_weights"
+    yield model.experts is not None, "in a model without experts", "architecture", experts
     yield is_saved or is_exported, "without --save or --save-hf", "checkpoint", "save_interval"
-    saving = "save_retain_interval keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"
+    yield checkpoint.save_interval is not None, "without --save-interval", "checkpoint", "save_retain_interval"
+    saving = "keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"
     yield is_saved, "without --save", "checkpoint", saving
     loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
     yield checkpoint.load is not None, "without --load", "checkpoint", loading

@@ -5,13 +5,14 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from megatron_rl import platforms
 from megatron_rl.arguments import checks, describe, flags, model, resolve
-from megatron_rl.arguments.flags import Given
+from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
+from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, resolve_run
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
@@ -64,10 +65,32 @@ class _Reading:
     faulty: set[str] = dataclasses.field(default_factory=set)
     # What could not be read from a file, if it is all that is wrong.
     input_error: InputError | None = None
+    # The names that were written.
+    written: set[str] = dataclasses.field(default_factory=set)
+    # Flags of other projects that mean one of ours, by project.
+    meant: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
+    # Flags without effect, by reason.
+    ignored: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
 
     def fault(self, problem: str, name: str) -> None:
         self.problems.append(problem)
         self.faulty.add(name)
+
+    def keep(self, target: str, new: Given) -> None:
+        """Keep a value, unless one that goes before it is there; of one flag the last value counts."""
+        old = self.given.get(target)
+        if old is None or old.value == new.value:
+            if old is None or new.rank > old.rank:
+                self.given[target] = new
+            return
+        if old.rank == new.rank == OWN and old.name != new.name:
+            self.fault(f"{old.source} and {new.source} contradict each other: drop one of them", new.name)
+            return
+        holds, falls = (new, old) if new.rank >= old.rank else (old, new)
+        self.given[target] = holds
+        if falls.rank > SECONDARY:
+            where = "which comes later" if holds.rank == falls.rank else "which is written itself"
+            self.notes.append(f"{falls.source} is overruled by {holds.source}, {where}")
 
     def consider(self, problems: Iterable[str]) -> None:
         """Add the problems that name no faulty flag; the others follow from one that is known."""
@@ -91,14 +114,21 @@ def _read(argv: Sequence[str] | None) -> _Reading:
     """What the command line says, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
     platform = platforms.select(_find_platform_name(words))
-    platform.install()
+    absence = None
+    if "--print-config" in words:
+        absence = platforms.install_for_reading(platform)
+    else:
+        platform.install()
     reading = _Reading(flags.list_flags(), platform)
-    namespace = argparse.Namespace(reading=reading, ignored={})
+    if absence is not None:
+        reading.notes.append(
+            f"the platform {platform.name} is not on this machine ({absence}): what hangs on its packages is as here"
+        )
+    namespace = argparse.Namespace(reading=reading)
     _, rest = _make_parser(reading.flags).parse_known_args(words, namespace)
     _report_unknown(rest, reading)
-    reading.notes += (
-        f"without effect here: {', '.join(names)} ({remedy})" for remedy, names in namespace.ignored.items()
-    )
+    reading.notes += (f"{', '.join(taken)}: {project}'s" for project, taken in reading.meant.items())
+    reading.notes += (f"without effect here: {', '.join(names)} ({why})" for why, names in reading.ignored.items())
     return reading
 
 
@@ -134,6 +164,7 @@ class _Store(argparse.Action):
     ) -> None:
         name, words, reading = option or self.flag.name, list(values), namespace.reading
         source = " ".join((name, *words))
+        reading.written.add(name)
         try:
             self.flag.check_count(words, name)
             value = self.flag.read(words, name)
@@ -146,15 +177,20 @@ class _Store(argparse.Action):
             if self.flag.is_switch or not self.flag.accepts(value):
                 reading.fault(f"{source} is refused: {self.flag.remedy}", self.flag.name)
             return
-        if not self.flag.accepts(value):
+        if self.flag.kind is Kind.IGNORED:
+            # A value that asks for what is done anyway is not worth a note.
+            if self.flag.allowed is None or not self.flag.accepts(value):
+                reading.ignored.setdefault(self.flag.remedy, {})[name] = None
+        elif not self.flag.accepts(value):
             reading.fault(f"{source} is not supported: {self.flag.remedy}", self.flag.name)
             return
-        if self.flag.kind is Kind.IGNORED:
-            namespace.ignored.setdefault(self.flag.remedy, {})[name] = None
-        for target in self.flag.targets or (f"ignored.{self.flag.name}",):
-            earlier = reading.given.setdefault(target, Given(value, source))
-            if earlier.value != value:
-                reading.fault(f"{earlier.source} and {source} contradict each other: drop one of them", self.flag.name)
+        rank = MEANT if self.flag.means else OWN
+        if self.flag.means:
+            taken = f"{source} is taken as {' '.join((self.flag.means, *words))}"
+            reading.meant.setdefault(self.flag.project, {})[taken] = None
+        for target in self.flag.targets:
+            reading.keep(target, Given(value, source, self.flag.name, rank))
+            rank = min(rank, SECONDARY) if self.flag.means else rank
 
 
 def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
@@ -176,9 +212,13 @@ def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
 
 def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
     # Nobody meant one that is refused.
-    known = index_by_name(flag for flag in reading.flags if flag.kind is not Kind.REFUSED)
+    known = index_by_name(flag for flag in reading.flags if flag.kind is not Kind.REFUSED and not flag.project)
     names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
     for name in names:
+        reason = _find_prefix(name)
+        if reason is not None:
+            reading.ignored.setdefault(reason, {})[name] = None
+            continue
         reading.problems.append(f"unknown flag {name}{suggest_nearest(name, known)}")
         near = find_nearest(name, known)
         if near is not None:
@@ -188,15 +228,25 @@ def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
         reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
 
 
+def _find_prefix(name: str) -> str | None:
+    """Why a flag that begins as many of another project's do has no effect."""
+    for project in flags.list_projects().values():
+        if name.startswith(tuple(project.get("prefixes", ()))):
+            return str(project["prefix_reason"])
+    return None
+
+
 def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
     """The settings, which hold only if nothing is wrong.
 
     Where a folder is needed and missing, flags that describe a model are not read; whoever needs it reports that.
     """
     given, platform = reading.given, reading.platform
-    subjects = {name: config(**_select_values(name, given)) for name, config in get_type_hints(Subjects).items()}
-    folder = subjects["model"].hf_model
+    configs_of = get_type_hints(Subjects)
+    folder = given["model.hf_model"].value if "model.hf_model" in given else None
     architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
+    _derive(reading, architecture, world_size, configs_of)
+    subjects = {name: config(**_select_values(name, given)) for name, config in configs_of.items()}
     fields = resolve.resolve_fields(reading.flags, given, architecture, platform)
     configs, refusals = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
@@ -218,11 +268,46 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
-        settings = dataclasses.replace(settings, notes=(*settings.notes, *checks.note_idle_flags(settings)))
+        notes = (*_note_other_defaults(reading), *checks.note_idle_flags(settings))
+        settings = dataclasses.replace(settings, notes=(*settings.notes, *notes))
     return settings
 
 
+def _note_other_defaults(reading: _Reading) -> Iterator[str]:
+    """What a command line leaves to defaults that are not those of Megatron's scripts."""
+    others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
+    relied = {
+        name: own
+        for name, (own, _) in others.items()
+        if name not in reading.written and not set(by_name[name].targets) & reading.given.keys()
+    }
+    if relied:
+        listed = ", ".join(f"{name} ({own})" for name, own in relied.items())
+        yield f"defaults that are not those of Megatron's scripts (docs/flags.md lists them): {listed}"
+
+
+def _derive(
+    reading: _Reading, architecture: Architecture | None, world_size: int | None, configs_of: Mapping[str, type]
+) -> None:
+    """Add what follows from the flags to what was given."""
+    defaults = {
+        f"{subject}.{field.name}": field.default
+        for subject, config in configs_of.items()
+        for field in dataclasses.fields(config)
+    }
+    derivation = Derivation(reading.given, defaults, reading.notes.append)
+    derivation.imply_project(reading.written, index_by_name(reading.flags))
+    derivation.settle_vocabulary(architecture)
+    derivation.settle_group_size(world_size)
+    derivation.count_samples()
+    derivation.settle_lengths(architecture)
+    is_shared = "attention.is_shared" not in reading.given
+    derivation.settle_micro_batch(world_size, is_shared)
+    reading.consider(derivation.problems)
+
+
 def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
+    longest = drop_longest_sequence(reading.given) if folder is not None else None
     try:
         found = model.read_flags(reading.given) if folder is None else model.read_folder(folder, reading.given)
     except InputError as error:
@@ -231,6 +316,11 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
         return None
     architecture, problems = found
     reading.consider(problems)
+    if longest is not None and architecture is not None and longest.value != architecture.max_position_embeddings:
+        reading.notes.append(
+            f"{longest.source} has no effect: the model's longest sequence is {architecture.max_position_embeddings}, "
+            "and --seq-length is the run's"
+        )
     return architecture
 
 

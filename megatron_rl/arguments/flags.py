@@ -1,7 +1,7 @@
 """Every flag: our own, and Megatron's with what becomes of each, which megatron_flags.toml says.
 
 A field of megatron-core that is nowhere in that file is refused: one that a newer version adds may change the model in
-a way that neither the engines nor the export of weights know.
+a way that neither the engines nor the export of weights know. other_flags.toml has the flags of other projects.
 """
 
 import ast
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.flag import Flag, Kind, derive_flag, derive_flags
+from megatron_rl.config.flag import Flag, Kind, derive_flag, derive_flags, index_by_name
 from megatron_rl.config.settings import Subjects
 from megatron_rl.mcore.configs import find_megatron_version, import_configs
 
 _FILE = Path(__file__).with_name("megatron_flags.toml")
+_OTHERS = Path(__file__).with_name("other_flags.toml")
 _KINDS = {"without_effect": Kind.IGNORED, "refused": Kind.REFUSED}
 
 
@@ -30,12 +31,51 @@ class Given:
 
     value: Any
     source: str
+    name: str = ""
+    rank: int = 0
+    """Of two flags that set one value the one with the higher rank holds: see below."""
+
+
+# What a project implies, what a flag of another project means beside its own meaning, what it means, our own flags.
+IMPLIED, SECONDARY, MEANT, OWN = range(4)
 
 
 def list_flags() -> list[Flag]:
-    """Every flag once. What our own configuration defines goes before the scripts' spelling, and that before fields."""
+    """Every flag once. What our own configuration defines goes before the scripts' spelling, and that before fields.
+
+    What Megatron's scripts know goes before what other projects' do.
+    """
     everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags(), *list_unused_flags())
-    return list(_drop_repeats(everything))
+    known = list(_drop_repeats(everything))
+    return list(_drop_repeats((*known, *list_other_flags(known))))
+
+
+def list_other_flags(known: Iterable[Flag]) -> Iterator[Flag]:
+    """The flags of other projects' scripts, of which some mean a flag that is known."""
+    by_name = index_by_name(known)
+    for section in list_projects().values():
+        title = section["title"]
+        for name, meant in section.get("same", {}).items():
+            names = [meant] if isinstance(meant, str) else meant
+            first = by_name[names[0]]
+            targets = tuple(dict.fromkeys(target for one in names for target in by_name[one].targets))
+            yield dataclasses.replace(
+                first, name=name, aliases=(), targets=targets, project=title, means=names[0], megatron=True
+            )
+        for name, entry in section.get("sets", {}).items():
+            yield Flag(name=name, project=title, **_read_entry(entry))
+        for flag in _list_unused(section):
+            yield dataclasses.replace(flag, project=title)
+
+
+def find_other_defaults() -> Mapping[str, tuple[str, str]]:
+    """Flags that Megatron's scripts know too, what holds here without them, and what holds there."""
+    return {name: (str(own), str(theirs)) for name, (own, theirs) in _read_file()["other_defaults"].items()}
+
+
+def list_projects() -> Mapping[str, Any]:
+    """What the file of other projects' flags says, by project."""
+    return _read_others()
 
 
 def list_own_flags() -> Iterator[Flag]:
@@ -68,23 +108,41 @@ def list_field_flags() -> Iterator[Flag]:
 
 def list_unused_flags() -> Iterator[Flag]:
     """Flags of Megatron's scripts that have no effect here, and those that are refused."""
-    for kind, reason, words in _list_groups():
+    yield from _list_unused(_read_file())
+
+
+def _list_unused(table: Mapping[str, Any]) -> Iterator[Flag]:
+    for kind, reason, words in _list_groups(table):
         for word in words:
             if word.startswith("--"):
                 name, mark, harmless = _split_mark(word)
+                allowed = tuple(_read_number(value) for value in harmless.split("|")) if harmless else ()
                 yield Flag(
                     name=name,
                     kind=kind,
                     remedy=reason,
-                    convert=str if mark else None,
+                    convert=(_read_number if harmless else str) if mark else None,
                     nargs=mark if mark in ("+", "*") else None,
-                    allowed=((harmless,) if harmless else ()) if kind is Kind.REFUSED else None,
+                    allowed=allowed if harmless or kind is Kind.REFUSED else None,
                 )
+
+
+def _read_number(word: str) -> float | str:
+    """0 and 0.0 are the same where they ask for nothing."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 @functools.cache
 def _read_file() -> dict[str, Any]:
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _read_others() -> dict[str, Any]:
+    return tomllib.loads(_OTHERS.read_text(encoding="utf-8"))
 
 
 def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -127,13 +185,13 @@ def _find_reason(name: str) -> tuple[Kind, str]:
 @functools.cache
 def _index_reasons() -> Mapping[str, tuple[Kind, str]]:
     """What the groups say about fields and patterns of them, in the file's order."""
-    groups = _list_groups()
+    groups = _list_groups(_read_file())
     return {word: (kind, reason) for kind, reason, words in groups for word in words if not word.startswith("--")}
 
 
-def _list_groups() -> Iterator[tuple[Kind, str, list[str]]]:
+def _list_groups(table: Mapping[str, Any]) -> Iterator[tuple[Kind, str, list[str]]]:
     for section, kind in _KINDS.items():
-        for reason, words in _read_file()[section].items():
+        for reason, words in table.get(section, {}).items():
             yield kind, reason, words.split()
 
 
@@ -182,7 +240,9 @@ def _read_window(word: str) -> int:
 
 
 def _read_layer_frequency(word: str) -> int | tuple[int, ...]:
-    """One expert layer in so many, or a pattern of layers such as ([0]*2+[1]*46)."""
+    """One expert layer in so many, or a pattern of layers such as ([0]*2+[1]*46); -1 leaves it to the model."""
+    if word.strip() == "-1":
+        return 1
     return _evaluate(ast.parse(word.strip(), mode="eval").body)
 
 

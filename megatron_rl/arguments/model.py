@@ -40,8 +40,13 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
         f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()
-        if _look_up(architecture, path) != item.value
+        if _look_up(architecture, path) != item.value and not _is_idle(architecture, path)
     ]
+
+
+def _is_idle(architecture: Architecture, path: str) -> bool:
+    """Whether a statement is about experts of a model without them; without --num-experts Megatron reads none."""
+    return architecture.experts is None and path.startswith("experts.") and path != "experts.num_experts"
 
 
 def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
@@ -97,7 +102,7 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
     if "rope.kind" in said:
         said["rope.kind"] = dataclasses.replace(said["rope.kind"], value=RopeKind(said["rope.kind"].value))
-    if "described.interpolation_factor" in given:
+    if "described.interpolation_factor" in given and given["described.interpolation_factor"].value != 1:
         factor = given["described.interpolation_factor"]
         said["rope.kind"] = dataclasses.replace(factor, value=RopeKind.LINEAR)
         said["rope.factor"] = factor

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from megatron_rl.arguments.resolve import count_layers, list_divisors
-from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.types import Architecture, ParallelSizes
 
@@ -71,12 +70,6 @@ def _check_context_parallel(settings: Settings, model: Architecture, sizes: Para
         yield (
             f"{CP} {sizes.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
             f"one of {list_divisors(heads)}"
-        )
-    kind = settings.transformer.cp_comm_type
-    if kind != "a2a":
-        yield (
-            f"--cp-comm-type {format_value(kind)}: context-parallel ranks exchange attention's heads in all layers: "
-            "write a2a, or drop the flag"
         )
 
 
@@ -158,6 +151,11 @@ def _check_auxiliary_losses(settings: Settings, model: Architecture) -> Iterator
     for flag, value in (("--moe-router-load-balancing-type", kind), ("--moe-aux-loss-coeff", balance)):
         if isinstance(value, list):
             yield f"{flag} {' '.join(map(str, value))}: one loss balances experts; write one value"
+    if kind in ("seq_aux_loss", "global_aux_loss") and balance:
+        yield (
+            f"--moe-router-load-balancing-type {kind} counts over one sequence, or earlier micro-batches, and packs "
+            "mix both: write aux_loss or none, or --moe-aux-loss-coeff 0"
+        )
     for flag, weight in (("--moe-aux-loss-coeff", balance), ("--moe-z-loss-coeff", config.moe_z_loss_coeff)):
         if not weight or isinstance(weight, list):
             continue
@@ -213,12 +211,6 @@ def _check_platform(settings: Settings, model: Architecture, sizes: ParallelSize
         yield "--use-te-activation-func replaces a fusion: add --no-bias-swiglu-fusion, or drop the flag"
     if settings.platform != "cpu":
         return
-    if settings.transformer.deterministic_mode:
-        # Megatron then takes rows with weight[ids], whose backward differs from run to run on two threads.
-        yield (
-            "--deterministic-mode makes results on the platform cpu differ from run to run: drop the flag, results "
-            "are the same without it"
-        )
     if settings.ddp.nccl_ub:
         yield "--use-nccl-ub registers buffers with NCCL, which the platform cpu does not have: drop the flag"
     expert_tensor = sizes.expert_tensor or sizes.tensor

@@ -163,6 +163,9 @@ def resolve_fields(
     _derive_layout(fields, given, architecture)
     _unwrap_single_values(fields)
     _derive_precision(fields, given)
+    if platform.name == "cpu":
+        _leave_out_offload(fields)
+        _keep_experts_whole(fields, architecture)
     _apply_settled(fields, platform)
     # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
     # norm of the reduced gradients, which is checked here, is the same on all of them.
@@ -232,7 +235,12 @@ def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Arc
             )
     align = given["ddp.align_param_gather"].value if "ddp.align_param_gather" in given else True
     fields.derive("ddp.align_param_gather", interleaved and align, "on with virtual pipeline stages only")
-    if transformer.get("context_parallel_size", 1) > 1 and "transformer.cp_comm_type" not in given:
+    if transformer.get("context_parallel_size", 1) > 1:
+        asked = given.get("transformer.cp_comm_type")
+        if asked is not None and {"a2a"} != set(asked.value):
+            fields.notes.append(
+                f"without effect here, context-parallel ranks exchange attention's heads: {asked.source}"
+            )
         fields.derive("transformer.cp_comm_type", "a2a", "context-parallel ranks exchange attention's heads")
 
 
@@ -299,6 +307,38 @@ def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
         # Gradients are sums over all tokens of an update: more than float16 holds, at any loss scale.
         if "ddp.grad_reduce_in_fp32" not in given and fields.optimizer.get("main_grads_dtype") in (None, torch.float32):
             fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
+
+
+def _keep_experts_whole(fields: Fields, architecture: Architecture | None) -> None:
+    """On a CPU experts that nobody asked to divide are whole: alltoall does not run there with divided ones."""
+    ranks = fields.transformer.get("tensor_model_parallel_size", 1)
+    if architecture is None or architecture.experts is None or ranks == 1:
+        return
+    if "expert_tensor_parallel_size" not in fields.transformer:
+        fields.notes.append(f"--expert-tensor-parallel-size is 1 on the platform cpu, and {ranks} on others")
+        fields.derive("transformer.expert_tensor_parallel_size", 1, "platform cpu")
+
+
+def _leave_out_offload(fields: Fields) -> None:
+    """On a CPU the optimizer's state lies on the host anyway, and float32 state needs no other optimizer."""
+    kept = [
+        name
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        if fields.optimizer.get(name, torch.float32) != torch.float32
+    ]
+    names = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+    for name in () if kept else names:
+        source = fields.sources.get(f"optimizer.{name}")
+        if fields.optimizer.get(name) and source is not None:
+            fields.notes.append(f"without effect on the platform cpu: {source}")
+            fields.derive(f"optimizer.{name}", False, "platform cpu")
+    if fields.transformer.get("deterministic_mode"):
+        # Megatron would take rows with weight[ids], whose backward differs from run to run on two threads.
+        fields.notes.append(
+            f"without effect on the platform cpu, where results are the same without it: "
+            f"{fields.sources['transformer.deterministic_mode']}"
+        )
+        fields.derive("transformer.deterministic_mode", False, "platform cpu")
 
 
 def _apply_settled(fields: Fields, platform: HasFusions) -> None:

@@ -65,6 +65,10 @@ class Flag:
     remedy: str = ""
     # Whether Megatron's scripts know this flag too.
     megatron: bool = True
+    # The other project whose scripts have this flag, where Megatron's do not; "" for none.
+    project: str = ""
+    # The flag of ours that one of another project means.
+    means: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -53,8 +53,15 @@ class TrainingConfig:
     global_batch_size: int | None = megatron_flag(
         None, "Responses in an update, over all replicas.", bound="at least 1"
     )
+    max_tokens_per_gpu: int | None = own_flag(
+        None,
+        "The most tokens that a rank has at once: `--micro-batch-size` becomes the largest that keeps to it.",
+        bound="at least 1",
+    )
     seq_length: int | None = megatron_flag(
-        None, "The most tokens of a prompt and its response together.", bound="at least 1"
+        None,
+        "The most tokens of a prompt and its response together; twice `--rollout-max-tokens` if only that is given.",
+        bound="at least 1",
     )
     train_iters: int | None = megatron_flag(None, "Iterations to run.", bound="at least 1")
     seed: int = megatron_flag(1234, "The seed of the initial weights; all other seeds are derived from it.")
@@ -122,12 +129,6 @@ class CheckpointConfig:
     )
     load: Path | None = megatron_flag(None, "The folder that the newest checkpoint is read from.")
     ckpt_step: int | None = megatron_flag(None, "The iteration to load, in place of the newest.")
-    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = megatron_flag(
-        "torch_dist",
-        "The format of checkpoints.",
-        allowed=("torch_dist",),
-        remedy="no other is read or written; convert the checkpoint with Megatron's tools",
-    )
     exit_on_missing_checkpoint: bool = megatron_flag(False, "End if `--load` holds no checkpoint.")
     finetune: bool = megatron_flag(False, "Load weights only: no optimizer, no random numbers, iteration 0.")
     no_save_optim: bool = megatron_flag(False, "Leave the optimizer out of checkpoints.")
@@ -296,7 +297,7 @@ class SamplingConfig:
 
     max_tokens: int | None = own_flag(
         None,
-        "The most tokens of a response; what `--max-prompt-tokens` leaves of `--seq-length` if not given.",
+        "The most tokens of a response; what `--max-prompt-tokens` leaves of `--seq-length`, or half, if not given.",
         "--rollout-max-tokens",
     )
     temperature: float = megatron_flag(
@@ -457,6 +458,18 @@ class LoopConfig:
         None,
         "The most tokens that a micro-batch may have; checked before the run starts.",
         "--max-tokens-per-microbatch",
+    )
+    exit_interval: int | None = megatron_flag(
+        None,
+        "Save and end once so many iterations are done, or a multiple of them.",
+        "--exit-interval",
+        bound="at least 1",
+    )
+    exit_minutes: int | None = megatron_flag(
+        None,
+        "Save and end after the iteration in which the run gets older than so many minutes.",
+        "--exit-duration-in-mins",
+        bound="at least 1",
     )
     grace_seconds: float = own_flag(
         60.0,

@@ -158,6 +158,23 @@ class Platform(abc.ABC):
 NAMES = ("cpu", "cuda", "npu")
 
 
+def is_installed(name: str) -> bool:
+    """Whether this process is set up for the platform of that name."""
+    return _installed is not None and _installed.name == name
+
+
+def install_for_reading(platform: Platform) -> str | None:
+    """Make megatron usable for what computes nothing. Where the platform is not here, it is the CPU's; returns why."""
+    try:
+        platform.install()
+    except PlatformError as error:
+        if platform.name == "cpu":
+            raise
+        select("cpu").install()
+        return str(error)
+    return None
+
+
 def select(name: str | None = None) -> Platform:
     """The platform of that name; without one, or with "auto", the best that this machine has."""
     if name is None or name == "auto":

@@ -3,10 +3,12 @@
 Written against the sources of MindSpeed's branch core_r0.16.0; it has not run on such a machine.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -48,7 +50,11 @@ class NpuPlatform(Platform):
         # torch_npu first: the adaptor needs it. The adaptor puts stand-ins for TransformerEngine and apex in place
         # before it imports megatron itself, so it must be the first to do so.
         _load("torch_npu", "run CANN's set_env.sh in this shell, and install the torch_npu that was built for torch")
-        _load("mindspeed.megatron_adaptor", "install MindSpeed from its branch for your megatron-core, and its needs")
+        # It reads the command line by itself and puts the words that it knows, unconverted, into configurations.
+        with _without_words():
+            _load(
+                "mindspeed.megatron_adaptor", "install MindSpeed from its branch for your megatron-core, and its needs"
+            )
         if not _npu().is_available():
             raise PlatformError("torch_npu finds no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
 
@@ -121,6 +127,16 @@ def _load(name: str, remedy: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise PlatformError(f"{name} does not load ({error}): {remedy}") from error
+
+
+@contextlib.contextmanager
+def _without_words() -> Iterator[None]:
+    """The command line of a program without flags."""
+    words, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 def _check_torch_npu() -> None:

@@ -40,7 +40,7 @@ from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
 from megatron_rl.training.saver import Saver
-from megatron_rl.training.stop import StopRequest
+from megatron_rl.training.stop import StopRequest, build_exit_limits
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.files import Checkpoint
@@ -142,6 +142,7 @@ def build(
         reporter=reporter,
         timeline=timeline,
         stop=stop,
+        limits=build_exit_limits(settings, lambda: startup.seconds),
         reference=reference,
         largest_micro_batch=sizes.largest_micro_batch,
         mismatch_bounds=build_mismatch_bounds(settings, policy.weights.dtype),

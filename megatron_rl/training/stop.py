@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
 
 
@@ -82,6 +83,32 @@ class StopRequest:
         with contextlib.suppress(Exception):
             self.tidy(reason)
         os._exit(reason.exit_code)
+
+
+class ExitLimits:
+    """After which iteration a run ends before its last one, as Megatron's scripts do: saved, and with exit code 0.
+
+    An iteration is never left half done.
+    """
+
+    def __init__(self, interval: int | None, minutes: int | None, count_seconds: Callable[[], float]):
+        """`count_seconds` says how long the run has taken."""
+        self._interval = interval
+        self._minutes = minutes
+        self._count_seconds = count_seconds
+
+    def find_reason(self, version: int) -> str | None:
+        """Why the run ends with this many iterations done; None if it goes on."""
+        if self._interval is not None and version % self._interval == 0:
+            return f"--exit-interval {self._interval}"
+        if self._minutes is not None and self._count_seconds() > self._minutes * 60:
+            return f"--exit-duration-in-mins {self._minutes}"
+        return None
+
+
+def build_exit_limits(settings: Settings, count_seconds: Callable[[], float]) -> ExitLimits:
+    """What the flags say; `count_seconds` says how long the run has taken."""
+    return ExitLimits(settings.loop.exit_interval, settings.loop.exit_minutes, count_seconds)
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,7 @@ from megatron_rl.training.mismatch import MismatchBounds
 from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
 from megatron_rl.training.saver import Saver
-from megatron_rl.training.stop import StopRequest
+from megatron_rl.training.stop import ExitLimits, StopRequest
 
 
 class Trainer:
@@ -37,6 +37,7 @@ class Trainer:
         reporter: Reporter | None,
         timeline: Timeline,
         stop: StopRequest,
+        limits: ExitLimits,
         reference: Reference | None,
         largest_micro_batch: int,
         mismatch_bounds: MismatchBounds,
@@ -54,6 +55,7 @@ class Trainer:
         self.reporter = reporter
         self._timeline = timeline
         self._stop = stop
+        self._limits = limits
         self._reference = reference
         self._largest_micro_batch = largest_micro_batch
         self._mismatch_bounds = mismatch_bounds
@@ -61,7 +63,7 @@ class Trainer:
         self._num_iterations = num_iterations
 
     def train(self) -> int:
-        """Returns the version that was reached, which is less than asked for after SIGTERM."""
+        """Returns the version that was reached: less than asked for after SIGTERM, or at one of the limits."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
         self._stop.begin()
@@ -136,8 +138,9 @@ class Trainer:
     def _report(
         self, version: int, fingerprint: str, slots: IterationSlots, learned: Learned, evaluation: dict | None
     ) -> bool:
-        """Write the iteration down; returns whether any rank was asked to stop."""
-        handed_in = self._session.gather((learned.measures, self._stop.is_asked))
+        """Write the iteration down; returns whether any rank was asked to stop, or has come to a limit."""
+        reason = self._limits.find_reason(version + 1)
+        handed_in = self._session.gather((learned.measures, self._stop.is_asked or reason is not None))
         if self.reporter is not None:
             measures = Measures()
             for of_rank, _ in handed_in:

@@ -117,6 +117,18 @@ def assert_same(folder: Path, whole: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_a_run_that_ends_at_a_limit_resumes_as_if_it_had_not_ended(world):
+    whole = uninterrupted(world, "unlimited", 1)
+    folder = uninterrupted(world, "limited", 1, exit_interval=3)
+    assert [row["version"] for row in read(folder / "run") if "fingerprint" in row] == [0, 1, 2]
+    assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    # It goes on beyond the limit that it ended at.
+    resumed(world, folder, 1, exit_interval=3)
+    assert_same(folder, whole)
+
+
 def test_a_run_killed_in_mid_backward_resumes_as_if_it_had_not_been(world):
     whole = uninterrupted(world, "whole", 2, use_distributed_optimizer=True)
     folder = killed(world, "backward", 2, {1: fault("backward", "rank", call=6)}, use_distributed_optimizer=True)

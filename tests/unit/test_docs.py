@@ -83,6 +83,11 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl audit RUN --head": Here(),
         "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
     },
+    "docs/translate.md": {
+        "megatron-rl translate run-slime.sh": By(
+            "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
+        ),
+    },
     "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {

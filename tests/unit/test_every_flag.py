@@ -122,7 +122,6 @@ ROWS: dict[str, Row] = {
     ),
     "--load": Row("--load in", "checkpoints.calls"),
     "--ckpt-step": Row("--ckpt-step 3", "checkpoints.calls", beside="--load in"),
-    "--ckpt-format": Row("--ckpt-format torch", "error"),
     "--exit-on-missing-checkpoint": Row("--exit-on-missing-checkpoint", "checkpoints.calls", beside="--load in"),
     "--finetune": Row("--finetune", "checkpoints.version", beside="--load in --ckpt-step 3"),
     "--no-save-optim": Row("--no-save-optim", "checkpoints.calls", beside="--save out"),
@@ -210,7 +209,7 @@ ROWS: dict[str, Row] = {
     "--num-virtual-stages-per-pipeline-rank": Row(
         "--num-virtual-stages-per-pipeline-rank 4", "model.stages", beside=PP2
     ),
-    "--cp-comm-type": Row("--cp-comm-type p2p", "error", beside="--context-parallel-size 2"),
+    "--cp-comm-type": Row("--cp-comm-type a2a", "transformer.cp_comm_type"),
     "--recompute-activations": Row("--recompute-activations", "transformer.recompute_granularity"),
     "--bf16": Row("--bf16", "transformer.params_dtype"),
     "--fp16": Row("--fp16", "transformer.params_dtype"),
@@ -326,7 +325,14 @@ ROWS: dict[str, Row] = {
     "--moe-router-dtype": Row("--moe-router-dtype fp64", "transformer.moe_router_dtype", on="expert run"),
     "--moe-grouped-gemm": Row("--moe-grouped-gemm", "transformer.moe_grouped_gemm", on="expert run", elsewhere=True),
     "--moe-z-loss-coeff": Row("--moe-z-loss-coeff 0.1", "transformer.moe_z_loss_coeff", on="expert run"),
-    "--moe-token-dispatcher-type": Row("--moe-token-dispatcher-type flex", "error", on="expert run"),
+    "--spec": Row("--spec my_layers layer_spec", "error"),
+    "--padded-vocab-size": Row("--padded-vocab-size 512", "model.vocab_size"),
+    "--train-samples": Row("--train-samples 640", "schedule.rates", drops="--train-iters"),
+    "--lr-decay-samples": Row("--lr-decay-samples 512", "schedule.rates"),
+    "--lr-warmup-samples": Row("--lr-warmup-samples 128", "schedule.rates"),
+    "--exit-interval": Row("--exit-interval 3", "limits.reasons"),
+    "--exit-duration-in-mins": Row("--exit-duration-in-mins 3", "limits.reasons"),
+    "--moe-token-dispatcher-type": Row("--moe-token-dispatcher-type none", "error", on="expert run"),
     "--moe-layer-recompute": Row("--moe-layer-recompute", "transformer.recompute_modules", on="expert run"),
     "--moe-permute-fusion": Row(
         "--moe-permute-fusion", "transformer.moe_permute_fusion", on="expert run", elsewhere=True
@@ -462,7 +468,9 @@ def fault(flag: Flag, row: Row, folders: dict[str, Path]) -> str | None:
 
 
 def used_flags() -> dict[str, Flag]:
-    return {flag.name: flag for flag in flags.list_flags() if flag.kind is Kind.USED and flag.megatron}
+    return {
+        flag.name: flag for flag in flags.list_flags() if flag.kind is Kind.USED and flag.megatron and not flag.project
+    }
 
 
 def faults(folders: dict[str, Path], rows: dict[str, Row]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rl.errors import PlatformError
 from megatron_rl.training import lifelines, watch
 from megatron_rl.training.lifelines import Hub, Spoke, listen
-from megatron_rl.training.stop import StopRequest
+from megatron_rl.training.stop import ExitLimits, StopRequest
 from tests.ranks import ROOT, free_port
 
 # No test asks how soon: it waits so long at most.
@@ -326,3 +326,22 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
     assert capsys.readouterr().err == (
         "megatron_rl: asked to stop before the first iteration began: it ends now, and there is nothing to save\n"
     )
+
+
+def test_a_run_ends_after_so_many_iterations_or_a_multiple_of_them() -> None:
+    limits = ExitLimits(3, None, lambda: 1e9)
+    assert [version for version in range(1, 8) if limits.find_reason(version)] == [3, 6]
+    assert limits.find_reason(3) == "--exit-interval 3"
+
+
+def test_a_run_ends_after_the_iteration_in_which_it_gets_too_old() -> None:
+    seconds = iter([119.0, 120.0, 120.5])
+    limits = ExitLimits(None, 2, lambda: next(seconds))
+    assert [limits.find_reason(version) for version in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
+
+
+def test_a_run_without_limits_does_not_ask_how_old_it_is() -> None:
+    def fail() -> float:
+        raise AssertionError
+
+    assert ExitLimits(None, None, fail).find_reason(1) is None

@@ -1,0 +1,175 @@
+"""What follows from flags before the settings are made of them: counts in samples, sizes that others say, lengths.
+
+Each function adds to what was given, with the flag that it follows from as the source, and notes what it did.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
+from megatron_rl.types import Architecture
+
+# What --grpo-group-size and --micro-batch-size are without the flag is for `config.subjects` to say.
+_ABSENT: Mapping[str, int] = {
+    "transformer.tensor_model_parallel_size": 1,
+    "transformer.pipeline_model_parallel_size": 1,
+    "transformer.context_parallel_size": 1,
+}
+
+
+class Derivation:
+    """The values that were given, to which this adds."""
+
+    def __init__(self, given: dict[str, Given], defaults: Mapping[str, Any], note: Callable[[str], None]):
+        self._given = given
+        self._defaults = {**defaults, **_ABSENT}
+        self._note = note
+        self.problems: list[str] = []
+
+    def imply_project(self, names: set[str], by_name: Mapping[str, Any]) -> None:
+        """What a project's scripts need not write, where a flag shows that it is one of them."""
+        for project in list_projects().values():
+            implied = []
+            for name, unless in project.get("implies", {}).items():
+                name, *words = name.split()
+                flag, source = by_name[name], f"{project['title']} implies {' '.join((name, *words))}"
+                if names.isdisjoint(project["signs"].split()) or unless in names:
+                    continue
+                if set(flag.targets) <= self._given.keys():
+                    continue
+                implied.append(" ".join((name, *words)))
+                for target in flag.targets:
+                    self._given.setdefault(target, Given(flag.read(words), source, name, IMPLIED))
+            if implied:
+                self._note(f"taken as {project['title']}'s, whose runs have {', '.join(implied)}")
+
+    def settle_vocabulary(self, architecture: Architecture | None) -> None:
+        """--padded-vocab-size is the multiple that pads to it."""
+        padded = self._given.get("described.padded_vocab_size")
+        if padded is None:
+            return
+        ranks = self._look_up("transformer.tensor_model_parallel_size")
+        if padded.value % ranks:
+            self.problems.append(
+                f"{padded.source} must be a multiple of --tensor-model-parallel-size {ranks}, which divides the "
+                "vocabulary: write one that is"
+            )
+            return
+        if architecture is not None and padded.value < architecture.vocab_size:
+            self.problems.append(
+                f"{padded.source} must be at least the vocabulary's {architecture.vocab_size} tokens: write more, or "
+                "drop the flag"
+            )
+        target = "model.make_vocab_size_divisible_by"
+        self._given[target] = Given(max(1, padded.value // ranks), padded.source, padded.name)
+
+    def settle_group_size(self, world_size: int | None) -> None:
+        """A script that says only how many sequences an update has gets groups that divide them over the replicas."""
+        whole, target = self._given.get("training.global_batch_size"), "algorithm.group_size"
+        if whole is None or target in self._given or "algorithm.prompts_per_step" in self._given:
+            return
+        usual, micro_batch = self._look_up(target), self._look_up("training.micro_batch_size")
+        replicas = self._count_replicas(world_size)
+        if whole.value % (usual * replicas) == 0:
+            return
+        fitting = [
+            size
+            for size in range(2, usual)
+            if whole.value % (size * replicas) == 0 and (size % micro_batch == 0 or micro_batch % size == 0)
+        ]
+        if fitting:
+            size = max(fitting)
+            self._given[target] = Given(size, f"{whole.source} over {replicas} replicas", whole.name)
+            self._note(f"--grpo-group-size is {size}, not {usual}: {whole.source} has no more for {replicas} replicas")
+
+    def count_samples(self) -> None:
+        """Counts in responses, as Megatron's scripts have them, are counts of iterations and of updates."""
+        of_update, prompts = self._look_up("training.global_batch_size"), self._look_up("algorithm.prompts_per_step")
+        group = self._look_up("algorithm.group_size")
+        of_iteration = prompts * group if prompts is not None else of_update
+        if of_iteration is None:
+            return
+        for name, target, flag, divisor in (
+            ("samples.train", "training.train_iters", "--train-iters", of_iteration),
+            ("samples.decay", "schedule.lr_decay_iters", "--lr-decay-iters", of_update or of_iteration),
+            ("samples.warmup", "schedule.lr_warmup_iters", "--lr-warmup-iters", of_update or of_iteration),
+        ):
+            samples = self._given.get(name)
+            if samples is None or (name == "samples.warmup" and samples.value == 0):
+                continue
+            if target in self._given:
+                self._note(f"{self._given[target].source} goes before {samples.source}")
+                continue
+            # Megatron rounds down, too.
+            count = max(samples.value // divisor, 0 if name == "samples.warmup" else 1)
+            self._given[target] = Given(count, samples.source, samples.name)
+            self._note(f"{samples.source} makes {flag} {count}, of {divisor} responses each")
+
+    def settle_lengths(self, architecture: Architecture | None) -> None:
+        """Prompt and response have half of the length each, where nothing says more."""
+        whole, response = self._given.get("training.seq_length"), self._given.get("sampling.max_tokens")
+        prompt = self._given.get("data.max_prompt_tokens")
+        if whole is None and response is not None:
+            longest = architecture.max_position_embeddings if architecture is not None else 2 * response.value
+            room = response.value if prompt is None else prompt.value
+            length = min(longest, response.value + room)
+            said = response.source if prompt is None else f"{response.source} and {prompt.source}"
+            self._given["training.seq_length"] = Given(length, said, response.name)
+            self._note(f"{said} {'makes' if prompt is None else 'make'} --seq-length {length}")
+        elif whole is not None and response is None and prompt is None and whole.value > 1:
+            half = whole.value // 2
+            self._given["sampling.max_tokens"] = Given(half, f"half of {whole.source}", whole.name)
+            self._note(f"--rollout-max-tokens is half of {whole.source}: {half}")
+
+    def settle_micro_batch(self, world_size: int | None, is_shared: bool) -> None:
+        """--max-tokens-per-gpu makes micro-batches as large as it lets them be."""
+        budget = self._given.get("training.max_tokens_per_gpu")
+        if budget is None or "training.micro_batch_size" in self._given:
+            return
+        whole, response = self._look_up("training.seq_length"), self._look_up("sampling.max_tokens")
+        if whole is None:
+            return
+        prompt = self._look_up("data.max_prompt_tokens") or whole - (response or 0)
+        response = response or whole - prompt
+        ranks = self._look_up("transformer.context_parallel_size")
+        fitting = [
+            size
+            for size in self._list_micro_batches(world_size)
+            if _count_tokens(size, self._look_up("algorithm.group_size"), prompt, response, is_shared)
+            <= budget.value * ranks
+        ]
+        size = max(fitting, default=1)
+        self._given["training.micro_batch_size"] = Given(size, budget.source, budget.name)
+        self._note(f"{budget.source} makes --micro-batch-size {size}")
+        if not fitting:
+            self._note(
+                f"{budget.source}: one response and its prompt may have {prompt + response} tokens, which is more"
+            )
+
+    def _list_micro_batches(self, world_size: int | None) -> list[int]:
+        """The sizes that divide the groups of an update over the replicas."""
+        group, prompts = self._look_up("algorithm.group_size"), self._look_up("algorithm.prompts_per_step")
+        of_update = self._look_up("training.global_batch_size") or (None if prompts is None else prompts * group)
+        groups = 0 if of_update is None else of_update // group // self._count_replicas(world_size)
+        parts = [size for size in range(1, group) if group % size == 0]
+        return [*parts, *(count * group for count in range(1, groups + 1) if groups % count == 0)]
+
+    def _count_replicas(self, world_size: int | None) -> int:
+        model = 1
+        for field in _ABSENT:
+            model *= self._look_up(field)
+        return max(1, (world_size or model) // model)
+
+    def _look_up(self, target: str) -> Any:
+        return self._given[target].value if target in self._given else self._defaults.get(target)
+
+
+def _count_tokens(size: int, group: int, prompt: int, response: int, is_shared: bool) -> int:
+    """The most tokens of a micro-batch of so many responses."""
+    prompts = max(1, size // group) if is_shared else size
+    return prompts * prompt + size * response
+
+
+def drop_longest_sequence(given: dict[str, Given]) -> Given | None:
+    """Take out what a script says of the longest sequence: a folder's config.json knows, and rotary positions reach."""
+    return given.pop("architecture.max_position_embeddings", None)
