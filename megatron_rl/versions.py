@@ -1,9 +1,14 @@
-"""The versions of other packages that this one is written for, checked when a process starts."""
+"""The versions of other packages that this one is written for, checked when a process starts.
+
+That of megatron-core is the one that an import takes, which may be a tree that nobody installed.
+"""
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import re
 import sys
+from pathlib import Path
 
 from megatron_rl.errors import PlatformError
 
@@ -40,13 +45,54 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not installed."""
+    """The version of a package, None where it is not there."""
     if package == "python":
         return ".".join(str(part) for part in sys.version_info[:3])
+    if package == MEGATRON_CORE.package and (version := _read_megatron_version()) is not None:
+        return version
+    return installed_by_pip(package)
+
+
+def installed_by_pip(package: str) -> str | None:
+    """The version that a package's metadata names, None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def find_megatron() -> Path | None:
+    """The folder of the megatron.core that an import takes, None if there is none. Nothing is imported."""
+    try:
+        top = importlib.util.find_spec("megatron")
+    except ValueError:
+        # A module that somebody made by hand has no place.
+        return None
+    if top is None or top.submodule_search_locations is None:
+        return None
+    for finder in sys.meta_path:
+        spec = finder.find_spec("megatron.core", list(top.submodule_search_locations), None)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent
+    return None
+
+
+def describe_megatron() -> str:
+    """Version and place of the megatron-core that an import takes."""
+    version, folder = installed(MEGATRON_CORE.package) or "of unknown version", find_megatron()
+    return version if folder is None else f"{version} in {folder}"
+
+
+def _read_megatron_version() -> str | None:
+    """What a tree says of itself: one that nobody installed has no metadata."""
+    folder = find_megatron()
+    if folder is None or not (folder / "package_info.py").is_file():
+        return None
+    text = (folder / "package_info.py").read_text(encoding="utf-8")
+    found = dict(re.findall(r"""^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ["']?(\w*)""", text, re.MULTILINE))
+    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+        return None
+    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
 
 
 def problem(requirement: Requirement) -> str | None:
@@ -55,7 +101,8 @@ def problem(requirement: Requirement) -> str | None:
     if version is None:
         return f"{requirement.package} is not installed, wanted {requirement.wanted}: {requirement.remedy}"
     if not requirement.accepts(version):
-        return f"{requirement.package} is {version}, wanted {requirement.wanted}: {requirement.remedy}"
+        found = describe_megatron() if requirement is MEGATRON_CORE else version
+        return f"{requirement.package} is {found}, wanted {requirement.wanted}: {requirement.remedy}"
     return None
 
 

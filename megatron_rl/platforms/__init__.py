@@ -28,13 +28,17 @@ KNOWN_WARNINGS = (
     ".*(Apex|Transformer Engine).*not installed.*",
     "full scope is deprecated.*",
     "Please use DTensor instead.*",
+    "absl.logging is not installed.*",
     "`load_state_dict` is deprecated.*",
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     "The following imports from `dynamic_context.py` will be removed",
     "The 'megatron.core.transformer.custom_layers.transformer_engine'",
     "If you are using transformer_engine as the transformer implementation, the core_attn is from",
     "MLP requires ffn_hidden_size, but it was not provided",
+    "MimoModelConfig is experimental",
+    "The argument order of load has been changed",
     "Warning. tp_group is None, using default tp group",
+    "torch.distributed is disabled, unavailable or uninitialized",
 )
 
 

@@ -9,6 +9,7 @@ import builtins
 import dataclasses
 import importlib.machinery
 import inspect
+import logging
 import os
 import pickle
 import queue
@@ -58,12 +59,24 @@ def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., An
     return function
 
 
+def expect_one_of(owner: Any, **forms: tuple[str, ...]) -> str:
+    """Of functions that versions of megatron-core name differently, the name of the one that is there.
+
+    Each is given with the parameters that a patch was written for; as many as one must be there, and take them.
+    """
+    names = [name for name in forms if hasattr(owner, name)]
+    if len(names) != 1:
+        found = f"has {' and '.join(names)}" if names else "has neither"
+        raise unknown_megatron(f"{owner.__name__} {found}, expected one of {', '.join(forms)}")
+    expect_parameters(owner, names[0], *forms[names[0]])
+    return names[0]
+
+
 def unknown_megatron(what: str) -> PlatformError:
     """The error for a megatron-core that a patch was not written for."""
-    found = versions.installed("megatron-core") or "unknown"
     return PlatformError(
-        f"megatron-core {found}: {what}; a patch of megatron_rl was written for another version: install megatron-core "
-        f"{versions.MEGATRON_CORE.wanted}"
+        f"megatron-core {versions.describe_megatron()}: {what}; a patch of megatron_rl was written for another "
+        f"version: install megatron-core {versions.MEGATRON_CORE.wanted}"
     )
 
 
@@ -275,8 +288,22 @@ def results_without_a_process(module: ModuleType) -> None:
     It takes seconds, runs the entry script once more, and goes on when a rank is killed. Checkpoints are written by
     forks here, with which memory can be shared.
     """
-    expect_parameters(module, "_get_write_results_queue")
-    module._get_write_results_queue = SharedResults  # type: ignore[attr-defined]
+    # The older name is that of 0.16.
+    name = expect_one_of(module, get_write_results_queue=("mp_mode",), _get_write_results_queue=())
+    setattr(module, name, lambda mp_mode="spawn": SharedResults())
+
+
+# What modules of megatron log as warnings of all runs alike.
+_NOTICES = (
+    "DistributedDataParallel: full_param_layout not provided",
+    "GPTModel IS DEPRECATED",
+    "MCore's async save is deprecated",
+)
+
+
+def silence_notices(module: ModuleType) -> None:
+    """Tells every run that a part of megatron-core is to be used otherwise one day, which is for this package to do."""
+    logging.getLogger(module.__name__).addFilter(lambda record: not record.getMessage().startswith(_NOTICES))
 
 
 def _unfused_optimizer(module: ModuleType) -> Any:
@@ -293,8 +320,11 @@ FIXES = (
     Patch("DistributedOptimizer.load_state_dict", _OPTIMIZER_MODULE, separate_steps_after_load),
     Patch("DistributedOptimizer.sharded_param_state_fully_reshardable", _OPTIMIZER_MODULE, leave_room_for_padding),
     Patch(
-        "_get_write_results_queue",
+        "get_write_results_queue",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         results_without_a_process,
     ),
+    Patch("notice about buffers", "megatron.core.distributed.distributed_data_parallel", silence_notices),
+    Patch("notice about GPTModel", "megatron.core.models.gpt.gpt_model", silence_notices),
+    Patch("notice about saving", "megatron.core.dist_checkpointing.strategies.torch", silence_notices),
 )
