@@ -356,7 +356,10 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
         told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
         told["finetune"] = f"{loaded.version} {loaded.extra} {trained.weights.fingerprint() == updated}"
-        for name, victim in (("shard", "__0_0.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
+        # From megatron-core 0.19 on what is not tensors lies in a shard.
+        common = "common.pt" if (out / "whole" / "iter_0000001" / "common.pt").exists() else "__0_0.distcp"
+        trained.session.barrier()
+        for name, victim in (("shard", "__0_0.distcp"), ("common", common), ("metadata", ".metadata")):
             broken = out / name
             if rank == 0:
                 shutil.copytree(out / "whole", broken)

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,30 +21,37 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl import versions
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.mcore.checkpoint.folders import find, iteration_folder
 from megatron_rl.mcore.checkpoint.state_dict import CONTENT, build_model_state, name_chunks
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.session import Session
+from megatron_rl.platforms.megatron_patches import unknown_megatron
 
 __all__ = ["find", "load_model", "save_model"]
 
 T = TypeVar("T")
 # What Megatron and torch raise about files; anything else is a fault of a program.
 _OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
+# What writes a rank's files, by the name that it has from 0.17 on and by that of 0.16.
+_WRITERS = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
+# Where what is not tensors lies: up to 0.18 in a file of its own, from 0.19 on under a key among the shards.
+_COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/"
 # Torch's is none of Python's.
 _ANY = (Exception, CheckpointException)
 
@@ -166,14 +174,18 @@ def read_common(source: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
     except _ANY as error:
+        if _COMMON_FILE in str(error) and any(key.startswith(_COMMON_KEY) for key in read_metadata(source)):
+            raise InputError(
+                f"{source} was written by megatron-core 0.19 or newer, which megatron-core "
+                f"{versions.describe_megatron()} cannot read: go on with 0.19"
+            ) from None
         raise unreadable(source)(error) from None
 
 
 def read_metadata(source: Path) -> dict[str, Any]:
     """What is there, by name: shapes of tensors, and objects."""
     try:
-        strategy = get_default_load_sharded_strategy(str(source))
-        return strategy.load_sharded_metadata(source)
+        return load_sharded_metadata(str(source))
     except _ANY as error:
         raise unreadable(source)(error) from None
 
@@ -213,9 +225,9 @@ def read(
     """What the checkpoint has for the shards in `state`."""
 
     def load() -> dict[str, Any]:
-        strategy = get_default_load_sharded_strategy(str(source))
+        strategy = None
         if fully_parallel:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
+            strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
         loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
         # Some ways of being strict return the names that differ too.
         return loaded[0] if isinstance(loaded, tuple) else loaded
@@ -224,22 +236,27 @@ def read(
 
 
 def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:
-    strategy = get_default_save_sharded_strategy()
+    strategy = None
     if fully_parallel:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas())
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas())
+    # From 0.17 on an asynchronous save is that of nvidia-resiliency-ext if nothing is said.
+    said = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
     return dist_checkpointing.save(
-        state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT)
+        state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT), **said
     )
 
 
 def _in_one_process(request: AsyncRequest) -> AsyncRequest:
-    """Megatron's writer starts further processes, and waits for good for one of them that is killed."""
+    """Megatron's writer of 0.16 starts further processes, and waits for good for one of them that is killed.
+
+    Later ones start threads, and lose what went wrong.
+    """
     write = request.async_fn
-    if (
-        not isinstance(write, functools.partial)
-        or write.func is not FileSystemWriterAsync.write_preloaded_data_multiproc
-    ):
+    if write is None:
         return request
+    writers = [getattr(FileSystemWriterAsync, name, None) for name in _WRITERS]
+    if not isinstance(write, functools.partial) or write.func not in writers:
+        raise unknown_megatron(f"a checkpoint is written by {write}, expected one of {', '.join(_WRITERS)}")
     transforms = write.args[0]
     return request._replace(async_fn=functools.partial(_write, transforms))
 
