@@ -8,11 +8,14 @@ SHELL := /bin/bash
 PYTHON ?=
 PYTHON312 ?=
 VENV := .venv
-MEGATRON_LM_VENV := .venv-megatron-lm
+PYTHON312_VENV := .venv-python312
+MCORE_VENV := .venv-mcore-
+# Versions of megatron-core that want Python 3.12; 0.16.1 runs on both, for what is compared bit for bit.
+MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 BENCHMARKS = $(or $(NAME),$(filter-out report gpu_check gpu_times,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
-.PHONY: help env test test-all lint types format test-slow test-megatron-lm demo demo-core learning bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +28,7 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
 	$(VENV)/bin/python -m pytest -m "each_change and not slow"
+	$(MAKE) test-matrix-quick
 
 lint: env ## check the style
 	$(VENV)/bin/ruff check .
@@ -40,9 +44,17 @@ format: env ## format the code
 test-slow: env ## the tests that take too long for each change
 	$(VENV)/bin/python -m pytest -m slow
 
-test-megatron-lm: ## the core on megatron-core 0.19.2 and against megatron.training: Python 3.12, 6 GB of disk
-	@tools/make_environment $(MEGATRON_LM_VENV) requirements/megatron-lm.lock 3.12 $(PYTHON312)
-	$(MEGATRON_LM_VENV)/bin/python -m pytest tests/megatron_lm tests/distributed tests/kernels
+python312:
+	@tools/make_environment $(PYTHON312_VENV) requirements/python312.lock 3.12 $(PYTHON312)
+
+$(addprefix mcore-,0.16.1 $(MCORE_VERSIONS)): mcore-%: python312
+	@tools/make_environment $(MCORE_VENV)$* requirements/megatron-core-$*.lock --on $(PYTHON312_VENV)
+
+test-matrix: env mcore-0.16.1 $(addprefix mcore-,$(MCORE_VERSIONS)) ## every version of megatron-core, an hour; Python 3.12, 6 GB of disk
+	$(VENV)/bin/python -m tools.run_matrix
+
+test-matrix-quick: env $(addprefix mcore-,$(MCORE_VERSIONS))
+	$(VENV)/bin/python -m tools.run_matrix --quick $(MCORE_VERSIONS)
 
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo
@@ -74,5 +86,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(MEGATRON_LM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
