@@ -82,12 +82,23 @@ def _print_needed() -> list[str]:
         print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}")
         problem = versions.problem(requirement)
         problems += [problem] if problem else []
+    _print_megatron()
     for package, module, remedy in _NEEDED:
         version = versions.installed(package)
         print(f"  {package:<20} {version or 'missing'}")
         if version is None or importlib.util.find_spec(module) is None:
             problems.append(f"{package} is not installed: {remedy}")
     return problems
+
+
+def _print_megatron() -> None:
+    """Where the megatron-core lies that an import takes, and that it is not the installed one if it is not."""
+    folder, package = versions.find_megatron(), versions.MEGATRON_CORE.package
+    if folder is None:
+        return
+    installed = versions.installed_by_pip(package)
+    is_other = installed is not None and installed != versions.installed(package)
+    print(f"    in {folder}{f'; it hides the installed {installed}' if is_other else ''}")
 
 
 def _print_platform(name: str, with_patches: bool) -> list[str]:

@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_rl import versions
+from megatron_rl.commands import doctor
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.mcore.checkpoint import serialization
 from megatron_rl.platforms import megatron_patches
@@ -79,6 +80,14 @@ def test_an_unknown_megatron_is_named_with_version_and_folder_of_the_tree(tree):
     folder = tree(0, 19, 1, "''")
     text = str(megatron_patches.unknown_megatron("Some.function is not there"))
     assert text.startswith(f"megatron-core 0.19.1 in {folder}: Some.function is not there; a patch of megatron_rl")
+
+
+@pytest.mark.parametrize(("installed", "hidden"), [("0.16.1", "; it hides the installed 0.16.1"), (None, "")])
+def test_the_doctor_says_where_the_tree_lies_and_what_it_hides(tree, monkeypatch, capsys, installed, hidden):
+    monkeypatch.setattr(versions, "installed_by_pip", lambda package: installed)
+    folder = tree(0, 18, 2, '""')
+    doctor._print_megatron()
+    assert capsys.readouterr().out == f"    in {folder}{hidden}\n"
 
 
 def queue_of_0_16(): ...
