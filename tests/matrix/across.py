@@ -1,8 +1,8 @@
 """The same training on each version of megatron-core: the numbers it comes to, and who reads whose checkpoint.
 
-    python -m tests.matrix.across write FOLDER NAME     # train, keep the numbers and the checkpoints
-    python -m tests.matrix.across read FOLDER NAME      # go on from those of all others
-    python -m tests.matrix.across compare FOLDER NAME   # of all others, with those of NAME, as JSON
+    python -m tests.matrix.across write FOLDER NAME             # train, keep the numbers and the checkpoints
+    python -m tests.matrix.across read FOLDER NAME [OTHER ...]  # go on from those of the others, or of these
+    python -m tests.matrix.across compare FOLDER NAME           # of all others, with those of NAME, as JSON
 
 The first writer draws the models, so that all train the same.
 """
@@ -24,8 +24,8 @@ LAYOUTS = {
 
 
 def write(folder: Path, name: str) -> None:
-    """Three updates in each layout, a checkpoint, and two more; log-probs and gradients besides."""
-    from tests.distributed import parity
+    """Three updates in each layout, a checkpoint, and two more; log-probs and gradients, of three models in one too."""
+    from tests.distributed import parity, test_tri_model
     from tests.distributed.test_training_checkpoint import LAYOUTS as WORDS
     from tests.distributed.test_training_checkpoint import write as train
     from tests.ranks import run_ranks
@@ -40,18 +40,24 @@ def write(folder: Path, name: str) -> None:
     (dense, experts) = (("TP2", "TP2+SP", "PP2", "CP2"), ("EP2", "PP2"))
     for names, model in ((dense, "qwen3"), (experts, "qwen3_moe")):
         for (layout, _), (one, _) in run_ranks(parity.run_layouts, 2, names, {model: folder / model})[0].items():
-            numbers |= _flatten(f"{model} {layout}", {"log-probs": one.log_probs, "gradients": one.gradients})
+            numbers |= _flatten(f"{model} {layout} at the start", vars(one))
+    problem = test_tri_model.draw_problem(folder / name / "roles")
+    pipeline = {"PP2": test_tri_model.LAYOUTS["PP2"]}
+    roles = run_ranks(test_tri_model.run, 2, test_tri_model.both(pipeline, problem))[0]
+    test_tri_model.check("PP2", roles)
+    numbers |= _flatten("roles PP2", {"log-probs": roles["PP2", "fused"].log_probs})
+    numbers |= _flatten("roles PP2", {"gradients": roles["PP2", "fused"].gradients})
     torch.save(numbers, folder / name / "numbers.pt")
 
 
-def read(folder: Path, name: str) -> None:
-    """Take over the checkpoints of each other version, and go on from them; what differs from its own going on."""
+def read(folder: Path, name: str, *others: str) -> None:
+    """Take over checkpoints that others wrote, and go on from them; what differs from how their writers went on."""
     from tests.distributed.test_training_checkpoint import LAYOUTS as WORDS
     from tests.distributed.test_training_checkpoint import resume
     from tests.ranks import RanksError, run_ranks
 
     told = {}
-    for other in _names(folder):
+    for other in others or _names(folder):
         written = torch.load(folder / other / "numbers.pt")
         differences: list[str] = []
         for model, layouts in LAYOUTS.items():
@@ -111,7 +117,7 @@ def main() -> None:
         return
     platforms.select("cpu").install()
     (folder / name).mkdir(parents=True, exist_ok=True)
-    {"write": write, "read": read}[command](folder, name)
+    {"write": write, "read": read}[command](folder, name, *sys.argv[4:])
 
 
 if __name__ == "__main__":

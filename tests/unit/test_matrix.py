@@ -1,7 +1,9 @@
 """The matrix of versions: what it runs on, and that what fails on one of them is not lost in it."""
 
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,29 +36,48 @@ def test_every_test_that_the_matrix_runs_is_there():
 
 @pytest.fixture
 def matrix(tmp_path, monkeypatch):
-    """The matrix over parts that end as they are told to."""
+    """The matrix over parts that end as they are told to; those that are not told end well."""
     monkeypatch.setattr(run_matrix, "OUT", tmp_path)
+    well = {
+        "loop": (0, "...\n3 passed, 1 deselected in 2 s"),
+        "numbers": (0, ""),
+        "compare": (0, compared({})),
+        "reads": (0, ""),
+    }
 
-    def of(outputs: dict[str, tuple[int, str]]) -> int:
-        monkeypatch.setattr(run_matrix, "run", lambda version, part, words: (outputs[part][0], 1.0, outputs[part][1]))
+    def of(**outputs: tuple[int, str]) -> int:
+        def run(version, part, words):
+            if part == "reads":
+                folder = Path(words[2]) / version
+                folder.mkdir()
+                (folder / "read.json").write_text(json.dumps({run_matrix.REFERENCE: []}))
+            code, output = {**well, **outputs}[part]
+            return code, 1.0, output
+
+        monkeypatch.setattr(run_matrix, "run", run)
         monkeypatch.setattr(sys, "argv", ["run_matrix", "--quick", "0.18.2"])
         return run_matrix.main()
 
     return of
 
 
-PASSED = dict.fromkeys(run_matrix.QUICK, (0, "...\n3 passed, 1 deselected in 2 s"))
+def compared(different: dict[str, float]) -> str:
+    return json.dumps({"0.18.2": {"tensors": 9, "different": different}})
 
 
 def test_a_part_that_fails_fails_the_matrix_and_is_in_the_table(matrix, capsys):
-    assert matrix(PASSED) == 0
-    assert "| 0.18.2 | 3 passed, 1 s | 3 passed, 1 s |" in capsys.readouterr().out
-    assert matrix({**PASSED, "loop": (1, "a traceback\n1 failed, 2 passed in 2 s")}) == 1
+    assert matrix() == 0
+    assert "| 0.18.2 | 3 passed, 1 s | 9 of 9 equal, 1 s | 1 of 1, 1 s |" in capsys.readouterr().out
+    assert matrix(loop=(1, "a traceback\n1 failed, 2 passed in 2 s")) == 1
     printed = capsys.readouterr().out
     assert "a traceback" in printed
-    assert "| 0.18.2 | 3 passed, 1 s | 1 failed, 2 passed, 1 s |" in printed
-    assert matrix({**PASSED, "core": (2, "")}) == 1
+    assert "| 0.18.2 | 1 failed, 2 passed, 1 s |" in printed
+    assert matrix(loop=(2, "")) == 1
     assert "| 0.18.2 | exit code 2, 1 s |" in capsys.readouterr().out
+    assert matrix(compare=(0, compared({"a gradient": 1e-7, "another": 1e-8}))) == 1
+    assert "| 7 of 9 equal, the others within 1e-07, 1 s |" in capsys.readouterr().out
+    assert matrix(reads=(1, "a traceback")) == 1
+    assert "| failed, 1 s |" in capsys.readouterr().out
 
 
 def test_a_number_that_differs_is_counted_with_its_size(tmp_path):

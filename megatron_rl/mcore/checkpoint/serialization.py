@@ -174,7 +174,9 @@ def read_common(source: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
     except _ANY as error:
-        if _COMMON_FILE in str(error) and any(key.startswith(_COMMON_KEY) for key in read_metadata(source)):
+        missing = error.__context__
+        is_file = isinstance(missing, FileNotFoundError) and Path(missing.filename).name == _COMMON_FILE
+        if is_file and any(key.startswith(_COMMON_KEY) for key in read_metadata(source)):
             raise InputError(
                 f"{source} was written by megatron-core 0.19 or newer, which megatron-core "
                 f"{versions.describe_megatron()} cannot read: go on with 0.19"
