@@ -199,6 +199,19 @@ def test_a_checkpoint_of_a_newer_megatron_is_not_called_incomplete(keys, message
         serialization.read_common(tmp_path)
 
 
+def test_a_checkpoint_that_lacks_a_shard_is_incomplete_whatever_it_keeps_there(tmp_path, monkeypatch):
+    def load(folder):
+        try:
+            return (tmp_path / "__0_0.distcp").read_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointingException("a shard is missing") from error
+
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", load)
+    monkeypatch.setattr(serialization, "read_metadata", lambda source: {"common_state/shard_0_1": None})
+    with pytest.raises(InputError, match="is incomplete, copy it again"):
+        serialization.read_common(tmp_path)
+
+
 def test_what_megatron_tells_every_run_of_its_plans_is_not_a_warning(caplog):
     module = SimpleNamespace(__name__="megatron.core.models.test_notices")
     megatron_patches.silence_notices(module)
