@@ -90,7 +90,7 @@ def _raise_problems(reading: _Reading) -> None:
 def _read(argv: Sequence[str] | None) -> _Reading:
     """What the command line says, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
-    platform = platforms.select(_find_platform_name(words))
+    platform = platforms.select(find_platform_name(words))
     platform.install()
     reading = _Reading(flags.list_flags(), platform)
     namespace = argparse.Namespace(reading=reading, ignored={})
@@ -102,7 +102,7 @@ def _read(argv: Sequence[str] | None) -> _Reading:
     return reading
 
 
-def _find_platform_name(words: list[str]) -> str:
+def find_platform_name(words: list[str]) -> str:
     """The value of --platform: the one flag that is needed before the others can be known."""
     flag = next(flag for flag in derive_flags(RunConfig, "run") if flag.name == "--platform")
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]

@@ -18,6 +18,7 @@ from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
+from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
@@ -52,6 +53,7 @@ def train(
     watch: Watch | None = None,
     schedule: Schedule | None = None,
     startup: Startup | None = None,
+    recipe: Recipe = STAND_ALONE,
 ) -> int:
     """One rank of a run, from start to end; returns the exit code. `schedule` takes the place of what --schedule names.
 
@@ -89,7 +91,7 @@ def train(
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
-                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule)
+                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
             trainer.train()
@@ -108,6 +110,7 @@ def build(
     stack: contextlib.ExitStack,
     startup: Startup,
     schedule: Schedule | None = None,
+    recipe: Recipe = STAND_ALONE,
 ) -> Trainer:
     """One rank's parts of a run, in the order in which they can be had. What is open at the end is on the stack.
 
@@ -115,9 +118,9 @@ def build(
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
-    policy = build_policy(settings, session, _num_updates(settings))
-    reference = _build_reference(settings, session)
-    saver = Saver(settings, session, policy, _name(settings), prompts, reference)
+    policy = build_policy(settings, session, _num_updates(settings), recipe)
+    reference = _build_reference(settings, session, recipe)
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference, recipe)
     version = saver.load(functools.partial(_say, session))
     startup.say("model: built, its weights are loaded")
     client = _connect(settings, session, sidecar, stack)
@@ -150,13 +153,13 @@ def build(
     )
 
 
-def _build_reference(settings: Settings, session: Session) -> Reference | None:
+def _build_reference(settings: Settings, session: Session, recipe: Recipe) -> Reference | None:
     """Where the divergence counts for nothing there is none."""
     if settings.algorithm.kl_beta == 0:
         return None
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return build_reference(settings, session, folder)
+    return build_reference(settings, session, folder, recipe)
 
 
 def _connect(

@@ -29,6 +29,10 @@ class PackedGPTModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
         super().__init__(config, **options)
+        self.take_packs(architecture)
+
+    def take_packs(self, architecture: Architecture) -> None:
+        """What a GPTModel needs beside its parts to go through `forward`."""
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
         self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
@@ -129,7 +133,7 @@ def build_chunks(
             rotary_base=int(architecture.rope.base),
             vp_stage=vp_stage,
         )
-        _mark_tensor_parallel(chunk)
+        mark_tensor_parallel(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -181,7 +185,7 @@ def _global_name(name: str, layers: list[str], experts_before: int) -> str:
     return ".".join(parts)
 
 
-def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
+def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
     """The marks by which the gradient norm counts a shard once; Megatron sets them only where it initializes."""
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
