@@ -84,10 +84,10 @@ class Hooks:
 
     def settle_configs(self, module: ModuleType) -> None:
         """Megatron's translation of arguments sets some fields by itself that packs or our flags settle otherwise."""
-        stock = expect_parameters(module, _CONFIG, "args", "config_class")
-        if stock.__module__ != module.__name__:
-            # Imported from where it is exchanged already.
+        if getattr(getattr(module, _CONFIG, None), "__module__", None) != module.__name__:
+            # One of two modules defines it, which of them depends on the version.
             return
+        stock = expect_parameters(module, _CONFIG, "args", "config_class")
 
         @functools.wraps(stock)
         def from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:

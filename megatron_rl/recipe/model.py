@@ -28,19 +28,19 @@ class Provided:
     """From 0.18 on: what the script has made of its arguments."""
 
     def build(self) -> list[torch.nn.Module]:
-        """This rank's stages as the recipe has them, without wrappers."""
+        """This rank's stages as the recipe has them, without wrappers; a configuration goes before a provider."""
+        described = getattr(self.config, "model", None)
+        if described is not None:
+            return self._build_from(described)
         if self.model_provider is None:
-            return self._build_from_config()
+            raise UsageError(
+                "the recipe calls pretrain with neither a model provider nor a model configuration: pass one of them"
+            )
         from megatron.training.training import get_model
 
         return [_unwrap(chunk) for chunk in get_model(self.model_provider, self.model_type, wrap_with_ddp=False)]
 
-    def _build_from_config(self) -> list[torch.nn.Module]:
-        described = getattr(self.config, "model", None)
-        if described is None:
-            raise UsageError(
-                "the recipe calls pretrain with neither a model provider nor a model configuration: pass one of them"
-            )
+    def _build_from(self, described: Any) -> list[torch.nn.Module]:
         # Megatron keeps what its schedules call in there, which differs from model to model.
         described = copy.copy(described)
         described.transformer = copy.copy(described.transformer)

@@ -196,7 +196,9 @@ def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
         else:
             continue
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):
-            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+            # Megatron's own function for this asserts that there are none, and its scripts mark every weight as whole.
+            for mark, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+                setattr(weight, mark, value)
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
