@@ -1,5 +1,6 @@
 """Running a recipe's script as `__main__`, with `pretrain` exchanged; the two ways to start one."""
 
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def _run(words: Sequence[str], entry: Entry) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = list(words)
     _running.append(script)
+    # Megatron lets every package log what it informs of; this one informs of each request to the sidecar.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     late = entry.late()
     try:
         from megatron_rl.recipe.hooks import Hooks
