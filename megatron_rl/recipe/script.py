@@ -16,9 +16,11 @@ _running: list[Path] = []
 def start(name: str) -> None:
     """What a patched script calls first, with its `__name__`: start it again inside a run, and exit with that's code.
 
-    Does nothing where a run has started the script already, and in processes that only import it.
+    Does nothing without --prompts, which only GRPO has: then the script does what it did. Nor where a run has started
+    the script already, nor in processes that only import it.
     """
-    if name == "__main__" and not _running:
+    is_asked = any(word.partition("=")[0] == "--prompts" for word in sys.argv)
+    if name == "__main__" and is_asked and not _running:
         raise SystemExit(run(sys.argv))
 
 
