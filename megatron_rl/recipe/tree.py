@@ -31,4 +31,5 @@ def _find(name: str) -> Path | None:
         return None
     if spec is None or not spec.submodule_search_locations:
         return None
-    return Path(next(iter(spec.submodule_search_locations))).resolve().parent
+    # Not where links lead to: a tree may borrow its core.
+    return Path(next(iter(spec.submodule_search_locations))).absolute().parent

@@ -213,6 +213,29 @@ def test_every_patch_says_why_until_when_and_for_which_files() -> None:
         assert all(one.marker in hunk.new and one.marker not in hunk.old for hunk in one.hunks)
 
 
+def test_the_command_checks_patches_and_takes_back(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_rl.commands.patch.read_catalog", lambda: [UPSTREAM])
+    before = snapshot(tree)
+    assert cli.main(["patch", str(tree), "--check"]) == ExitCode.OK
+    assert "run.sh: would be patched; it is of v1\nrun.py: would be patched; it is of no release" in said(capsys)
+    assert snapshot(tree) == before
+    assert cli.main(["patch", str(tree), "--list"]) == ExitCode.OK
+    assert "run.sh (shell)\n  why    because\n  until  never\n  for    v1" in said(capsys)
+    assert cli.main(["patch", str(tree)]) == ExitCode.OK
+    assert "run.sh: patched; it is of v1" in said(capsys)
+    assert cli.main(["patch", str(tree)]) == ExitCode.OK
+    assert "is patched: nothing to do" in said(capsys)
+    assert cli.main(["patch", str(tree), "--undo"]) == ExitCode.OK
+    assert "run.sh is what it was\nrun.py is what it was" in said(capsys)
+    assert snapshot(tree) == before
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["--list"], ["x", "--list", "--undo"], ["x", "y"], ["x", "--revert"]])
 def test_a_command_line_without_one_tree_or_with_two_wishes_is_refused(words: list[str]) -> None:
     assert cli.main(["patch", *words]) == ExitCode.USAGE
