@@ -22,10 +22,34 @@ def get_args():
 def get_timers():
     return None
 
+def get_tensorboard_writer():
+    return _writer
+
+def get_wandb_writer():
+    return None
+
+def get_one_logger():
+    return None
+
+class Writer:
+    def __init__(self, folder):
+        self.file = open(folder + ".scalars", "w")
+
+    def add_scalar(self, name, value, step):
+        print(step, name, value, file=self.file)
+
+    def flush(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+
 def set_global_variables(args, build_tokenizer=True):
-    global _args
+    global _args, _writer
     assert not build_tokenizer, "no tokenizer of the recipe's is there"
-    _args = args
+    _args, _writer = args, None
+    if args.tensorboard_dir and args.rank == args.world_size - 1:
+        _writer = Writer(args.tensorboard_dir)
 """
 _PARSER = """
 import argparse
@@ -37,7 +61,7 @@ INTS = '''num-layers hidden-size ffn-hidden-size num-attention-heads num-query-g
     max-position-embeddings micro-batch-size train-iters rotary-base tensor-model-parallel-size
     pipeline-model-parallel-size grpo-group-size'''
 FLOATS = "lr norm-epsilon clip-grad weight-decay"
-WORDS = "normalization position-embedding-type lr-decay-style transformer-impl tokenizer-type save load"
+WORDS = "normalization position-embedding-type lr-decay-style transformer-impl tokenizer-type save load tensorboard-dir"
 SWITCHES = "swiglu group-query-attention disable-bias-linear untie-embeddings-and-output-weights qk-layernorm"
 
 def add_megatron_arguments(parser):

@@ -48,7 +48,7 @@ class Hooks:
 
     def patches(self) -> list[Patch]:
         return [
-            Patch("set_global_variables", "megatron.training.global_vars", leave_tokenizer),
+            Patch("set_global_variables", "megatron.training.global_vars", set_for_our_loop),
             Patch(_CONFIG, "megatron.training.argument_utils", self.settle_configs),
             Patch(_CONFIG, "megatron.training.arguments", self.settle_configs),
             Patch("parse_args, validate_args", "megatron.training.arguments", self.parse_both),
@@ -148,7 +148,18 @@ class Hooks:
         yield "padded_vocab_size", padded_vocab_size(vocab_size, self._settings.parallel_sizes.tensor, divisible_by)
 
 
-def leave_tokenizer(module: ModuleType) -> None:
-    """Prompts are read with the tokenizer of --hf-model, so the recipe's need not be there."""
+def set_for_our_loop(module: ModuleType) -> None:
+    """Megatron opens writers on the last rank, and metrics are written on the first one. No tokenizer is built: prompts
+    are read with that of --hf-model, and the recipe's need not be there.
+    """
     stock = expect_parameters(module, "set_global_variables", "args", "build_tokenizer")
-    module.set_global_variables = functools.partial(stock, build_tokenizer=False)  # type: ignore[attr-defined]
+
+    def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True) -> None:
+        rank = args.rank
+        args.rank = args.world_size - 1 if rank == 0 else min(rank, args.world_size - 2)
+        try:
+            stock(args, build_tokenizer=False)
+        finally:
+            args.rank = rank
+
+    module.set_global_variables = set_global_variables  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.mcore.model.adopt import adopt
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.recipe import Recipe
+from megatron_rl.recipe.writers import open_writers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def build_recipe(provided: Provided, args: argparse.Namespace, say: Callable[[st
                     say(difference)
         return [adopt(chunk, settings.architecture, settings.attention.backend) for chunk in chunks]
 
-    return Recipe(build_model, {"args": args})
+    return Recipe(build_model, {"args": args}, open_writers)
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:

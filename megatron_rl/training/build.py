@@ -127,7 +127,7 @@ def build(
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
     timeline = Timeline()
-    reporter = _build_reporter(settings, session, version)
+    reporter = _build_reporter(settings, session, version, recipe)
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
@@ -247,14 +247,15 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     )
 
 
-def _build_reporter(settings: RunSettings, session: Session, version: int) -> Reporter | None:
+def _build_reporter(settings: RunSettings, session: Session, version: int, recipe: Recipe) -> Reporter | None:
     if session.rank != 0:
         return None
     assert settings.model.hf_model is not None
     assert settings.training.train_iters is not None
     decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
-    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode)
+    sinks = None if recipe.open_sinks is None else recipe.open_sinks()
+    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode, sinks)
 
 
 def _sampling(settings: RunSettings, temperature: float) -> Sampling:

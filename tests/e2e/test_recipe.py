@@ -1,6 +1,7 @@
 """Scripts of Megatron's, run as they are in stand-ins for its trees: the runs are those of pretrain_grpo.py."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ MODEL = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 "
     "--norm-epsilon 1e-6 --qk-layernorm"
 )
+ALONE = ["pretrain_grpo.py"]
 WRAPPED = ["-m", "megatron_rl.recipe"]
 
 
@@ -28,10 +30,16 @@ def words_of(world: loop.World, place: str, **changes: Any) -> list[str]:
     return [*world.words(f"{place}/run", train_iters=2, **changes), "--platform", "cpu", *MODEL.split()]
 
 
-def run(world: loop.World, place: str, program: list[str], num_ranks: int, **changes: Any) -> list[tuple]:
-    """What each iteration came to, to the last bit."""
-    own = [] if program == ["pretrain_grpo.py"] else ["--of-the-recipe", "3"]
-    words = words_of(world, place, **changes) + own
+def run(
+    world: loop.World,
+    place: str,
+    program: list[str],
+    num_ranks: int,
+    own: tuple[str, ...] = ("--of-the-recipe", "3"),
+    **changes: Any,
+) -> list[tuple]:
+    """What each iteration came to, to the last bit; `own` are flags of the recipe."""
+    words = [*words_of(world, place, **changes), *own]
     ranks = loop.start(world.folder / "outputs" / place, num_ranks, words, program=program)
     assert ranks.wait() == [0] * num_ranks, ranks.text()
     lines = (world.folder / "runs" / place / "run" / "metrics.jsonl").read_text().splitlines()
@@ -42,10 +50,27 @@ def run(world: loop.World, place: str, program: list[str], num_ranks: int, **cha
 
 @pytest.mark.each_change
 def test_recipes_of_every_shape_train_as_the_stand_alone_script(world: loop.World) -> None:
-    expected = run(world, "alone", ["pretrain_grpo.py"], 1)
+    expected = run(world, "alone", ALONE, 1, own=())
     for shape in stand_in_tree.SHAPES:
         script = stand_in_tree.make_tree(world.folder / "trees" / shape, shape)
         assert run(world, shape, [*WRAPPED, str(script)], 1) == expected
+
+
+@pytest.mark.each_change
+def test_a_provider_of_ones_own_trains_and_its_writers_get_the_metrics(
+    world: loop.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = stand_in_tree.make_tree(world.folder / "trees" / "own", "0.16").parent
+    monkeypatch.setenv("PYTHONPATH", f"{tree}:{os.environ.get('PYTHONPATH', '')}")
+    script = Path("examples") / "recipes" / "own_provider.py"
+    scalars = world.folder / "own"
+    rows = run(world, "own", [*WRAPPED, str(script)], 1, own=(), tensorboard_dir=scalars)
+    stock = run(world, "stock", [*WRAPPED, str(tree / "pretrain_gpt.py")], 1)
+    # The same weights, and then other gradients.
+    assert rows[0][0] == stock[0][0]
+    assert rows[0][2] != stock[0][2]
+    assert rows[1][0] != rows[0][0]
+    assert f"1 loss {rows[1][1]}\n" in scalars.with_suffix(".scalars").read_text()
 
 
 @pytest.mark.slow
@@ -55,7 +80,7 @@ def test_recipes_on_two_ranks_train_as_the_stand_alone_script(world: loop.World,
     place = f"{layout}-{shape}"
     changes = {f"{layout}_model_parallel_size": 2}
     script = stand_in_tree.make_tree(world.folder / "trees" / place, shape)
-    expected = run(world, f"{place}-alone", ["pretrain_grpo.py"], 2, **changes)
+    expected = run(world, f"{place}-alone", ALONE, 2, own=(), **changes)
     assert run(world, place, [*WRAPPED, str(script)], 2, **changes) == expected
 
 
