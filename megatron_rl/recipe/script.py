@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.errors import UsageError
+from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.training.entry import Entry
 
 # The script that is running, so that one whose first line asks for GRPO is not started twice.
@@ -49,7 +49,13 @@ def _run(words: Sequence[str], entry: Entry) -> int:
         hooks.install()
     finally:
         late.cancel()
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        raise PlatformError(
+            f"{script} needs the module {error.name}, which is not there: install the packages of its tree, or put the "
+            "folder that the module is in on PYTHONPATH"
+        ) from error
     if hooks.exit_code is None:
         raise UsageError(f"{script} ended without a call of megatron.training.pretrain: there is nothing to train")
     return hooks.exit_code

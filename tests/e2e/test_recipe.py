@@ -1,51 +1,18 @@
 """Scripts of Megatron's, run as they are in stand-ins for its trees: the runs are those of pretrain_grpo.py."""
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import stand_in_tree
 from tests.e2e import loop
-
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention "
-    "--num-query-groups 4 --kv-channels 32 --max-position-embeddings 1024 --swiglu --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 "
-    "--norm-epsilon 1e-6 --qk-layernorm"
-)
-ALONE = ["pretrain_grpo.py"]
-WRAPPED = ["-m", "megatron_rl.recipe"]
+from tests.e2e.recipe_runs import ALONE, MODEL, WRAPPED, run, words_of
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> loop.World:
     return loop.make_world(tmp_path_factory.mktemp("recipe"))
-
-
-def words_of(world: loop.World, place: str, **changes: Any) -> list[str]:
-    # What engines sample follows from the run's name.
-    return [*world.words(f"{place}/run", train_iters=2, **changes), "--platform", "cpu", *MODEL.split()]
-
-
-def run(
-    world: loop.World,
-    place: str,
-    program: list[str],
-    num_ranks: int,
-    own: tuple[str, ...] = ("--of-the-recipe", "3"),
-    **changes: Any,
-) -> list[tuple]:
-    """What each iteration came to, to the last bit; `own` are flags of the recipe."""
-    words = [*words_of(world, place, **changes), *own]
-    ranks = loop.start(world.folder / "outputs" / place, num_ranks, words, program=program)
-    assert ranks.wait() == [0] * num_ranks, ranks.text()
-    lines = (world.folder / "runs" / place / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["version"] for row in rows] == [0, 1]
-    return [(row["fingerprint"], row["loss"], row["gradient_norm"]) for row in rows]
 
 
 @pytest.mark.each_change
@@ -112,6 +79,11 @@ def test_what_is_wrong_with_a_recipe_is_said_by_name_with_an_exit_code(world: lo
     assert "recipe: Megatron's parser: argument --of-the-recipe: invalid int value: 'x'" in text
     text = said(world, "script", [*WRAPPED, "nowhere.py"], words, 2)
     assert "recipe: nowhere.py must be a file" in text
+    source = script.read_text()
+    script.write_text(source.replace("import types", "import no_such_package"))
+    text = said(world, "module", program, [*words, "--of-the-recipe", "3"], 3)
+    assert "needs the module no_such_package, which is not there" in text
+    script.write_text(source)
     # The wheel's core, and megatron.training of a tree that has no core.
     (script.parent / "megatron" / "core").unlink()
     text = said(world, "two", program, [*words, "--of-the-recipe", "3"], 3)
