@@ -11,7 +11,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"versions"},
-    {"config", "platforms"},
+    {"config", "patching", "platforms"},
     {"ops"},
     {"protocol", "weights"},
     {"records"},
@@ -21,12 +21,14 @@ LAYERS = (
     {"mcore", "sidecar", "observe"},
     {"arguments"},
     {"training"},
+    {"recipe"},
     {"commands"},
     {"cli"},
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
 OWNERS = {
-    "megatron": {"mcore", "weights", "platforms"},
+    "megatron": {"mcore", "weights", "platforms", "recipe"},
+    "megatron.training": {"recipe"},
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
     "vllm": {"sidecar"},
@@ -36,7 +38,7 @@ OWNERS = {
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
     "errors", "types", "versions", "config", "cli", "commands.doctor", "weights.families",
-    "training.lifelines", "training.watch",
+    "training.entry", "training.lifelines", "training.watch",
 )  # fmt: skip
 # Who may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}
@@ -109,8 +111,9 @@ def _between_parts(part: str, target: str) -> str | None:
 
 def _from_outside(name: str, part: str, imported: Import) -> str | None:
     package = imported.module.split(".")[0]
-    if package in OWNERS and part not in OWNERS[package]:
-        return f"{part} imports {package}, which only {', '.join(sorted(OWNERS[package]))} may"
+    for owned, owners in OWNERS.items():
+        if f"{imported.module}.".startswith(f"{owned}.") and part not in owners:
+            return f"{part} imports {owned}, which only {', '.join(sorted(owners))} may"
     if package == "megatron" and part == "platforms" and imported.at_top:
         return "platforms imports megatron outside of a function"
     module = name.removeprefix(f"{PACKAGE}.")

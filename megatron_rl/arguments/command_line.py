@@ -113,7 +113,7 @@ def _raise_problems(reading: _Reading) -> None:
 def _read(argv: Sequence[str] | None) -> _Reading:
     """What the command line says, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
-    platform = platforms.select(_find_platform_name(words))
+    platform = platforms.select(find_platform_name(words))
     absence = None
     if "--print-config" in words:
         absence = platforms.install_for_reading(platform)
@@ -132,7 +132,7 @@ def _read(argv: Sequence[str] | None) -> _Reading:
     return reading
 
 
-def _find_platform_name(words: list[str]) -> str:
+def find_platform_name(words: list[str]) -> str:
     """The value of --platform: the one flag that is needed before the others can be known."""
     flag = next(flag for flag in derive_flags(RunConfig, "run") if flag.name == "--platform")
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]

@@ -18,6 +18,7 @@ from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.mcore.publish.stream import StreamPublisher
+from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
@@ -52,6 +53,7 @@ def train(
     watch: Watch | None = None,
     schedule: Schedule | None = None,
     startup: Startup | None = None,
+    recipe: Recipe = STAND_ALONE,
 ) -> int:
     """One rank of a run, from start to end; returns the exit code. `schedule` takes the place of what --schedule names.
 
@@ -89,7 +91,7 @@ def train(
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
-                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule)
+                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
             trainer.train()
@@ -108,6 +110,7 @@ def build(
     stack: contextlib.ExitStack,
     startup: Startup,
     schedule: Schedule | None = None,
+    recipe: Recipe = STAND_ALONE,
 ) -> Trainer:
     """One rank's parts of a run, in the order in which they can be had. What is open at the end is on the stack.
 
@@ -115,16 +118,16 @@ def build(
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
-    policy = build_policy(settings, session, _num_updates(settings))
-    reference = _build_reference(settings, session)
-    saver = Saver(settings, session, policy, _name(settings), prompts, reference)
+    policy = build_policy(settings, session, _num_updates(settings), recipe)
+    reference = _build_reference(settings, session, recipe)
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference, recipe)
     version = saver.load(functools.partial(_say, session))
     startup.say("model: built, its weights are loaded")
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
     timeline = Timeline()
-    reporter = _build_reporter(settings, session, version)
+    reporter = _build_reporter(settings, session, version, recipe)
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
@@ -151,13 +154,13 @@ def build(
     )
 
 
-def _build_reference(settings: Settings, session: Session) -> Reference | None:
+def _build_reference(settings: Settings, session: Session, recipe: Recipe) -> Reference | None:
     """Where the divergence counts for nothing there is none."""
     if settings.algorithm.kl_beta == 0:
         return None
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return build_reference(settings, session, folder)
+    return build_reference(settings, session, folder, recipe)
 
 
 def _connect(
@@ -245,14 +248,15 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     )
 
 
-def _build_reporter(settings: RunSettings, session: Session, version: int) -> Reporter | None:
+def _build_reporter(settings: RunSettings, session: Session, version: int, recipe: Recipe) -> Reporter | None:
     if session.rank != 0:
         return None
     assert settings.model.hf_model is not None
     assert settings.training.train_iters is not None
     decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
-    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode)
+    sinks = None if recipe.open_sinks is None else recipe.open_sinks()
+    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode, sinks)
 
 
 def _sampling(settings: RunSettings, temperature: float) -> Sampling:

@@ -15,7 +15,7 @@ from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
-from megatron_rl.observe.sinks import Sinks, sinks_of
+from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, Response, decode_tokens
 from megatron_rl.training.mismatch import HEALTHY
 
@@ -137,13 +137,25 @@ class Reporter:
 
 
 def reporter_of(
-    settings: Settings, folder: Path, version: int, num_iterations: int, num_groups: int, decode: Decode
+    settings: Settings,
+    folder: Path,
+    version: int,
+    num_iterations: int,
+    num_groups: int,
+    decode: Decode,
+    others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped."""
+    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped.
+
+    `others` take the place of the sinks that flags ask for.
+    """
     progress = progress_of(settings.observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)
     samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
     metrics.restart(version)
     samples.restart(version)
-    sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
+    if others is None:
+        sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
+    else:
+        sinks = Sinks(others, progress.say)
     return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode)

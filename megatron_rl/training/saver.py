@@ -9,6 +9,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.mcore.checkpoint.folders import iteration_folder, withdraw
+from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
@@ -24,6 +25,7 @@ class Saver:
         run: str,
         prompts: PromptSource | None,
         reference: Reference | None,
+        recipe: Recipe = STAND_ALONE,
     ):
         """`prompts` is rank 0's."""
         self._settings = settings
@@ -32,7 +34,7 @@ class Saver:
         self._run = run
         self._prompts = prompts
         self._start = None if reference is None else reference.start
-        self._checkpointer = Checkpointer(settings, session, policy, reference)
+        self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 

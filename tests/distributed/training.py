@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.model.gpt import build_model, wrap
+from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
@@ -67,7 +67,12 @@ def training(folder: Path, words: str, num_updates: int = 10) -> Iterator[Traini
         yield training_in(session, settings, num_updates)
 
 
-def training_in(session: Session, settings: Settings, num_updates: int = 10) -> Training:
+def training_in(
+    session: Session,
+    settings: Settings,
+    num_updates: int = 10,
+    build_model: Callable[[Settings], list[PackedGPTModel]] = build_model,
+) -> Training:
     chunks = build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(settings.model.hf_model)

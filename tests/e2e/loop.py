@@ -90,9 +90,17 @@ class Ranks:
 
 
 def start(
-    folder: Path, world_size: int, words: list[str], faults: Mapping[int, str] | None = None, **environment: str
+    folder: Path,
+    world_size: int,
+    words: list[str],
+    faults: Mapping[int, str] | None = None,
+    program: list[str] | None = None,
+    **environment: str,
 ) -> Ranks:
-    """Start the ranks as torchrun would; `faults` is code that a rank runs before it begins."""
+    """Start the ranks as torchrun would; `faults` is code that a rank runs before pretrain_grpo.py begins.
+
+    `program` takes the place of pretrain_grpo.py.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -113,7 +121,7 @@ def start(
         with outputs[-1].open("wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, *_program((faults or {}).get(rank)), *words],
+                    [sys.executable, *(program or _program((faults or {}).get(rank))), *words],
                     cwd=ROOT,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,

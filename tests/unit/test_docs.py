@@ -89,6 +89,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         ),
     },
     "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
+    "docs/recipes.md": {
+        "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
+    },
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
         "torchrun --nproc-per-node 1": Here(),
@@ -99,6 +102,11 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
         "make learning": Target("it takes 40 minutes; test_the_demo_learns runs one of its runs"),
+    },
+    "examples/recipes/README.md": {
+        "bash examples/recipes/megatron_tree.sh": By("tests/unit/test_examples.py"),
+        "bash examples/recipes/shell_recipe.sh": By("tests/unit/test_examples.py"),
+        "torchrun --nproc-per-node 4 -m megatron_rl.recipe": By("tests/e2e/test_recipe.py"),
     },
     "examples/gsm8k/README.md": {
         "python examples/gsm8k/prepare.py": Here(),

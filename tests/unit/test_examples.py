@@ -47,7 +47,43 @@ def test_a_recipe_says_what_this_package_understands(name, environment, world_si
     assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
 
 
-def said_by(name: str, arguments: list[str], environment: dict[str, str], folder: Path) -> list[str]:
+# What a patched recipe of Mixtral does with its arguments, as far as it is its end.
+MIXTRAL = """
+CHECKPOINT_PATH=$1
+MODEL_ARGS=(--num-layers 36)
+torchrun --nproc_per_node 8 pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    --save $CHECKPOINT_PATH \\
+    ${GRPO_ARGS}
+"""
+
+
+def test_a_recipe_of_megatron_gets_what_grpo_needs(tmp_path):
+    model, tree = tmp_path / "model", tmp_path / "tree"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    arguments = [str(tree), str(model), "train.jsonl", str(tmp_path / "run")]
+    words = said_by("megatron_tree", arguments, {}, tmp_path, "recipes")
+    start = words.index("megatron_rl.recipe")
+    assert words[start - 1 : start + 2] == ["-m", "megatron_rl.recipe", f"{tree}/pretrain_gpt.py"]
+    settings = parse(*words[start + 2 :], "--platform", "cpu", world_size=4)
+    plan = compute_sizes(settings, 2).plan
+    assert (plan.num_updates, plan.num_prompts * plan.group_size) == (1, 1024)
+
+
+def test_a_shell_recipe_hands_on_what_grpo_needs(tmp_path):
+    script = tmp_path / "tree" / "examples" / "mixtral" / "train_mixtral_8x7b_distributed.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(MIXTRAL)
+    words = said_by("shell_recipe", [str(tmp_path / "tree"), "model", "train.jsonl", "run"], {}, tmp_path, "recipes")
+    assert words[2:7] == ["pretrain_gpt.py", "--num-layers", "36", "--save", "run"]
+    assert words[7:11] == ["--hf-model", "model", "--prompts", "train.jsonl"]
+    assert words[-2:] == ["--rollout-endpoint", "10.0.0.1:8700"]
+
+
+def said_by(
+    name: str, arguments: list[str], environment: dict[str, str], folder: Path, subject: str = "gsm8k"
+) -> list[str]:
     """The words that a recipe starts torchrun, or Python, with."""
     programs = folder / "programs"
     programs.mkdir()
@@ -57,7 +93,7 @@ def said_by(name: str, arguments: list[str], environment: dict[str, str], folder
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     shared = {"ADDRESS": "10.0.0.1:8700", "SHARED": "shared"}
     result = subprocess.run(
-        ["bash", str(ROOT / "examples" / "gsm8k" / f"{name}.sh"), *arguments],
+        ["bash", str(ROOT / "examples" / subject / f"{name}.sh"), *arguments],
         env={**os.environ, **shared, **environment, "PATH": f"{programs}:{os.environ['PATH']}"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip

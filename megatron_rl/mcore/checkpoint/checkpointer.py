@@ -18,6 +18,7 @@ from megatron_rl.mcore.checkpoint import folders, serialization, state_dict
 from megatron_rl.mcore.checkpoint.schedule import SAVED, check_schedule
 from megatron_rl.mcore.checkpoint.serialization import Prepared
 from megatron_rl.mcore.checkpoint.state_dict import CONTENT
+from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
@@ -41,13 +42,21 @@ class Loaded:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every method is called on every rank."""
 
-    def __init__(self, settings: Settings, session: Session, policy: Policy, reference: Reference | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        policy: Policy,
+        reference: Reference | None = None,
+        recipe: Recipe = STAND_ALONE,
+    ):
         """A `reference` is saved once it was moved."""
         self._config = settings.checkpoint
         self._schedule = settings.schedule
         self._session = session
         self._policy = policy
         self._reference = reference
+        self._recipe = recipe
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration of the folder that is saved to which this run went on from.
@@ -147,6 +156,7 @@ class Checkpointer:
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Under Megatron's names, but for what is ours; no other rank is waited for."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
+        state |= self._recipe.saved
         reference = self._reference
         if reference is not None and reference.version is not None:
             state[_REFERENCE_VERSION] = reference.version

@@ -29,6 +29,10 @@ class PackedGPTModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
         super().__init__(config, **options)
+        self.take_packs(architecture)
+
+    def take_packs(self, architecture: Architecture) -> None:
+        """What a GPTModel needs beside its parts to go through `forward`."""
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
         self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
@@ -129,7 +133,7 @@ def build_chunks(
             rotary_base=int(architecture.rope.base),
             vp_stage=vp_stage,
         )
-        _mark_tensor_parallel(chunk)
+        mark_tensor_parallel(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -181,7 +185,7 @@ def _global_name(name: str, layers: list[str], experts_before: int) -> str:
     return ".".join(parts)
 
 
-def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
+def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
     """The marks by which the gradient norm counts a shard once; Megatron sets them only where it initializes."""
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
@@ -192,7 +196,9 @@ def _mark_tensor_parallel(chunk: PackedGPTModel) -> None:
         else:
             continue
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):
-            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+            # Megatron's own function for this asserts that there are none, and its scripts mark every weight as whole.
+            for mark, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+                setattr(weight, mark, value)
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 

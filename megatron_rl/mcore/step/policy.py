@@ -10,8 +10,9 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
-from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, unwrap, wrap
+from megatron_rl.mcore.model.gpt import PackedGPTModel, unwrap, wrap
 from megatron_rl.mcore.model.weights import ModelWeights
+from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.optimizer import (
     UpdateResult,
@@ -41,9 +42,9 @@ class Policy:
         force_param_sync(self.wrapped)
 
 
-def build_policy(settings: Settings, session: Session, num_updates: int) -> Policy:
+def build_policy(settings: Settings, session: Session, num_updates: int, recipe: Recipe = STAND_ALONE) -> Policy:
     """The policy with the weights of --hf-model, its optimizer untouched."""
-    chunks = build_model(settings)
+    chunks = recipe.build_model(settings)
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
@@ -92,9 +93,9 @@ class Reference:
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
-def build_reference(settings: Settings, session: Session, folder: Path) -> Reference:
+def build_reference(settings: Settings, session: Session, folder: Path, recipe: Recipe = STAND_ALONE) -> Reference:
     """The reference with the weights of a Hugging Face folder, of the policy's architecture."""
-    chunks = build_model(settings)
+    chunks = recipe.build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None

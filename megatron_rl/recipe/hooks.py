@@ -1,0 +1,165 @@
+"""What is exchanged in megatron.training while a recipe runs: `pretrain`, and what leads to it.
+
+script ──> parse_args, validate_args            ours first: a mistake is found before a process group exists
+       ──> set_global_variables                 arguments, timers and writers are Megatron's
+       ──> core_transformer_config_from_args    packs, our flags and our checks have the last word
+       ──> pretrain                             trains with GRPO
+"""
+
+import argparse
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from megatron_rl import platforms
+from megatron_rl.arguments.command_line import find_platform_name
+from megatron_rl.arguments.run import RunSettings
+from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, unknown_megatron
+from megatron_rl.recipe import parsing
+from megatron_rl.recipe.tree import check_one_tree
+from megatron_rl.training.entry import Entry
+
+# Asked of a CUDA device by checks of arguments, which want environment variables on some: of the newest, none.
+_DEVICE_GENERATION = 10
+_CONFIG = "core_transformer_config_from_args"
+# What `pretrain` is called with in every version that is known.
+_PRETRAIN = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
+
+
+class Hooks:
+    """The hooks of one process, and what they keep from one to the next."""
+
+    def __init__(self, entry: Entry, words: Sequence[str]) -> None:
+        """`words` are the flags."""
+        self._entry = entry
+        self._words = list(words)
+        self._platform = platforms.select(find_platform_name(self._words))
+        self._settings: RunSettings | None = None
+        self.exit_code: int | None = None
+        """Of the training, once it is over."""
+
+    def install(self) -> None:
+        """Before the script runs; nothing of Megatron may have been imported."""
+        self._platform.install()
+        check_one_tree()
+        install_patches(self.patches())
+
+    def patches(self) -> list[Patch]:
+        return [
+            Patch("set_global_variables", "megatron.training.global_vars", set_for_our_loop),
+            Patch(_CONFIG, "megatron.training.argument_utils", self.settle_configs),
+            Patch(_CONFIG, "megatron.training.arguments", self.settle_configs),
+            Patch("parse_args, validate_args", "megatron.training.arguments", self.parse_both),
+            Patch("pretrain", "megatron.training.training", self.train_instead),
+        ]
+
+    def parse_both(self, module: ModuleType) -> None:
+        """Both parsers see the words: each takes its own, and those that both know."""
+        parse = expect_parameters(module, "parse_args", "extra_args_provider", "ignore_unknown_args")
+        validate = expect_parameters(module, "validate_args", "args", "defaults")
+        if self._platform.device_type != "cuda":
+            module.get_device_arch_version = lambda: _DEVICE_GENERATION  # type: ignore[attr-defined]
+
+        def parse_args(
+            extra_args_provider: parsing.ExtraArgs = None, ignore_unknown_args: bool = False
+        ) -> argparse.Namespace:
+            theirs = parsing.list_their_names(module, extra_args_provider)
+            self._settings = self._entry.parse(lambda: parsing.parse_ours(self._words, theirs))
+            if self._settings.run.print_config:
+                raise SystemExit(self._entry.train(self._settings))
+            return parsing.parse_theirs(parse, self._words, theirs, extra_args_provider)
+
+        def validate_args(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
+            with parsing.refusals():
+                validate(args, defaults or {})
+            for name, value in self._settled_args():
+                if hasattr(args, name):
+                    setattr(args, name, value)
+            return args
+
+        module.parse_args = parse_args  # type: ignore[attr-defined]
+        module.validate_args = validate_args  # type: ignore[attr-defined]
+
+    def settle_configs(self, module: ModuleType) -> None:
+        """Megatron's translation of arguments sets some fields by itself that packs or our flags settle otherwise."""
+        if getattr(getattr(module, _CONFIG, None), "__module__", None) != module.__name__:
+            # One of two modules defines it, which of them depends on the version.
+            return
+        stock = expect_parameters(module, _CONFIG, "args", "config_class")
+
+        @functools.wraps(stock)
+        def from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
+            config = stock(args, config_class)
+            for field, value in self._settled_fields():
+                setattr(config, field, value)
+            return config
+
+        setattr(module, _CONFIG, from_args)
+
+    def train_instead(self, module: ModuleType) -> None:
+        """`pretrain` trains with GRPO: the recipe's model; our data, loss and loop."""
+        signature = inspect.signature(module.pretrain)
+        if missing := sorted(_PRETRAIN - set(signature.parameters)):
+            raise unknown_megatron(
+                f"megatron.training.pretrain takes ({', '.join(signature.parameters)}), without {', '.join(missing)}"
+            )
+
+        @functools.wraps(module.pretrain)
+        def pretrain(*arguments: Any, **keywords: Any) -> None:
+            from megatron_rl.recipe.model import Provided, build_recipe
+
+            bound = signature.bind(*arguments, **keywords).arguments
+            args = self._get_args(bound)
+            assert self._settings is not None
+            provided = Provided(bound.get("model_provider"), bound["model_type"], bound.get("cfg_container"))
+            self.exit_code = self._entry.train(self._settings, build_recipe(provided, args, self._entry.say))
+
+        module.pretrain = pretrain  # type: ignore[attr-defined]
+
+    def _get_args(self, bound: Mapping[str, Any]) -> argparse.Namespace:
+        """The recipe's arguments. Scripts of 0.16 and 0.17 leave parsing to `pretrain`."""
+        from megatron.training import arguments, global_vars
+
+        if "cfg_container" not in bound:
+            args = arguments.parse_args(bound.get("extra_args_provider"))
+            arguments.validate_args(args, bound.get("args_defaults"))
+            global_vars.set_global_variables(args)
+        return global_vars.get_args()
+
+    def _settled_fields(self) -> Iterator[tuple[str, Any]]:
+        """The fields of TransformerConfig that our flags, packs and the platform settle."""
+        assert self._settings is not None
+        for target in self._settings.sources:
+            subject, _, field = target.partition(".")
+            if subject == "transformer":
+                yield field, getattr(self._settings.transformer, field)
+
+    def _settled_args(self) -> Iterator[tuple[str, Any]]:
+        """The same as arguments, which choose the layer spec, and what Megatron would ask its tokenizer."""
+        from megatron_rl.mcore.model.gpt import padded_vocab_size
+
+        assert self._settings is not None
+        yield from self._settled_fields()
+        vocab_size = self._settings.architecture.vocab_size
+        divisible_by = self._settings.model.make_vocab_size_divisible_by
+        yield "vocab_size", vocab_size
+        yield "padded_vocab_size", padded_vocab_size(vocab_size, self._settings.parallel_sizes.tensor, divisible_by)
+
+
+def set_for_our_loop(module: ModuleType) -> None:
+    """Megatron opens writers on the last rank, and metrics are written on the first one. No tokenizer is built: prompts
+    are read with that of --hf-model, and the recipe's need not be there.
+    """
+    stock = expect_parameters(module, "set_global_variables", "args", "build_tokenizer")
+
+    def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True) -> None:
+        rank = args.rank
+        args.rank = args.world_size - 1 if rank == 0 else min(rank, args.world_size - 2)
+        try:
+            stock(args, build_tokenizer=False)
+        finally:
+            args.rank = rank
+
+    module.set_global_variables = set_global_variables  # type: ignore[attr-defined]

@@ -1,0 +1,101 @@
+"""The recipe's model: built by its own provider or builder, made one that takes packs."""
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl.arguments.resolve import list_architecture_fields
+from megatron_rl.config.flag import format_value
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UsageError
+from megatron_rl.mcore.model.adopt import adopt
+from megatron_rl.mcore.model.gpt import PackedGPTModel
+from megatron_rl.mcore.recipe import Recipe
+from megatron_rl.recipe.writers import open_writers
+
+
+@dataclasses.dataclass(frozen=True)
+class Provided:
+    """What a script hands to `pretrain` to make a model of: a provider, or a configuration that has a builder."""
+
+    model_provider: Callable[..., Any] | None
+    model_type: Any
+    config: Any
+    """From 0.18 on: what the script has made of its arguments."""
+
+    def build(self) -> list[torch.nn.Module]:
+        """This rank's stages as the recipe has them, without wrappers; a configuration goes before a provider."""
+        described = getattr(self.config, "model", None)
+        if described is not None:
+            return self._build_from(described)
+        if self.model_provider is None:
+            raise UsageError(
+                "the recipe calls pretrain with neither a model provider nor a model configuration: pass one of them"
+            )
+        from megatron.training.training import get_model
+
+        return [_unwrap(chunk) for chunk in get_model(self.model_provider, self.model_type, wrap_with_ddp=False)]
+
+    def _build_from(self, described: Any) -> list[torch.nn.Module]:
+        # Megatron keeps what its schedules call in there, which differs from model to model.
+        described = copy.copy(described)
+        described.transformer = copy.copy(described.transformer)
+        builder = described.get_builder_cls()(described)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chunks = builder.build_distributed_models(groups, wrap_with_ddp=False, model_type=self.model_type)
+        return [_unwrap(chunk) for chunk in chunks]
+
+
+def build_recipe(provided: Provided, args: argparse.Namespace, say: Callable[[str], None]) -> Recipe:
+    """What a run takes from the recipe; `say` hears once in what its model is not that of config.json."""
+    said: set[str] = set()
+
+    def build_model(settings: Settings) -> list[PackedGPTModel]:
+        chunks = provided.build()
+        for chunk in chunks:
+            config: Any = chunk.config
+            if problems := list(_check_settled(config, settings)):
+                raise UsageError(*problems)
+            for difference in _list_differences(config, settings):
+                if args.rank == 0 and difference not in said:
+                    said.add(difference)
+                    say(difference)
+        return [adopt(chunk, settings.architecture, settings.attention.backend) for chunk in chunks]
+
+    return Recipe(build_model, {"args": args}, open_writers)
+
+
+def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
+    """Where a provider makes a configuration by itself, what the schedules depend on must be in it."""
+    for target, source in settings.sources.items():
+        subject, _, field = target.partition(".")
+        if subject != "transformer":
+            continue
+        value, wanted = getattr(config, field), getattr(settings.transformer, field)
+        if value != wanted:
+            yield (
+                f"the recipe's model has {field} = {format_value(value)}, and {format_value(wanted)} is needed "
+                f"({source}): take it from core_transformer_config_from_args, or from the configuration that is passed"
+            )
+
+
+def _list_differences(config: Any, settings: Settings) -> Iterator[str]:
+    """In what the model is not what the engines load."""
+    for field in list_architecture_fields(settings.architecture):
+        value, described = getattr(config, field), getattr(settings.transformer, field)
+        if value != described and not callable(value):
+            yield (
+                f"the recipe's model has {field} = {format_value(value)}, config.json says {format_value(described)}: "
+                "engines must compute as the recipe does"
+            )
+
+
+def _unwrap(chunk: Any) -> torch.nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""One command line for two parsers: ours and the recipe's own, each of which refuses what only the other knows."""
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import ModuleType
+
+from megatron_rl.arguments import command_line
+from megatron_rl.arguments.flags import list_flags, list_own_flags
+from megatron_rl.arguments.run import RunSettings
+from megatron_rl.config.flag import index_by_name
+from megatron_rl.errors import UsageError
+from megatron_rl.mcore.configs import find_megatron_version
+
+# What only the recipe's builder reads; ours has a layer of its own, and refuses another one.
+_OF_THE_BUILDER = {"--spec"}
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
+"""A recipe's function that adds its own flags."""
+
+
+def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
+    """Our settings. A flag that nobody knows is ours to report; one that only the recipe knows is not."""
+    ours = set(index_by_name(list_flags())) - _OF_THE_BUILDER
+    return command_line.parse_run(select_words(words, ours, theirs))
+
+
+def parse_theirs(
+    parse: Callable[..., argparse.Namespace], words: Sequence[str], theirs: Collection[str], extra: ExtraArgs
+) -> argparse.Namespace:
+    """What Megatron's own parser makes of its words, which it reads from `sys.argv`."""
+    ours = index_by_name(list_own_flags())
+    with _argv(select_words(words, theirs, ours)), _errors_of_argparse():
+        return parse(extra)
+
+
+def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
+    """The flags of `megatron.training.arguments`, and those that the recipe adds."""
+    parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if extra is not None:
+        parser = extra(parser)
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What Megatron asserts of arguments, as an error with its text."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        reason = str(error) or "an assertion without a text"
+        raise UsageError(f"Megatron {find_megatron_version()} refuses the recipe's arguments: {reason}") from error
+
+
+def select_words(words: Sequence[str], names: Collection[str], others: Collection[str]) -> list[str]:
+    """The flags of `names` with their values, and what is in neither list."""
+    selected: list[str] = []
+    for flag in _split(words):
+        name = flag[0].partition("=")[0]
+        if name in names or name not in others:
+            selected += flag
+    return selected
+
+
+def _split(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with the words that follow it."""
+    flag: list[str] = []
+    for word in words:
+        if word.startswith("--") and flag:
+            yield flag
+            flag = []
+        flag.append(word)
+    if flag:
+        yield flag
+
+
+@contextlib.contextmanager
+def _argv(words: Sequence[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [before[0], *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _errors_of_argparse() -> Iterator[None]:
+    """What argparse says after a page of usage."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        *_, last = said.getvalue().strip().splitlines() or [""]
+        raise UsageError(f"Megatron's parser: {last.partition('error: ')[2] or last}") from None
+    finally:
+        if sys.exc_info()[0] is None:
+            sys.stderr.write(said.getvalue())

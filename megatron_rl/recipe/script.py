@@ -1,0 +1,61 @@
+"""Running a recipe's script as `__main__`, with `pretrain` exchanged; the two ways to start one."""
+
+import logging
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.training.entry import Entry
+
+# The script that is running, so that one whose first line asks for GRPO is not started twice.
+_running: list[Path] = []
+
+
+def start(name: str) -> None:
+    """What a patched script calls first, with its `__name__`: start it again inside a run, and exit with that's code.
+
+    Does nothing without --prompts, which only GRPO has: then the script does what it did. Nor where a run has started
+    the script already, nor in processes that only import it.
+    """
+    is_asked = any(word.partition("=")[0] == "--prompts" for word in sys.argv)
+    if name == "__main__" and is_asked and not _running:
+        raise SystemExit(run(sys.argv))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the script that the first word names on the flags that follow; returns the exit code."""
+    return Entry("recipe").run(lambda entry: _run(words, entry))
+
+
+def _run(words: Sequence[str], entry: Entry) -> int:
+    if not words or words[0].startswith("-"):
+        raise UsageError("the recipe's script is missing: write python -m megatron_rl.recipe pretrain_gpt.py FLAGS")
+    script = Path(words[0])
+    if not script.is_file():
+        raise UsageError(f"{script} must be a file: write the path of the recipe's script, as pretrain_gpt.py")
+    # As Python itself does for a script: what lies beside it is imported from there, Megatron's tree first of all.
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = list(words)
+    _running.append(script)
+    # Megatron lets every package log what it informs of; this one informs of each request to the sidecar.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    late = entry.late()
+    try:
+        from megatron_rl.recipe.hooks import Hooks
+
+        hooks = Hooks(entry, words[1:])
+        hooks.install()
+    finally:
+        late.cancel()
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        raise PlatformError(
+            f"{script} needs the module {error.name}, which is not there: install the packages of its tree, or put the "
+            "folder that the module is in on PYTHONPATH"
+        ) from error
+    if hooks.exit_code is None:
+        raise UsageError(f"{script} ended without a call of megatron.training.pretrain: there is nothing to train")
+    return hooks.exit_code

@@ -1,0 +1,97 @@
+"""What every entry of a run has around it: one line an error, exit codes, ranks that notice when another is gone.
+
+Importing this needs no torch: ranks watch each other while that is imported.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.training.watch import Watch, tell_launcher
+
+if TYPE_CHECKING:
+    from megatron_rl.arguments.run import RunSettings
+    from megatron_rl.mcore.recipe import Recipe
+
+# Less than what a rank that is gone is noticed within.
+_PATIENCE_SECONDS = 15.0
+_SILENCE_SECONDS = 5.0
+
+
+class Entry:
+    """One rank's process, from its start to its exit code. `name` stands before what it says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._begun = time.monotonic()
+        self._watch = Watch()
+
+    def run(self, action: Callable[["Entry"], int]) -> int:
+        """What `action` returns, or the exit code of its error: docs/operations.md lists them."""
+        try:
+            # Before anything that takes time: from here on the other ranks notice when this one is gone.
+            self._watch = Watch.of_environment()
+            code = action(self)
+        except MegatronRLError as error:
+            for problem in error.problems:
+                self.say(problem)
+            tell_launcher("\n".join(error.problems))
+            # Rank 0 finds the same in the command line, and what is wrong on its host.
+            self._watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
+            return error.exit_code
+        except KeyboardInterrupt as interrupt:
+            self.say("interrupted")
+            self._watch.tell(interrupt)
+            return ExitCode.INTERRUPTED
+        self._watch.close()
+        return code
+
+    def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
+        """What `parse` makes of the command line; what is wrong with it is said once by all ranks together."""
+        from megatron_rl.arguments.saying import said_once
+
+        said: list[str] = []
+
+        def say(problem: str) -> None:
+            self.say(problem)
+            said.append(problem)
+            tell_launcher("\n".join(said))
+
+        with said_once(say):
+            return parse()
+
+    def late(self) -> threading.Timer:
+        """A timer that has started, where somebody wants to know: most of a start is imports.
+
+        On a busy machine, or from a network's disk, they take long. Whoever starts it cancels it.
+        """
+        timer = threading.Timer(_SILENCE_SECONDS, _say_late)
+        timer.daemon = True
+        if self._watch.rank == 0 and "none" not in sys.argv:
+            timer.start()
+        return timer
+
+    def train(self, settings: "RunSettings", recipe: "Recipe | None" = None) -> int:
+        """Print the configuration, where that is asked for, or train; a recipe builds the model."""
+        if settings.run.print_config:
+            from megatron_rl.arguments.describe import print_config
+
+            if self._watch.rank == 0:
+                print(print_config(settings), end="")
+            return ExitCode.OK
+        # Megatron is imported once the platform is installed, which parsing does.
+        from megatron_rl.mcore.recipe import STAND_ALONE
+        from megatron_rl.observe.startup import Startup
+        from megatron_rl.training.build import train
+
+        return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe or STAND_ALONE)
+
+    def say(self, text: str) -> None:
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+
+def _say_late() -> None:
+    print(f"start {_SILENCE_SECONDS:6.1f} s  torch and Megatron are being imported", file=sys.stderr, flush=True)

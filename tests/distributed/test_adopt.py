@@ -1,0 +1,179 @@
+"""A model that megatron-core's own parts make, adopted: our numbers, and refusals of what would be lost."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UsageError
+from megatron_rl.mcore.model.adopt import adopt
+from megatron_rl.mcore.model.gpt import PackedGPTModel, padded_vocab_size
+from megatron_rl.mcore.session import start_session
+from tests import hf_models
+from tests.distributed.layouts import divisor
+from tests.distributed.parity import shared_packs
+from tests.distributed.training import LAYOUTS, Training, settings_of, training_in
+from tests.ranks import run_ranks
+
+FLAGS = "--lr 1e-3 --lr-decay-style constant --clip-grad 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.draw("qwen3", tmp_path_factory.mktemp("adopted") / "model")
+
+
+def provide(settings: Settings, kind: type = GPTModel, layer: type | None = None, **changes: Any) -> GPTModel:
+    """A model as a recipe's provider makes it."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    if layer is not None:
+        spec = ModuleSpec(module=layer, submodules=spec.submodules)
+    architecture = settings.architecture
+    options = {
+        "vocab_size": padded_vocab_size(architecture.vocab_size, settings.parallel_sizes.tensor),
+        "max_sequence_length": architecture.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": architecture.tied_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": int(architecture.rope.base),
+    }
+    return kind(copy.copy(settings.transformer), spec, **(options | changes))
+
+
+def build(settings: Settings, **changes: Any) -> list[PackedGPTModel]:
+    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend)]
+
+
+def results(trained: Training) -> dict[str, torch.Tensor]:
+    """Log-probs and the gradients of an accumulation, and the weights after its update."""
+    packs = shared_packs(divisor(trained.session.sizes))
+    found = {f"log-probs {index}": values for index, values in enumerate(trained.forward(packs))}
+    trained.accumulate()
+    parameters = dict(trained.chunks[0].named_parameters())
+    found |= {f"gradient of {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+    result = trained.policy.update(0.01)
+    found["norm"] = torch.tensor(result.gradient_norm)
+    return found | {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def compare(folder: Path, layout: str) -> list[str]:
+    settings = settings_of(folder, f"{FLAGS} {LAYOUTS[layout]}")
+    with start_session(settings) as session:
+        return differences(
+            results(training_in(session, settings)), results(training_in(session, settings, build_model=build))
+        )
+
+
+@pytest.mark.each_change
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_an_adopted_model_computes_and_trains_as_ours_bit_for_bit(folder: Path, layout: str) -> None:
+    assert run_ranks(compare, 2, folder, layout) == [[], []]
+
+
+class DampedLayer(TransformerLayer):
+    """A layer that nobody else has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = super().forward(*args, **kwargs)
+        return 0.75 * hidden, context
+
+
+class RenamedModel(GPTModel):
+    """A recipe's own class, which changes what goes in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
+        return super().forward(*args, **kwargs)
+
+
+class OwnPostprocess(GPTModel):
+    """A recipe's own class, which changes what comes out."""
+
+    def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._postprocess(*args, **kwargs)
+
+
+class OwnAttention(DotProductAttention):
+    """A recipe's own core attention."""
+
+
+def try_changes(folder: Path) -> dict[str, Any]:
+    settings = settings_of(folder, FLAGS)
+    found: dict[str, Any] = {}
+    with start_session(settings) as session:
+        plain = results(training_in(session, settings))
+        damped = training_in(session, settings, build_model=lambda _: build(settings, layer=DampedLayer))
+        before = {name: parameter.detach().clone() for name, parameter in damped.chunks[0].named_parameters()}
+        changed = results(damped)
+        found["equal"] = sorted(plain.keys() - set(differences(plain, changed)))
+        found["unmoved"] = [name for name, values in before.items() if torch.equal(values, changed[name])]
+        renamed = build(settings, kind=RenamedModel)[0]
+        renamed_training = training_in(session, settings, build_model=lambda _: [renamed])
+        found["renamed"] = differences(plain, results(renamed_training))
+        found["was_called"] = renamed.was_called
+        for name, chunk in refusable(settings).items():
+            with pytest.raises(UsageError) as caught:
+                adopt(chunk, settings.architecture, "naive")
+            found[name] = str(caught.value)
+    return found
+
+
+def refusable(settings: Settings) -> dict[str, torch.nn.Module]:
+    """Models of which something would be lost."""
+    with_parameters, with_own, without, biased = (provide(settings) for _ in range(4))
+    attention: Any = with_parameters.decoder.layers[1].self_attention
+    attention.core_attention.register_parameter("offset", torch.nn.Parameter(torch.zeros(4)))
+    attention = with_own.decoder.layers[0].self_attention
+    attention.core_attention.__class__ = OwnAttention
+    del without.decoder.layers[0].self_attention.core_attention
+    biased.output_layer.bias = torch.nn.Parameter(torch.zeros(2))
+    return {
+        "parameters": with_parameters,
+        "own attention": with_own,
+        "no attention": without,
+        "bias": biased,
+        "postprocess": provide(settings, kind=OwnPostprocess),
+        "rotary base": provide(settings, rotary_base=500_000),
+        "rotary percent": provide(settings, rotary_percent=0.5),
+        "positions": provide(settings, position_embedding_type="none"),
+        "vocabulary": provide(settings, vocab_size=128),
+        "kind": torch.nn.Linear(2, 2),
+    }
+
+
+@pytest.mark.each_change
+def test_a_recipes_own_layer_trains_and_what_would_be_lost_is_refused_by_name(folder: Path) -> None:
+    (found,) = run_ranks(try_changes, 1, folder)
+    # Every log-prob, gradient and weight is another one, and all of them move.
+    assert found["equal"] == []
+    assert found["unmoved"] == []
+    assert found["renamed"] == []
+    assert found["was_called"]
+    for name, text in {
+        "parameters": "the core attention of layer 2 has parameters (offset)",
+        "own attention": "the core attention of layer 1, OwnAttention, is the recipe's own and would not be called",
+        "no attention": "layer 1 has no self_attention.core_attention to exchange",
+        "bias": "without a bias, and is an output layer with a bias",
+        "postprocess": "OwnPostprocess._postprocess is the recipe's own and would not be called",
+        "rotary base": "rotary frequencies are not those of config.json",
+        "rotary percent": "rotary frequencies are not those of config.json",
+        "positions": "position embeddings of type 'none'",
+        "vocabulary": "the recipe's vocabulary of 128 must have the 131 tokens",
+        "kind": "the recipe builds a Linear",
+    }.items():
+        assert text in found[name]

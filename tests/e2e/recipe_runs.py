@@ -1,0 +1,38 @@
+"""Runs that a recipe's script starts, on a tiny model and scripted engines, and what they come to."""
+
+import json
+from typing import Any
+
+from tests.e2e import loop
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 32 --max-position-embeddings 1024 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 "
+    "--norm-epsilon 1e-6 --qk-layernorm"
+)
+ALONE = ["pretrain_grpo.py"]
+WRAPPED = ["-m", "megatron_rl.recipe"]
+
+
+def words_of(world: loop.World, place: str, **changes: Any) -> list[str]:
+    # What engines sample follows from the run's name.
+    return [*world.words(f"{place}/run", train_iters=2, **changes), "--platform", "cpu", *MODEL.split()]
+
+
+def run(
+    world: loop.World,
+    place: str,
+    program: list[str],
+    num_ranks: int,
+    own: tuple[str, ...] = ("--of-the-recipe", "3"),
+    **changes: Any,
+) -> list[tuple]:
+    """What each iteration came to, to the last bit; `own` are flags of the recipe."""
+    words = [*words_of(world, place, **changes), *own]
+    ranks = loop.start(world.folder / "outputs" / place, num_ranks, words, program=program)
+    assert ranks.wait() == [0] * num_ranks, ranks.text()
+    lines = (world.folder / "runs" / place / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["version"] for row in rows] == [0, 1]
+    return [(row["fingerprint"], row["loss"], row["gradient_norm"]) for row in rows]

@@ -1,0 +1,279 @@
+"""Patching trees of others: on synthetic ones, and on Megatron-LM's own where MEGATRON_LM names a clone of it."""
+
+import ast
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.patching import catalog, diff
+from megatron_rl.patching import tree as trees
+from megatron_rl.patching.catalog import FilePatch, Upstream
+
+CLONE = os.environ.get("MEGATRON_LM")
+DIFF = """--- a/run.sh
++++ b/run.sh
+@@ -1,3 +1,4 @@
+ first
+-second
++second \\
++    more
+ third
+@@ -9,2 +10,2 @@
+ eighth
+-last
+\\ No newline at end of file
++LAST
+\\ No newline at end of file
+"""
+BEFORE = "first\nsecond\nthird\n\nfourth\neighth\nlast"
+AFTER = "first\nsecond \\\n    more\nthird\n\nfourth\neighth\nLAST"
+SCRIPT = '"""A script."""\n\n# a comment\nimport time\n'
+
+
+def make_patch(name: str, file: str, text: str, marker: str) -> FilePatch:
+    known = {trees.hash_blob(BEFORE.encode()): ("v1",)}
+    return FilePatch(name, file, "because", "never", marker, known, tuple(diff.read_hunks(text)))
+
+
+ADDED = '@@ -1,3 +1,4 @@\n """A script."""\n \n+import added\n # a comment\n'
+UPSTREAM = Upstream(
+    "a tree",
+    ("core.py",),
+    {"core.py": "new"},
+    "take another one",
+    (make_patch("shell", "run.sh", DIFF, "more"), make_patch("script", "run.py", ADDED, "import added")),
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    (folder / "core.py").write_text("new")
+    (folder / "run.sh").write_text(BEFORE)
+    (folder / "run.sh").chmod(0o755)
+    (folder / "run.py").write_text(SCRIPT)
+    return folder
+
+
+def patch(tree: Path) -> int:
+    changes = trees.plan(tree, trees.find_upstream(tree, [UPSTREAM]))
+    if changes:
+        trees.write(tree, changes)
+    return len(changes)
+
+
+def snapshot(tree: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in tree.iterdir()}
+
+
+def test_a_patched_tree_is_taken_back_byte_for_byte_and_mode_for_mode(tree: Path) -> None:
+    before = snapshot(tree)
+    assert patch(tree) == 2
+    assert (tree / "run.sh").read_text() == AFTER
+    assert (tree / "run.py").read_text() == SCRIPT.replace("# a", "import added\n# a")
+    assert stat.S_IMODE((tree / "run.sh").stat().st_mode) == 0o755
+    assert trees.undo(tree, UPSTREAM) == ["run.sh", "run.py"]
+    assert snapshot(tree) == before
+
+
+def test_patching_a_second_time_changes_nothing(tree: Path) -> None:
+    patch(tree)
+    before = snapshot(tree)
+    assert patch(tree) == 0
+    assert snapshot(tree) == before
+
+
+def test_a_file_that_was_changed_elsewhere_is_patched_and_counts_as_no_release(tree: Path) -> None:
+    assert [change.tags for change in trees.plan(tree, UPSTREAM)] == [("v1",), ()]
+    (tree / "run.sh").write_text(BEFORE.replace("fourth", "fourth\nfifth"))
+    assert [change.tags for change in trees.plan(tree, UPSTREAM)] == [(), ()]
+    assert patch(tree) == 2
+
+
+def refused(tree: Path, message: str, is_undoing: bool = False) -> None:
+    """The tree is as it was, to the last file."""
+    before = snapshot(tree)
+    with pytest.raises(InputError, match=message):
+        trees.undo(tree, UPSTREAM) if is_undoing else patch(tree)
+    assert snapshot(tree) == before
+
+
+def test_a_tree_that_has_moved_is_refused_with_file_and_hunk(tree: Path) -> None:
+    (tree / "run.py").write_text(SCRIPT.replace("# a comment", "# another"))
+    refused(tree, 'run.py has moved: the text of hunk 1, which begins with \'"""A script."""\', is not there')
+    (tree / "run.py").write_text(SCRIPT + SCRIPT)
+    refused(tree, "run.py has moved: the text of hunk 1, .* is there 2 times")
+    (tree / "run.py").write_text(SCRIPT)
+    (tree / "run.sh").write_text(BEFORE.replace("eighth", "ninth"))
+    refused(tree, "run.sh has moved: the text of hunk 2, which begins with 'eighth', is not there")
+
+
+def test_lines_that_end_with_cr_are_refused(tree: Path) -> None:
+    (tree / "run.py").write_bytes(SCRIPT.replace("\n", "\r\n").encode())
+    refused(tree, "run.py has lines that end with CR: check the tree out with core.autocrlf=false")
+
+
+def test_a_read_only_tree_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write everywhere, so the system is asked on its behalf.
+    stock = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("run.py") and stock(path, mode))
+    refused(tree, "run.py is read-only: nothing was changed; make the tree writable")
+
+
+def test_a_half_patched_tree_is_refused_and_its_receipt_takes_it_back(tree: Path) -> None:
+    before = snapshot(tree)
+    patch(tree)
+    (tree / "run.py").write_text(SCRIPT)
+    refused(tree, r"is half patched: run.sh is, run.py is not; take back the one by hand, or with --undo")
+    assert trees.undo(tree, UPSTREAM) == ["run.sh"]
+    assert snapshot(tree) == before
+
+
+def test_a_part_of_a_patch_is_refused(tree: Path) -> None:
+    (tree / "run.sh").write_text(AFTER.replace("LAST", "last"))
+    refused(tree, "run.sh holds 'more' and not all of the patch shell")
+
+
+def test_a_file_that_was_changed_since_is_not_taken_back(tree: Path) -> None:
+    patch(tree)
+    (tree / "run.py").write_text((tree / "run.py").read_text() + "print()\n")
+    refused(tree, "run.py was changed since it was patched: take your changes out, or remove .*by hand", True)
+
+
+def test_nothing_is_taken_back_without_a_receipt(tree: Path) -> None:
+    refused(tree, "has no .megatron_rl-patches.json: megatron-rl patch has changed nothing there", True)
+
+
+def test_a_failure_while_files_change_places_leaves_a_receipt_that_takes_all_back(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, stock = snapshot(tree), os.replace
+
+    def fail_at_the_script(source: object, place: Path) -> None:
+        if Path(place).name == "run.py":
+            raise OSError("killed")
+        stock(source, place)
+
+    monkeypatch.setattr(os, "replace", fail_at_the_script)
+    with pytest.raises(OSError, match="killed"):
+        patch(tree)
+    monkeypatch.undo()
+    assert (tree / "run.sh").read_text() == AFTER
+    assert (tree / "run.py").read_text() == SCRIPT
+    trees.undo(tree, UPSTREAM)
+    assert snapshot(tree) == before
+
+
+def test_a_tree_is_known_by_its_files(tree: Path, tmp_path: Path) -> None:
+    (tree / "core.py").write_text("old")
+    refused(tree, r"is a tree \(core.py is of another version\): take another one")
+    (tree / "core.py").unlink()
+    refused(tree, r"is none of the trees that are known \(a tree\)")
+    with pytest.raises(InputError, match="must be a folder"):
+        trees.find_upstream(tmp_path / "nothing", [UPSTREAM])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("mindspeed_llm/x", "pretrain_gpt.py"), "MindSpeed-LLM: .*0.12.1, and megatron_rl needs 0.16 to 0.19"),
+        (("megatron_patch/x", "toolkits/x"), "Pai-Megatron-Patch: .*0.14 and 0.15, and megatron_rl needs 0.16 to 0.19"),
+        (("Dockerfile_rocm.ci", "megatron/core/x"), "ROCm's Megatron-LM: .*0.10, and megatron_rl needs 0.16 to 0.19"),
+        (
+            ("pretrain_gpt.py", "megatron/training/training.py", "megatron/core/transformer/transformer_config.py"),
+            "Megatron-LM .*training.py is of another version.*: its core is below 0.16",
+        ),
+    ],
+)
+def test_a_fork_with_an_older_core_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...], message: str
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(InputError, match=message):
+        trees.find_upstream(tmp_path, catalog.read_catalog())
+    assert cli.main(["patch", str(tmp_path)]) == ExitCode.INPUT
+    assert "megatron-rl patch: " in capsys.readouterr().err
+
+
+def test_every_patch_says_why_until_when_and_for_which_files() -> None:
+    patches = [patch for upstream in catalog.read_catalog() for patch in upstream.patches]
+    assert {patch.name for patch in patches} == {"pretrain_gpt", "mixtral", "gpt3", "llama"}
+    for one in patches:
+        assert one.reason
+        assert one.until
+        assert all(len(blob) == 40 and tags for blob, tags in one.blobs.items())
+        assert all(one.marker in hunk.new and one.marker not in hunk.old for hunk in one.hunks)
+
+
+def test_the_command_checks_patches_and_takes_back(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_rl.commands.patch.read_catalog", lambda: [UPSTREAM])
+    before = snapshot(tree)
+    assert cli.main(["patch", str(tree), "--check"]) == ExitCode.OK
+    assert "run.sh: would be patched; it is of v1\nrun.py: would be patched; it is of no release" in said(capsys)
+    assert snapshot(tree) == before
+    assert cli.main(["patch", str(tree), "--list"]) == ExitCode.OK
+    assert "run.sh (shell)\n  why    because\n  until  never\n  for    v1" in said(capsys)
+    assert cli.main(["patch", str(tree)]) == ExitCode.OK
+    assert "run.sh: patched; it is of v1" in said(capsys)
+    assert cli.main(["patch", str(tree)]) == ExitCode.OK
+    assert "is patched: nothing to do" in said(capsys)
+    assert cli.main(["patch", str(tree), "--undo"]) == ExitCode.OK
+    assert "run.sh is what it was\nrun.py is what it was" in said(capsys)
+    assert snapshot(tree) == before
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--list"], ["x", "--list", "--undo"], ["x", "y"], ["x", "--revert"]])
+def test_a_command_line_without_one_tree_or_with_two_wishes_is_refused(words: list[str]) -> None:
+    assert cli.main(["patch", *words]) == ExitCode.USAGE
+
+
+def show(tag: str, file: str) -> bytes:
+    return subprocess.run(["git", "-C", str(CLONE), "show", f"{tag}:{file}"], check=True, capture_output=True).stdout
+
+
+@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM names no clone of Megatron-LM")
+def test_each_patch_applies_to_each_release_it_names_and_is_taken_back(tmp_path: Path) -> None:
+    upstream = next(one for one in catalog.read_catalog() if one.patches)
+    tags = {tag for patch in upstream.patches for of_blob in patch.blobs.values() for tag in of_blob}
+    assert len(tags) >= 7
+    for tag in sorted(tags):
+        folder = tmp_path / tag
+        files = {*upstream.has, *upstream.anchors, *(patch.file for patch in upstream.patches)}
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(show(tag, file))
+        assert trees.find_upstream(folder, catalog.read_catalog()) == upstream
+        changes = trees.plan(folder, upstream)
+        assert [tag in change.tags for change in changes] == [True] * 4
+        trees.write(folder, changes)
+        ast.parse((folder / "pretrain_gpt.py").read_text())
+        for patch in upstream.patches:
+            if patch.file.endswith(".sh"):
+                subprocess.run(["bash", "-n", str(folder / patch.file)], check=True)
+        assert trees.plan(folder, upstream) == []
+        trees.undo(folder, upstream)
+        assert all((folder / file).read_bytes() == show(tag, file) for file in files)
+
+
+@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM names no clone of Megatron-LM")
+def test_a_release_before_the_first_that_runs_here_is_refused(tmp_path: Path) -> None:
+    upstream = next(one for one in catalog.read_catalog() if one.patches)
+    for file in upstream.has:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(show("core_v0.15.3", file))
+    with pytest.raises(InputError, match="its core is below 0.16"):
+        trees.find_upstream(tmp_path, catalog.read_catalog())
