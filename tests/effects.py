@@ -57,7 +57,7 @@ def _model(settings: Settings) -> dict[str, object]:
     with (
         patch.object(gpt, "PackedGPTModel") as made,
         patch.object(gpt, "block_spec"),
-        patch.object(gpt, "_mark_tensor_parallel"),
+        patch.object(gpt, "mark_tensor_parallel"),
         patch.object(gpt, "parallel_state"),
     ):
         gpt.build_model(settings)
