@@ -1,28 +1,32 @@
-"""Tokens per second through the service over a real vLLM engine, and of a bare client of the same server.
+"""Tokens per second through the service over a real vLLM engine, of a bare client of it, and of vLLM alone.
 
 The service decodes, checks, scores, journals, audits and hands out; the bare client sends requests over the engine's
-socket and counts the bytes of the answers. Both ask for groups of the same sizes, in turn, in an order that rotates,
-and each after a publish: an engine samples more slowly just after it has taken weights, whoever asks.
+socket and counts the bytes of the answers; alone, vLLM is given the same prompts with the same sampling by its own
+`LLM.generate`. They take turns, in an order that rotates. The first two ask after a publish: an engine samples more
+slowly just after it has taken weights, whoever asks. All processes of vLLM are on one core, all others not.
 """
 
 import asyncio
 import functools
 import itertools
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 
-from benchmarks import checkpoints
+from benchmarks import checkpoints, vllm_offline
 from benchmarks.connection import Connection
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.vllm.answers import Limits, build_request
+from megatron_rl.sidecar.vllm.answers import Limits, build_call
+from megatron_rl.sidecar.vllm.groups import ROUTE, GroupAnswer, GroupCall
 from megatron_rl.types import Architecture
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar
 from tests.sidecar.vllm_models import in_shared_memory
@@ -34,7 +38,7 @@ TINY = Architecture(
 )  # fmt: skip
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 64, 8, 128, 32
 CONCURRENCIES = (8, 16, 32)
-SERVICE = "service"
+SERVICE, ALONE = "service", "vLLM alone"
 SAMPLING = wire.Sampling(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
 PLAN = wire.Plan(num_prompts=NUM_GROUPS, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
 Asker = Callable[[wire.Weights], float]
@@ -45,10 +49,11 @@ def measure(num_rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each run, by what asked."""
     figures: dict[str, list[float]] = {}
     versions = itertools.count()
-    with _serving() as (process, client, model):
+    with _serving() as (process, client, model), _alone(model) as generate:
         socket, run = _socket(process), process.folder.name
         askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run)}
         askers |= {f"bare, {c} groups in flight": functools.partial(_bare, socket, c) for c in CONCURRENCIES}
+        askers[ALONE] = functools.partial(_ask_alone, generate)
         names = list(askers)
         for number in range(num_rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -60,10 +65,15 @@ def measure(num_rounds: int) -> dict[str, list[float]]:
     return figures
 
 
-def ratios(figures: dict[str, list[float]]) -> list[float]:
+def compare_to_bare(figures: dict[str, list[float]]) -> list[float]:
     """The service over the bare client at the concurrency that is best for it, round by round."""
-    bare = max((runs for name, runs in figures.items() if name != SERVICE), key=statistics.median)
+    bare = max((runs for name, runs in figures.items() if name not in (SERVICE, ALONE)), key=statistics.median)
     return [ours / theirs for ours, theirs in zip(figures[SERVICE], bare, strict=True)]
+
+
+def compare_to_alone(figures: dict[str, list[float]]) -> list[float]:
+    """The service over vLLM alone, round by round."""
+    return [ours / theirs for ours, theirs in zip(figures[SERVICE], figures[ALONE], strict=True)]
 
 
 @contextmanager
@@ -74,16 +84,41 @@ def _serving() -> Iterator[tuple[SidecarProcess, RolloutClient, Path]]:
         words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
         with sidecar(run, *words, "--platform", "cpu", seconds=180) as process, process.client() as client:
             client.take_lease(run.name)
+            _place(process)
             yield process, client, model
+
+
+def _place(process: SidecarProcess) -> None:
+    """Put the engine's processes on one core, and this one and the sidecar's on the others."""
+    *others, core = sorted(os.sched_getaffinity(0))
+    engine = _find_engine(process)
+    inner = [engine, *engine.children(recursive=True)]
+    for one in [psutil.Process(), *process.tree()]:
+        _pin(one, [core] if one in inner else others or [core])
+
+
+def _pin(process: psutil.Process, cores: list[int]) -> None:
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, cores)
+
+
+def _alone(model: Path) -> AbstractContextManager[vllm_offline.Generate]:
+    core = max(os.sched_getaffinity(0))
+    return vllm_offline.start(model, core, _LIMITS.max_model_len, _LIMITS.max_num_seqs)
+
+
+def _find_engine(process: SidecarProcess) -> psutil.Process:
+    """The server of the one engine."""
+    for started in process.tree():
+        if "--uds" in started.cmdline():
+            return started
+    raise RuntimeError("the sidecar has started no engine")
 
 
 def _socket(process: SidecarProcess) -> Path:
     """Where the one engine listens."""
-    for started in process.tree():
-        words = started.cmdline()
-        if "--uds" in words:
-            return Path(words[words.index("--uds") + 1])
-    raise RuntimeError("the sidecar has started no engine")
+    words = _find_engine(process).cmdline()
+    return Path(words[words.index("--uds") + 1])
 
 
 @contextmanager
@@ -115,18 +150,28 @@ def _service(client: RolloutClient, run: str, weights: wire.Weights) -> float:
 
 
 def _bare(socket: Path, concurrency: int, weights: wire.Weights) -> float:
-    number = weights.version
-    bodies = []
-    for index in range(NUM_GROUPS):
-        request = GroupRequest(
-            request_id=f"bare-{number}-{concurrency}-{index}",
+    calls = [msgspec.msgpack.encode(call) for call in _calls(weights.version, f"bare-{concurrency}")]
+    return asyncio.run(_ask_all(socket, concurrency, calls))
+
+
+def _ask_alone(generate: vllm_offline.Generate, weights: wire.Weights) -> float:
+    calls = _calls(weights.version, "alone")
+    return generate([wire.decode_tokens(call.prompt).tolist() for call in calls], [call.sampling for call in calls])
+
+
+def _calls(number: int, name: str) -> list[GroupCall]:
+    """What is asked, however it is asked."""
+    requests = [
+        GroupRequest(
+            request_id=f"{name}-{number}-{index}",
             prompt_tokens=tuple(_prompt(number, index)),
             group_size=GROUP_SIZE,
             seed=1 + GROUP_SIZE * (index + NUM_GROUPS * number),
             sampling=SAMPLING,
         )
-        bodies.append(msgspec.json.encode(build_request(request, _LIMITS, "bare")))
-    return asyncio.run(_ask_all(socket, concurrency, bodies))
+        for index in range(NUM_GROUPS)
+    ]
+    return [build_call(request, _LIMITS, "bare") for request in requests]
 
 
 async def _ask_all(socket: Path, concurrency: int, bodies: list[bytes]) -> float:
@@ -135,8 +180,9 @@ async def _ask_all(socket: Path, concurrency: int, bodies: list[bytes]) -> float
 
     async def ask(connection: Connection) -> None:
         for content in left:
-            answer = await connection.ask("POST", "/inference/v1/generate", content, "Content-Type: application/json")
-            assert answer.count(b'"finish_reason":"length"') == GROUP_SIZE, answer[:300]
+            answer = await connection.ask("POST", ROUTE, content, "Content-Type: application/msgpack")
+            choices = msgspec.msgpack.decode(answer, type=GroupAnswer).choices
+            assert [len(choice.tokens) for choice in choices] == [4 * NUM_TOKENS] * GROUP_SIZE
 
     start = time.perf_counter()
     await asyncio.gather(*(ask(connection) for connection in connections))

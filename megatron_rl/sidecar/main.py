@@ -194,7 +194,7 @@ def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
 
 def _decoder(settings: SidecarSettings) -> Decode:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
-        return lambda tokens: " ".join(map(str, tokens))
+        return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences]
     return build_decoder(str(settings.hf_model))
 
 

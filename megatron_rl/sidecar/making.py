@@ -142,7 +142,8 @@ class GroupMaker:
         raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
 
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+"""The texts of several sequences of tokens."""
 
 
 class PoolScorer:
@@ -154,15 +155,8 @@ class PoolScorer:
 
     async def score(self, group: wire.Group) -> wire.Group:
         """The same group with rewards and their components."""
-        completion_ids = [wire.decode_tokens(response.tokens).tolist() for response in group.responses]
-        request = RewardRequest(
-            index=group.prompt.index,
-            prompt=group.prompt.text,
-            completions=[self._decode(tokens) for tokens in completion_ids],
-            completion_ids=completion_ids,
-            columns=group.prompt.columns,
-        )
-        result = await self._pool.score(request)
+        # In a thread: a long group is many milliseconds of decoding, and the event loop has other groups to serve.
+        result = await self._pool.score(await asyncio.to_thread(self._build_request, group))
         responses = [
             msgspec.structs.replace(
                 response,
@@ -173,6 +167,16 @@ class PoolScorer:
         ]
         return wire.Group(prompt=group.prompt, responses=responses)
 
+    def _build_request(self, group: wire.Group) -> RewardRequest:
+        completion_ids = [wire.decode_tokens(response.tokens).tolist() for response in group.responses]
+        return RewardRequest(
+            index=group.prompt.index,
+            prompt=group.prompt.text,
+            completions=self._decode(completion_ids),
+            completion_ids=completion_ids,
+            columns=group.prompt.columns,
+        )
+
 
 def build_decoder(folder: str) -> Decode:
     """Decode with the tokenizer of a checkpoint, without special tokens."""
@@ -180,4 +184,8 @@ def build_decoder(folder: str) -> Decode:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
+        return list(tokenizer.batch_decode(sequences, skip_special_tokens=True))
+
+    return decode

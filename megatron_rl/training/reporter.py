@@ -19,7 +19,7 @@ from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, Response, decode_tokens
 from megatron_rl.training.mismatch import HEALTHY
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 _FOLLOW_SECONDS = 0.5
 
@@ -93,9 +93,8 @@ class Reporter:
             left = self._samples.left(version, "evaluation")
             if left <= 0:
                 return
-            prompt = self._decode(decode_tokens(group.prompt.tokens).tolist())
-            sampled = [self._sampled(response) for response in group.responses[:left]]
-            self._samples.write(version, [SampledGroup(group.prompt.row, prompt, sampled)], "evaluation")
+            sampled = self._decode_group(group.prompt.row, group.prompt.tokens, group.responses[:left])
+            self._samples.write(version, [sampled], "evaluation")
 
     def write(self, version: int, metrics: dict[str, Any]) -> None:
         self._metrics.write(metrics)
@@ -124,16 +123,20 @@ class Reporter:
                 return
             first, *others = of_group
             responses = [response for part in (first, *others) for response in part.responses]
-            prompt = self._decode(decode_tokens(first.prompt_tokens).tolist())
-            sampled = [self._sampled(response) for response in responses[:left]]
-            self._samples.write(version, [SampledGroup(first.row, prompt, sampled)])
+            self._samples.write(version, [self._decode_group(first.row, first.prompt_tokens, responses[:left])])
 
-    def _sampled(self, response: Response) -> SampledResponse:
-        return SampledResponse(
-            self._decode(decode_tokens(response.tokens).tolist()),
-            response.reward,
-            {name: value for name, value in response.components.items() if value is not None},
-        )
+    def _decode_group(self, row: str, prompt_tokens: bytes, responses: Sequence[Response]) -> SampledGroup:
+        tokens = (prompt_tokens, *(response.tokens for response in responses))
+        prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
+        sampled = [
+            SampledResponse(
+                text,
+                response.reward,
+                {name: value for name, value in response.components.items() if value is not None},
+            )
+            for text, response in zip(texts, responses, strict=True)
+        ]
+        return SampledGroup(row, prompt, sampled)
 
 
 def reporter_of(

@@ -29,7 +29,7 @@ def reporter(folder: Path, **observe: Any) -> Reporter:
         rollout=SimpleNamespace(dtype=None),
         architecture=SimpleNamespace(dtype="float32"),
     )
-    return reporter_of(settings, folder, 0, 1, 2, lambda ids: " ".join(map(str, ids)))
+    return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows])
 
 
 def packed(*ids: int) -> bytes:

@@ -16,16 +16,12 @@ from megatron_rl.protocol.wire import (
     Submission,
     decode_log_probs,
     decode_tokens,
+    encode_log_probs,
     encode_tokens,
 )
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.answers import (
-    GenerateAnswer,
-    Limits,
-    build_request,
-    build_sampling_params,
-    read_responses,
-)
+from megatron_rl.sidecar.vllm.answers import Limits, build_call, build_sampling_params, read_responses
+from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupChoice, GroupSpan
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
 TAG = "3:abc"
@@ -42,26 +38,24 @@ def request(**changes) -> GroupRequest:
     return GroupRequest(**{**settings, **changes})
 
 
-def choice(index: int = 0, **changes) -> dict:
-    tokens = changes.get("token_ids") or [4, 5, 6]
-    return {
-        "index": index,
+def choice(index: int = 0, tokens: tuple[int, ...] = (4, 5, 6), **changes) -> GroupChoice:
+    settings = {
         "finish_reason": "length",
-        "token_ids": tokens,
-        "logprobs": {"content": [{"token_id": token, "logprob": -1.5, "rank": 2} for token in tokens]},
-        "weight_versions": [{"version": TAG, "start": 0, "end": len(tokens)}],
-        "stop_reason": None,
-        **changes,
+        "tokens": encode_tokens(tokens),
+        "log_prob_tokens": encode_tokens(tokens),
+        "log_probs": encode_log_probs([-1.5] * len(tokens)),
+        "spans": [GroupSpan(TAG, 0, len(tokens))],
     }
+    return GroupChoice(index=index, **{**settings, **changes})
 
 
-def answered(*choices: dict, **changes):
-    answer = msgspec.json.decode(msgspec.json.encode({"request_id": "x", "choices": choices}), type=GenerateAnswer)
+def answered(*choices: GroupChoice, **changes):
+    answer = msgspec.msgpack.decode(msgspec.msgpack.encode(GroupAnswer(list(choices))), type=GroupAnswer)
     return read_responses(answer, request(**changes), "engine-0", 3, TAG)
 
 
 def test_a_good_answer_becomes_responses_with_their_provenance():
-    first, second = answered(choice(1, token_ids=[8, 7], finish_reason="stop"), choice(0))
+    first, second = answered(choice(1, (8, 7), finish_reason="stop"), choice(0))
     assert (first.seed, second.seed) == (5, 6)
     assert decode_tokens(second.tokens).tolist() == [8, 7]
     assert decode_log_probs(first.log_probs).tolist() == [-1.5] * 3
@@ -69,40 +63,39 @@ def test_a_good_answer_becomes_responses_with_their_provenance():
     assert (first.finish_reason, second.finish_reason) == ("length", "stop")
 
 
-SPAN = {"version": TAG, "start": 0, "end": 3}
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("tokens", "changes", "message"),
     [
-        ({"finish_reason": "abort"}, "was cut off"),
-        ({"finish_reason": "error"}, "was cut off"),
-        ({"finish_reason": None}, "was cut off"),
-        ({"finish_reason": "length", "token_ids": [4, 5]}, "'length' after 2 tokens, with max_tokens 3"),
-        ({"token_ids": [4, 5, 6, 7]}, "after 4 tokens, with max_tokens 3"),
-        ({"token_ids": None, "finish_reason": "stop", "logprobs": None}, "after 0 tokens"),
-        ({"logprobs": None}, "log-probs for 0 tokens"),
-        ({"logprobs": {"content": [{"token_id": 4, "logprob": -1.0}]}}, "log-probs for 1 tokens that are not its 3"),
-        ({"logprobs": {"content": [{"token_id": t, "logprob": -1.0} for t in (4, 6, 5)]}}, "are not its 3 tokens"),
-        ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (4, 5, 6)]}}, "-9999.0 for the log"),
-        ({"logprobs": {"content": [{"token_id": t, "logprob": 0.5} for t in (4, 5, 6)]}}, "0.5 for the log"),
-        ({"weight_versions": None}, "does not record the version"),
+        ((4, 5, 6), {"finish_reason": "abort"}, "was cut off"),
+        ((4, 5, 6), {"finish_reason": "error"}, "was cut off"),
+        ((4, 5, 6), {"finish_reason": None}, "was cut off"),
+        ((4, 5), {"finish_reason": "length"}, "'length' after 2 tokens, with max_tokens 3"),
+        ((4, 5, 6, 7), {}, "after 4 tokens, with max_tokens 3"),
+        ((), {"finish_reason": "stop"}, "after 0 tokens"),
+        ((4, 5, 6), {"log_probs": b"", "log_prob_tokens": b""}, "log-probs for 0 tokens"),
+        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4])}, "log-probs for 1 tokens that are not its 3"),
+        ((4, 5, 6), {"log_probs": encode_log_probs([-1.0])}, "log-probs for 3 tokens that are not its 3"),
+        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4, 6, 5])}, "are not its 3 tokens"),
+        ((4, 5, 6), {"log_probs": encode_log_probs([-1, -math.inf, -1])}, "-inf for the log-prob of token 5"),
+        ((4, 5, 6), {"log_probs": encode_log_probs([-1, -1, math.nan])}, "nan for the log-prob of token 6"),
+        ((4, 5, 6), {"log_probs": encode_log_probs([0.5, -1, -1])}, "0.5 for the log-prob of token 4"),
+        ((4, 5, 6), {"spans": None}, "does not record the version"),
     ],
 )
-def test_an_incomplete_answer_is_refused(changes, message):
+def test_an_incomplete_answer_is_refused(tokens, changes, message):
     with pytest.raises(EngineRefused, match=message):
-        answered(choice(0), choice(1, **changes))
+        answered(choice(0), choice(1, tokens, **changes))
 
 
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
         ([], "its spans end at token 0 of 3"),
-        ([{**SPAN, "version": "2:abc"}], "tokens 0 to 3 are of version '2:abc', wanted '3'"),
-        ([{**SPAN, "version": "3:other"}], "tokens 0 to 3 are of version '3:other', wanted '3'"),
-        ([{**SPAN, "end": 2}, {"version": "2:abc", "start": 2, "end": 3}], "tokens 2 to 3 are of version '2:abc'"),
-        ([{**SPAN, "end": 2}], "its spans end at token 2 of 3"),
-        ([{**SPAN, "start": 1}], "the span of tokens 1 to 3 must start at token 0"),
+        ([GroupSpan("2:abc", 0, 3)], "tokens 0 to 3 are of version '2:abc', wanted '3'"),
+        ([GroupSpan("3:other", 0, 3)], "tokens 0 to 3 are of version '3:other', wanted '3'"),
+        ([GroupSpan(TAG, 0, 2), GroupSpan("2:abc", 2, 3)], "tokens 2 to 3 are of version '2:abc'"),
+        ([GroupSpan(TAG, 0, 2)], "its spans end at token 2 of 3"),
+        ([GroupSpan(TAG, 1, 3)], "the span of tokens 1 to 3 must start at token 0"),
     ],
 )
 def test_a_group_whose_tokens_are_not_all_of_the_version_is_refused_by_who_makes_it(spans, message):
@@ -113,7 +106,7 @@ def test_a_group_whose_tokens_are_not_all_of_the_version_is_refused_by_who_makes
         plan=Plan(num_prompts=1, group_size=2, num_replicas=1, micro_batch_size=2), deadline_seconds=60.0,
     )  # fmt: skip
     check_group(asked, Group(prompt=prompt, responses=answered(choice(0), choice(1), seed=seed)))
-    responses = answered(choice(0), choice(1, weight_versions=spans), seed=seed)
+    responses = answered(choice(0), choice(1, spans=spans), seed=seed)
     with pytest.raises(GroupRefused, match=re.escape(f"response 1 of engine engine-0: {message}")):
         check_group(asked, Group(prompt=prompt, responses=responses))
 
@@ -159,9 +152,8 @@ def test_the_end_of_a_response_is_named_because_vllm_has_no_tokenizer():
 )
 def test_a_request_that_vllm_would_clamp_is_an_error_of_the_user(changes, message):
     with pytest.raises(InputError, match=message):
-        build_request(request(**changes), LIMITS, TAG)
+        build_call(request(**changes), LIMITS, TAG)
 
 
 def test_the_prefix_cache_is_salted_with_the_weights():
-    assert build_request(request(), LIMITS, TAG)["cache_salt"] == TAG
-    assert math.isfinite(build_request(request(), LIMITS, TAG)["sampling_params"]["temperature"])
+    assert build_call(request(), LIMITS, TAG).cache_salt == TAG

@@ -1,46 +1,15 @@
 """What a vLLM server is asked and answers, checked, because vLLM clamps and ignores values silently."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Response, Sampling, Span, encode_log_probs, encode_tokens
+from megatron_rl.protocol.wire import Response, Sampling, Span, decode_log_probs, decode_tokens, encode_tokens
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
-
-# vLLM writes this for a log-prob that is minus infinity or not a number.
-_CLAMPED = -9999.0
-
-
-class _LogProb(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _LogProbs(msgspec.Struct):
-    content: list[_LogProb] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _LogProbs | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class GenerateAnswer(msgspec.Struct):
-    """The body of /inference/v1/generate, as far as we read it."""
-
-    choices: list[_Choice]
+from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupCall, GroupChoice
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -52,20 +21,17 @@ class Limits(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-def build_request(request: GroupRequest, limits: Limits, tag: str) -> dict[str, object]:
-    """The request to vLLM; InputError where vLLM would silently do something else."""
+def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
+    """What vLLM is asked; InputError where it would silently do something else."""
     _check_fits(request, limits)
-    return {
-        "request_id": request.request_id,
-        "token_ids": list(request.prompt_tokens),
-        "sampling_params": {
-            **build_sampling_params(request.sampling, limits),
-            "n": request.group_size,
-            "seed": request.seed,
-        },
+    sampling = build_sampling_params(request.sampling, limits)
+    return GroupCall(
+        request_id=request.request_id,
+        prompt=encode_tokens(request.prompt_tokens),
+        sampling={**sampling, "n": request.group_size, "seed": request.seed},
         # Keys and values of other weights are never reused, even if a reset of the cache failed.
-        "cache_salt": tag,
-    }
+        cache_salt=tag,
+    )
 
 
 def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
@@ -91,9 +57,7 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
     }
 
 
-def read_responses(
-    answer: GenerateAnswer, request: GroupRequest, engine: str, version: int, tag: str
-) -> list[Response]:
+def read_responses(answer: GroupAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
     """Read a group's responses; EngineRefused if one is missing or cut off.
 
     Spans are as vLLM recorded them, those of other weights under their own tag: `check_group` refuses these.
@@ -109,41 +73,40 @@ def read_responses(
 
 
 def _response(
-    choice: _Choice, request: GroupRequest, engine: str, version: int, tag: str, fingerprint: str
+    choice: GroupChoice, request: GroupRequest, engine: str, version: int, tag: str, fingerprint: str
 ) -> Response:
-    tokens = choice.token_ids or []
-    content = (choice.logprobs.content if choice.logprobs else None) or []
-    log_probs = [entry.logprob for entry in content]
-    if wrong := _find_fault(choice, tokens, content, request):
+    if wrong := _find_fault(choice, request):
         raise EngineRefused(f"engine {engine}: choice {choice.index} of request {request.request_id} {wrong}")
     return Response(
-        tokens=encode_tokens(tokens),
-        log_probs=encode_log_probs(log_probs),
+        tokens=choice.tokens,
+        log_probs=choice.log_probs,
         finish_reason=choice.finish_reason,  # type: ignore[arg-type]
         seed=request.seed + choice.index,
         engine=engine,
         spans=[
             Span(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
-            for span in choice.weight_versions or ()
+            for span in choice.spans or ()
         ],
         fingerprint=fingerprint,
     )
 
 
-def _find_fault(choice: _Choice, tokens: list[int], content: list[_LogProb], request: GroupRequest) -> str | None:
+def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
     """What is wrong with a choice; None if nothing is."""
-    most = request.sampling.max_tokens
+    num_tokens, most = len(choice.tokens) // 4, request.sampling.max_tokens
     if choice.finish_reason not in ("stop", "length"):
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
-    if not tokens or len(tokens) > most or (choice.finish_reason == "length" and len(tokens) != most):
-        return f"ended by {choice.finish_reason!r} after {len(tokens)} tokens, with max_tokens {most}"
-    if [entry.token_id for entry in content] != tokens:
-        return f"has log-probs for {len(content)} tokens that are not its {len(tokens)} tokens"
-    for entry in content:
-        # A log-prob is at most 0, but for the rounding of a sum over the vocabulary.
-        if not math.isfinite(entry.logprob) or entry.logprob <= _CLAMPED or entry.logprob > 1e-3:
-            return f"has {entry.logprob} for the log-prob of token {entry.token_id}"
-    if choice.weight_versions is None:
+    if not num_tokens or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
+        return f"ended by {choice.finish_reason!r} after {num_tokens} tokens, with max_tokens {most}"
+    if choice.log_prob_tokens != choice.tokens or len(choice.log_probs) != len(choice.tokens):
+        return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its {num_tokens} tokens"
+    log_probs = decode_log_probs(choice.log_probs)
+    # A log-prob is at most 0, but for the rounding of a sum over the vocabulary. Written so that NaN is a fault.
+    faulty = np.flatnonzero(~(np.isfinite(log_probs) & (log_probs <= 1e-3)))
+    if len(faulty):
+        token = decode_tokens(choice.tokens)[faulty[0]]
+        return f"has {log_probs[faulty[0]]} for the log-prob of token {token}"
+    if choice.spans is None:
         return "does not say which weights sampled it: this vLLM does not record the version of each token"
     return None
 

@@ -26,7 +26,8 @@ from megatron_rl.sidecar.engines import (
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
-from megatron_rl.sidecar.vllm.answers import GenerateAnswer, Limits, build_request, find_wrongly_shared, read_responses
+from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
+from megatron_rl.sidecar.vllm.groups import MIDDLEWARE, ROUTE, GroupAnswer
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
@@ -102,13 +103,13 @@ class VllmEngine:
             # A paused vLLM would keep the request and sample it from the next weights.
             raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
         version, tag = self._version, self._tag
-        content = build_request(request, self.limits, tag)
+        call = msgspec.msgpack.encode(build_call(request, self.limits, tag))
         if not self._num_in_flight:
             self._progress = (-1.0, time.monotonic())
         self._num_in_flight += 1
         try:
             async with asyncio.timeout(self._deadlines.group):
-                data = await self._send("generate", "POST", "/inference/v1/generate", content)
+                data = await self._send("generate", "POST", ROUTE, call)
         except TimeoutError:
             raise EngineLost(
                 f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
@@ -116,7 +117,7 @@ class VllmEngine:
         finally:
             self._num_in_flight -= 1
         try:
-            answer = msgspec.json.decode(data, type=GenerateAnswer)
+            answer = msgspec.msgpack.decode(data, type=GroupAnswer)
         except msgspec.DecodeError as error:
             raise EngineRefused(
                 f"engine {self.name}: the answer to {request.request_id} cannot be read: {error}"
@@ -220,8 +221,9 @@ class VllmEngine:
             answers = await self._workers("prepare", "megatron_rl_prepare")
         except EngineRefused as refusal:
             raise EngineRefused(
-                f"{refusal}\nAn engine needs VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode "
-                f"{_LOG_PROBS_MODE}, --worker-extension-cls {EXTENSION} and this package on its PYTHONPATH"
+                f"{refusal}\nAn engine needs VLLM_SERVER_DEV_MODE=1, this package on its PYTHONPATH, "
+                f"--enable-scale-out, --logprobs-mode {_LOG_PROBS_MODE}, --middleware {MIDDLEWARE} and "
+                f"--worker-extension-cls {EXTENSION}"
             ) from None
         self.facts = facts = answers[0]
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
@@ -333,8 +335,10 @@ class VllmEngine:
         if content is None:
             request = self._http.build_request(method, route)
         else:
-            headers = {"content-type": "application/json"}
-            request = self._http.build_request(method, route, content=msgspec.json.encode(content), headers=headers)
+            kind = "msgpack" if isinstance(content, bytes) else "json"
+            body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+            headers = {"content-type": f"application/{kind}"}
+            request = self._http.build_request(method, route, content=body, headers=headers)
         try:
             answer = await self._http.send(request)
         except (httpx.HTTPError, RuntimeError) as error:

@@ -22,6 +22,7 @@ from typing import Literal
 import megatron_rl
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import ProcessSpec
+from megatron_rl.sidecar.vllm.groups import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"
@@ -96,6 +97,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         # Of logits/T, as the trainer computes them; vLLM's default is before temperature.
         "--logprobs-mode", "processed_logprobs",
         "--worker-extension-cls", EXTENSION,
+        "--middleware", MIDDLEWARE,
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if eager:

@@ -1,0 +1,69 @@
+"""vLLM alone: `LLM.generate` in a process of its own, on one core, for what the service is measured against."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.sidecar.vllm.server import EXTENSION
+
+Prompts = Sequence[Sequence[int]]
+Sampling = Sequence[dict[str, Any]]
+Generate = Callable[[Prompts, Sampling], float]
+
+
+@contextmanager
+def start(model: Path, core: int, max_model_len: int, max_num_seqs: int) -> Iterator[Generate]:
+    """Give a function that samples a group for each prompt, and returns how many tokens a second it made."""
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (str(model), core, max_model_len, max_num_seqs, theirs)
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
+    process.start()
+
+    def generate(prompts: Prompts, sampling: Sampling) -> float:
+        ours.send((prompts, sampling))
+        return float(ours.recv())
+
+    try:
+        assert ours.recv() == "ready"
+        yield generate
+    finally:
+        ours.send(None)
+        process.join(30)
+
+
+def _serve(model: str, core: int, max_model_len: int, max_num_seqs: int, pipe: Pipe) -> None:
+    os.sched_setaffinity(0, {core})
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model, dtype="float32", max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=True,
+        skip_tokenizer_init=True, logprobs_mode="processed_logprobs", generation_config="vllm",
+        worker_extension_cls=EXTENSION,
+    )  # fmt: skip
+    # The patches that engines have too.
+    llm.collective_rpc("megatron_rl_prepare")
+    pipe.send("ready")
+    while (work := pipe.recv()) is not None:
+        prompts, sampling = work
+        begun = time.perf_counter()
+        results = llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [SamplingParams(**params) for params in sampling],
+            use_tqdm=False,
+        )
+        seconds = time.perf_counter() - begun
+        pipe.send(sum(len(output.token_ids) for result in results for output in result.outputs) / seconds)

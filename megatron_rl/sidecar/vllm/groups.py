@@ -1,0 +1,148 @@
+"""Groups leave a vLLM server as arrays: a route of ours beside vLLM's, one binary message each way.
+
+vLLM's own route answers with JSON: an object with names and text for every token, which costs more to make and to read
+than a small model costs to sample. Here a token is four bytes, and its log-prob four more, as the engine gave them.
+vLLM loads `GroupRoute` by its flag --middleware. This module is imported by the server's process and by the sidecar.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+ROUTE = "/megatron_rl/generate"
+MIDDLEWARE = f"{__name__}.GroupRoute"
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is asked of a server."""
+
+    request_id: str
+    prompt: bytes
+    """Token ids, little-endian int32."""
+    sampling: dict[str, Any]
+    """vLLM's SamplingParams."""
+    cache_salt: str
+
+
+class GroupSpan(msgspec.Struct, frozen=True):
+    """Tokens [start, end) were sampled under the weights with this tag."""
+
+    version: str
+    start: int
+    end: int
+
+
+class GroupChoice(msgspec.Struct, frozen=True):
+    """One response, as vLLM gave it."""
+
+    index: int
+    finish_reason: str | None
+    tokens: bytes
+    """Little-endian int32."""
+    log_prob_tokens: bytes
+    """The tokens that `log_probs` belong to, as vLLM lists them: the response's, or something is wrong."""
+    log_probs: bytes
+    """Little-endian float32."""
+    spans: list[GroupSpan] | None
+    """None if this vLLM does not record the weights of each token."""
+
+
+class GroupAnswer(msgspec.Struct, frozen=True):
+    """What a server answers."""
+
+    choices: list[GroupChoice]
+
+
+class GroupRoute:
+    """An ASGI middleware of vLLM's server: it answers POSTs to ROUTE and hands everything else on."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != ROUTE:
+            await self._app(scope, receive, send)
+            return
+        body = await _read_body(receive)
+        answering = asyncio.ensure_future(_answer(scope["app"].state.engine_client, body))
+        leaving = asyncio.ensure_future(_until_disconnected(receive))
+        try:
+            # Cancelled, vLLM aborts the request: nobody waits for it any more.
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not answering.done():
+                answering.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await answering
+        if answering.cancelled():
+            return
+        status, content = answering.result()
+        headers = [(b"content-type", b"application/msgpack"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+async def _answer(client: Any, body: bytes) -> tuple[int, bytes]:
+    """The status and the body of the answer; what vLLM refuses is answered with its words."""
+    try:
+        call = msgspec.msgpack.decode(body, type=GroupCall)
+        answer = await sample_group(client, call)
+    except (ValueError, TypeError) as error:
+        return 400, f"{type(error).__name__}: {error}".encode()
+    except Exception as error:
+        return 500, f"{type(error).__name__}: {error}".encode()
+    return 200, msgspec.msgpack.encode(answer)
+
+
+async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
+    """Have vLLM's engine sample a group, all of whose responses come at once."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    # Flat log-probs are lists of numbers; otherwise vLLM makes a dictionary and an object for every token.
+    params = SamplingParams(**call.sampling, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    prompt = {
+        "prompt_token_ids": np.frombuffer(call.prompt, dtype="<i4").tolist(),
+        "cache_salt": call.cache_salt,
+    }
+    (rendered,) = await client.renderer.render_cmpl_async([prompt])
+    results = [result async for result in client.generate(rendered, params, call.request_id)]
+    return GroupAnswer([_pack_choice(output) for output in results[-1].outputs])
+
+
+def _pack_choice(output: Any) -> GroupChoice:
+    log_probs = output.logprobs
+    spans = getattr(output, "weight_versions", None)
+    return GroupChoice(
+        index=output.index,
+        finish_reason=output.finish_reason,
+        tokens=np.asarray(output.token_ids, dtype="<i4").tobytes(),
+        log_prob_tokens=np.asarray(log_probs.token_ids if log_probs else (), dtype="<i4").tobytes(),
+        log_probs=np.asarray(log_probs.logprobs if log_probs else (), dtype="<f4").tobytes(),
+        spans=None if spans is None else [GroupSpan(span.version, span.start, span.end) for span in spans],
+    )
+
+
+async def _read_body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b""
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
