@@ -1,0 +1,95 @@
+"""The route by which groups leave a vLLM server, with a stand-in for vLLM behind it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+
+from megatron_rl.sidecar.vllm import groups
+from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupCall, GroupRoute
+
+CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
+ANSWER = GroupAnswer([])
+
+
+async def nobody(scope, receive, send):
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+
+
+def ask(path: str = groups.ROUTE, body: bytes = CALL, leaves: asyncio.Event | None = None) -> list[dict]:
+    """What the route sends; a client that `leaves` is gone once this is set."""
+    sent: list[dict] = []
+    messages = [
+        {"type": "http.request", "body": body[:3], "more_body": True},
+        {"type": "http.request", "body": body[3:], "more_body": False},
+    ]
+
+    async def receive() -> dict:
+        if messages:
+            return messages.pop(0)
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client="the engine"))
+    scope = {"type": "http", "path": path, "app": app}
+    asyncio.run(GroupRoute(nobody)(scope, receive, send))
+    return sent
+
+
+def test_a_call_in_parts_reaches_the_engine_and_its_answer_is_one_message(monkeypatch):
+    asked = []
+
+    async def sample(client, call):
+        asked.append((client, call.sampling))
+        return ANSWER
+
+    monkeypatch.setattr(groups, "sample_group", sample)
+    start, body = ask()
+    assert asked == [("the engine", {"n": 2})]
+    assert start["status"] == 200
+    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    assert msgspec.msgpack.decode(body["body"], type=GroupAnswer) == ANSWER
+
+
+def test_other_paths_are_for_vllm_to_answer():
+    assert ask("/health")[0]["status"] == 404
+
+
+def test_what_vllm_refuses_is_answered_with_its_words(monkeypatch):
+    async def refuse(client, call):
+        raise ValueError("the prompt is too long")
+
+    monkeypatch.setattr(groups, "sample_group", refuse)
+    start, body = ask()
+    assert (start["status"], body["body"]) == (400, b"ValueError: the prompt is too long")
+
+
+def test_a_call_that_cannot_be_read_is_refused():
+    start, _ = ask(body=b"\xc1 no message")
+    assert start["status"] == 400
+
+
+def test_an_engine_that_fails_is_an_error_of_the_server(monkeypatch):
+    async def fail(client, call):
+        raise RuntimeError("the engine is dead")
+
+    monkeypatch.setattr(groups, "sample_group", fail)
+    assert ask()[0]["status"] == 500
+
+
+def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypatch):
+    leaves, ended = asyncio.Event(), []
+
+    async def sample(client, call):
+        leaves.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(groups, "sample_group", sample)
+    assert ask(leaves=leaves) == []
+    assert ended == [True]
