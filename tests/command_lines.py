@@ -1,13 +1,17 @@
 """Command lines for tests, and what becomes of them."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments import command_line
+from megatron_rl.arguments import command_line, flags
 from megatron_rl.config import settings as config
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.types import Architecture, Rope
+from megatron_rl.weights import families
 
 CPU = ("--platform", "cpu")
 DENSE = (
@@ -23,6 +27,34 @@ RUN = (
     *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
     *["--grpo-prompts-per-step", "16", "--rollout-folder", "run", "--reward", "exact"],
 )
+
+
+QWEN3 = Architecture(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=32,
+    vocab_size=200,
+    max_position_embeddings=256,
+    rope=Rope(base=1e6),
+    qk_layernorm=True,
+)
+
+
+def folder(path: Path, architecture: Architecture) -> str:
+    (path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
+    return str(path)
+
+
+def keep_one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every command line read by one parser: it is the same for all, and takes a while to make."""
+    listed = flags.list_flags()
+    parser = command_line._make_parser(listed)
+    monkeypatch.setattr(flags, "list_flags", lambda: listed)
+    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
 
 
 def without(words: Sequence[str], flag: str) -> list[str]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments import command_line, flags
+from megatron_rl.arguments import flags
 from megatron_rl.config.flag import Kind, find_nearest, index_by_name
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
-from tests.command_lines import CPU, RUN, parse, parse_run, run_problems, without
+from tests.command_lines import CPU, RUN, keep_one_parser, parse, parse_run, run_problems, without
 
 MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
@@ -66,11 +66,7 @@ MISSING = {
 
 @pytest.fixture(autouse=True)
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the same for every command line, and takes a while to make."""
-    listed = flags.list_flags()
-    parser = command_line._make_parser(listed)
-    monkeypatch.setattr(flags, "list_flags", lambda: listed)
-    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
+    keep_one_parser(monkeypatch)
 
 
 @pytest.fixture(scope="module")

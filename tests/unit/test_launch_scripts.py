@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments import command_line, flags
 from megatron_rl.errors import UsageError
-from tests.command_lines import CPU, parse_run
+from tests.command_lines import CPU, keep_one_parser, parse_run
 from tests.launch_scripts import Block, read_blocks, read_models
 
 BLOCKS = read_blocks()
@@ -14,11 +13,7 @@ BLOCKS = read_blocks()
 
 @pytest.fixture(autouse=True)
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the same for every block, and takes a while to make."""
-    listed = flags.list_flags()
-    parser = command_line._make_parser(listed)
-    monkeypatch.setattr(flags, "list_flags", lambda: listed)
-    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
+    keep_one_parser(monkeypatch)
 
 
 def problems_of(block: Block, folder: Path) -> tuple[str, ...]:

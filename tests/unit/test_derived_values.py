@@ -1,0 +1,115 @@
+"""What follows from flags that were given: sizes, counts, flags of other projects, defaults that are relied on."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.arguments import describe, flags
+from megatron_rl.config.flag import Kind, index_by_name
+from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run, without
+
+
+def test_a_padded_vocabulary_is_the_multiple_that_pads_to_it() -> None:
+    settings = parse(*DENSE, "--padded-vocab-size 256 --tensor-model-parallel-size 2")
+    assert settings.model.make_vocab_size_divisible_by == 128
+    assert "must be at least the vocabulary's 100 tokens" in error(*DENSE, "--padded-vocab-size 96")
+    text = error(*DENSE, "--padded-vocab-size 101 --tensor-model-parallel-size 2")
+    assert "--padded-vocab-size 101 must be a multiple of --tensor-model-parallel-size 2" in text
+
+
+def test_a_folder_knows_the_longest_sequence_better_than_a_script(tmp_path: Path) -> None:
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3)]
+    for length in (64, 4096):
+        settings = parse(*words, f"--max-position-embeddings {length}")
+        assert settings.architecture.max_position_embeddings == 256
+        assert any(f"--max-position-embeddings {length} has no effect" in note for note in settings.notes)
+    assert parse(*words, "--max-position-embeddings 256").notes == parse(*words).notes
+    assert "--seq-length 4096 is above" in error(*words, "--max-position-embeddings 4096 --seq-length 4096")
+
+
+def test_counts_of_responses_are_counts_of_iterations_and_of_updates(tmp_path: Path) -> None:
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *without(RUN, "--train-iters"), "--global-batch-size 64"]
+    # 16 prompts of 8 responses are 128 responses an iteration, and two updates.
+    settings = parse_run(*words, "--train-samples 1300 --lr-decay-samples 640 --lr-warmup-samples 128")
+    assert settings.training.train_iters == 10
+    assert (settings.schedule.lr_decay_iters, settings.schedule.lr_warmup_iters) == (10, 2)
+    assert any("--train-samples 1300 makes --train-iters 10" in note for note in settings.notes)
+    assert parse_run(*words, "--train-samples 1300 --train-iters 3").training.train_iters == 3
+
+
+def test_prompt_and_response_have_half_of_the_length_each_where_nothing_says_more(tmp_path: Path) -> None:
+    words = [
+        *CPU,
+        "--hf-model",
+        folder(tmp_path, QWEN3),
+        *without(without(RUN, "--rollout-max-tokens"), "--seq-length"),
+    ]
+    assert parse_run(*words, "--seq-length 128").sampling.max_tokens == 64
+    assert parse_run(*words, "--rollout-max-tokens 50").training.seq_length == 100
+    assert parse_run(*words, "--rollout-max-tokens 50 --max-prompt-tokens 20").training.seq_length == 70
+    # No longer than the model's longest sequence.
+    assert parse_run(*words, "--rollout-max-tokens 200").training.seq_length == 256
+
+
+def test_a_budget_of_tokens_makes_micro_batches_as_large_as_it_lets_them_be(tmp_path: Path) -> None:
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
+    # A prompt has 64 tokens at most, and each response 64.
+    for budget, size in ((127, 1), (128, 1), (320, 4), (600, 8), (1152, 16)):
+        settings = parse_run(*words, f"--max-tokens-per-gpu {budget}")
+        assert settings.training.micro_batch_size == size, budget
+        assert settings.sizes.largest_micro_batch <= max(budget, 128)
+    assert parse_run(*words, "--max-tokens-per-gpu 1152 --micro-batch-size 2").training.micro_batch_size == 2
+
+
+def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(tmp_path: Path) -> None:
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *without(RUN, "--grpo-prompts-per-step")]
+    settings = parse_run(*words, "--global-batch-size 16", world_size=4)
+    assert settings.algorithm.group_size == 4
+    assert any("--grpo-group-size is 4, not 8" in note for note in settings.notes)
+    assert parse_run(*words, "--global-batch-size 32", world_size=4).algorithm.group_size == 8
+
+
+def test_a_flag_of_another_project_is_taken_as_ours_which_goes_before_it() -> None:
+    settings = parse(*DENSE, "--kl-loss-coef 0.1 --eps-clip 0.3 --n-samples-per-prompt 4")
+    assert (settings.algorithm.kl_beta, settings.algorithm.clamp_eps_upper) == (0.1, 0.3)
+    assert settings.algorithm.group_size == 4
+    for words in ("--grpo-kl-beta 0.2 --kl-loss-coef 0.1", "--kl-loss-coef 0.1 --grpo-kl-beta 0.2"):
+        settings = parse(*DENSE, words)
+        assert settings.algorithm.kl_beta == 0.2
+        assert "--kl-loss-coef 0.1 is overruled by --grpo-kl-beta 0.2, which is written itself" in settings.notes
+    assert parse(*DENSE, "--eps-clip-high 0.28 --eps-clip 0.3").algorithm.clamp_eps_upper == 0.28
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    words = (
+        "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 --entropy-coef 0 "
+        "--moe-router-score-function softmax --first-k-dense-replace -1 --kl-loss-type low_var_kl"
+    )
+    defaults = [note for note in parse(*DENSE).notes if not note.startswith("defaults that are not")]
+    assert [note for note in parse(*DENSE, words).notes if not note.startswith("defaults that are not")] == defaults
+    for wrong in ("--grpo-iterations 2", "--grpo-entropy-term-weight 0.1", "--kl-loss-type k1"):
+        assert f"{wrong} is refused" in error(*DENSE, wrong)
+
+
+def test_defaults_that_are_not_megatrons_are_said_in_one_line_as_far_as_they_are_relied_on() -> None:
+    (said,) = [note for note in parse(*DENSE).notes if note.startswith("defaults that are not")]
+    assert "--grpo-group-size (8)" in said
+    (said,) = [note for note in parse(*DENSE, "--grpo-group-size 4").notes if note.startswith("defaults that are not")]
+    assert "--grpo-group-size" not in said
+
+
+def test_the_page_says_which_defaults_hold_here() -> None:
+    by_name = index_by_name(flags.list_flags())
+    for name, (own, theirs) in flags.find_other_defaults().items():
+        assert own != theirs
+        if by_name[name].kind is Kind.USED and by_name[name].default is not None:
+            assert describe.format_value(by_name[name].default) == own, name
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_a_configuration_is_printed_for_a_platform_that_is_not_here(platform: str, tmp_path: Path) -> None:
+    words = ["--hf-model", folder(tmp_path, QWEN3), *RUN, "--platform", platform, "--print-config"]
+    settings = parse_run(*words)
+    assert settings.platform == platform
+    assert any(f"the platform {platform} is not on this machine" in note for note in settings.notes)
+    assert describe.print_config(settings).startswith(f"platform = {platform}")
