@@ -1,6 +1,8 @@
 """The demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture of it.
 
 python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
+
+With --recipe TREE/pretrain_gpt.py, a Megatron-LM tree trains it; --python names an environment that the tree runs in.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from examples.arithmetic import task, warm_up
+from examples.arithmetic import model, task, warm_up
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.picture import picture
 from megatron_rl.observe.report import text_curves
@@ -43,6 +45,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
+    parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
+    parser.add_argument("--python", default=sys.executable, help="what trains; vLLM and the rest stay on this Python")
     parser.add_argument("flags", nargs="*", help="behind --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -51,7 +55,8 @@ def main() -> None:
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
     before = warm_up.make(out / "model", arguments.seed)
-    run = train(out, LAYOUTS[arguments.layout], arguments.reward, arguments.seed, arguments.flags)
+    flags = LAYOUTS[arguments.layout] + arguments.flags
+    run = train(out, find_program(arguments.recipe), arguments.python, arguments.reward, arguments.seed, flags)
     records = read(run)
     print(text_curves({"arithmetic": records}))
     picture({"arithmetic": run}, out / "picture.png")
@@ -63,7 +68,12 @@ def main() -> None:
     (out / "result.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
 
 
-def train(out: Path, layout: list[str], reward: str, seed: int, flags: list[str]) -> Path:
+def find_program(recipe: str | None) -> list[str]:
+    """What torchrun starts, and the flags that it alone wants: a script of Megatron's says what its model is."""
+    return [str(ROOT / "pretrain_grpo.py")] if recipe is None else ["-m", "megatron_rl.recipe", recipe, *model.MEGATRON_FLAGS]
+
+
+def train(out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str]) -> Path:
     """GRPO on two ranks, with an engine; returns the run's folder."""
     run = out / "run"
     # torchrun's own rendezvous listens on every interface; a fixed address on loopback does not.
@@ -72,8 +82,8 @@ def train(out: Path, layout: list[str], reward: str, seed: int, flags: list[str]
         port = listener.getsockname()[1]
     subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-            "--master-port", str(port), str(ROOT / "pretrain_grpo.py"), *FLAGS, *layout,
+            python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+            "--master-port", str(port), *program, *FLAGS, "--rollout-python", sys.executable,
             "--hf-model", str(out / "model"), "--prompts", str(out / "train.jsonl"),
             "--eval-prompts", str(out / "held_out.jsonl"), "--seed", str(seed + 1),
             "--reward", f"{ROOT / 'examples' / 'arithmetic' / 'reward.py'}:{reward}", "--reward-workers", "1",

@@ -15,6 +15,13 @@ TOKENS = (*"0123456789+=", END, PAD)
 VOCAB_SIZE = 16
 MAX_LENGTH = 64
 """Of prompt and response together."""
+MEGATRON_FLAGS = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
+    f"--num-query-groups 2 --kv-channels 32 --max-position-embeddings {MAX_LENGTH} --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 "
+    "--norm-epsilon 1e-6 --qk-layernorm --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
+).split()
+"""The model as a script of Megatron's describes it. pretrain_grpo.py reads it from the model's config.json."""
 
 
 def draw(seed: int) -> transformers.Qwen3ForCausalLM:

@@ -51,6 +51,19 @@ def test_recipes_on_two_ranks_train_as_the_stand_alone_script(world: loop.World,
     assert run(world, place, [*WRAPPED, str(script)], 2, **changes) == expected
 
 
+@pytest.mark.slow
+def test_a_recipe_trains_with_vllm_as_the_stand_alone_script(world: loop.World) -> None:
+    engines = {"rollout_engine": "vllm", "rollout_num_engines": 1, "train_iters": 5}
+    expected = run(world, "vllm-alone", ALONE, 1, own=(), **engines)
+    script = stand_in_tree.make_tree(world.folder / "trees" / "vllm", "0.19")
+    for (_, loss, norm), (_, expected_loss, expected_norm) in zip(
+        run(world, "vllm", [*WRAPPED, str(script)], 1, **engines), expected, strict=True
+    ):
+        # What vLLM samples together is a matter of time, and changes the last bits of its log-probs.
+        assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
 @pytest.mark.each_change
 def test_a_patched_script_trains_where_prompts_are_given_and_pretrains_where_not(world: loop.World) -> None:
     script = stand_in_tree.make_tree(world.folder / "trees" / "patched", "0.16")

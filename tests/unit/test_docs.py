@@ -106,6 +106,8 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "examples/recipes/README.md": {
         "bash examples/recipes/megatron_tree.sh": By("tests/unit/test_examples.py"),
         "bash examples/recipes/shell_recipe.sh": By("tests/unit/test_examples.py"),
+        "bash examples/recipes/slime_model.sh": By("tests/unit/test_examples.py"),
+        "VLLM_PYTHON=/path/to/python bash examples/recipes/mindspeed.sh": By("tests/unit/test_examples.py"),
         "torchrun --nproc-per-node 4 -m megatron_rl.recipe": By("tests/e2e/test_recipe.py"),
     },
     "examples/gsm8k/README.md": {

@@ -81,6 +81,34 @@ def test_a_shell_recipe_hands_on_what_grpo_needs(tmp_path):
     assert words[-2:] == ["--rollout-endpoint", "10.0.0.1:8700"]
 
 
+# A model file of slime's for Qwen3-4B says the same.
+SLIME_MODEL = """
+MODEL_ARGS=(
+   --swiglu
+   --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+   --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear
+   --normalization "RMSNorm" --norm-epsilon 1e-6 --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+   --vocab-size 151936 --kv-channels 128 --qk-layernorm
+)"""
+
+
+@pytest.mark.parametrize("name", ["slime_model", "mindspeed"])
+def test_flags_of_other_projects_train_beside_those_of_grpo(name, tmp_path):
+    model, source = tmp_path / "model", tmp_path / "slime"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    file = source / "scripts" / "models" / "qwen3-4B.sh"
+    file.parent.mkdir(parents=True)
+    file.write_text(SLIME_MODEL)
+    arguments = [str(model), "train.jsonl", str(tmp_path / "run")]
+    arguments = [str(source), *arguments] if name == "slime_model" else arguments
+    words = said_by(name, arguments, {"VLLM_PYTHON": "python"}, tmp_path, "recipes")
+    # The words win that come last.
+    settings = parse(*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", world_size=4)
+    plan = compute_sizes(settings, 2).plan
+    assert (plan.num_updates, plan.num_prompts * plan.group_size) == (1, 1024)
+
+
 def said_by(
     name: str, arguments: list[str], environment: dict[str, str], folder: Path, subject: str = "gsm8k"
 ) -> list[str]:
