@@ -70,7 +70,9 @@ def main() -> None:
 
 def find_program(recipe: str | None) -> list[str]:
     """What torchrun starts, and the flags that it alone wants: a script of Megatron's says what its model is."""
-    return [str(ROOT / "pretrain_grpo.py")] if recipe is None else ["-m", "megatron_rl.recipe", recipe, *model.MEGATRON_FLAGS]
+    if recipe is None:
+        return [str(ROOT / "pretrain_grpo.py")]
+    return ["-m", "megatron_rl.recipe", recipe, *model.MEGATRON_FLAGS]
 
 
 def train(out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str]) -> Path:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.mcore.checkpoint import checkpointer as checkpointing
 from megatron_rl.mcore.checkpoint import state_dict
 from megatron_rl.mcore.checkpoint.checkpointer import Loaded
 from megatron_rl.mcore.checkpoint.folders import TRACKER
@@ -339,6 +341,10 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         trained.update()
         saver.save(1, EXTRA)
         checkpointer(trained, save=out / "weights", no_save_optim=True, no_save_rng=True).save(1, EXTRA)
+        # As Megatron's own training script writes one: without what is ours.
+        with mock.patch.object(checkpointing, "_EXTRA", "args"):
+            checkpointer(trained, save=out / "pretrained", save_interval=1).save(1, EXTRA)
+        told["pretrained"] = error_of(checkpointer(trained, load=out / "pretrained").load)
         updated = trained.weights.fingerprint()
         told["other folder"] = error_of(checkpointer(trained, save=out / "whole", load=out / "weights").load)
         told["nothing"] = str(checkpointer(trained, load=out / "nothing").load())
@@ -446,6 +452,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error_that_says_what_to_do(on_
         "missing": "holds no checkpoint",
         "step": "iter_0000007 must be a distributed checkpoint",
         "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
+        "pretrained": "was not written by this package: write --finetune to begin at version 0",
         "weights only": "1 a-run 1 0",
         "finetune": "0 {} True",
         "own folder": "whole holds checkpoints up to iteration 1, and this run begins at iteration 0",

@@ -118,6 +118,10 @@ class Checkpointer:
         found, common = session.run_or_raise_everywhere(
             lambda: (serialization.read_metadata(source), serialization.read_common(source))
         )
+        if _EXTRA not in common and not config.finetune:
+            raise InputError(
+                f"{source} was not written by this package: write --finetune to begin at version 0 with its weights"
+            )
         content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
         if has_optimizer:
