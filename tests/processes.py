@@ -3,16 +3,18 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_python(code: str, timeout: float = 600) -> str:
+def run_python(code: str, timeout: float = 600, env: Mapping[str, str] | None = None) -> str:
     """What the code prints, both streams together. A code that fails fails the test with all it printed."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=ROOT,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -80,6 +80,7 @@ def _list_iteration_rows(settings: RunSettings) -> Iterator[Row]:
     yield "longest_prompt", _write_cell(sizes.longest_prompt), "follows from the lengths"
     yield "longest_response", _write_cell(sizes.longest_response), "follows from the lengths"
     yield "largest_micro_batch", _write_cell(sizes.largest_micro_batch), "tokens, padding counted in"
+    yield "threads_of_rank", _write_cell(settings.cores.threads_of_rank), "a share of the host's cores, on a CPU"
     yield "folder", _write_cell(settings.folder), "--rollout-folder, or follows from --save"
 
 

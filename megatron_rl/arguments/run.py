@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments.checks import count_interleaved, fills_interleaving
+from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.protocol.slots import Division, divide
@@ -56,6 +57,8 @@ class RunSettings(Settings):
     """The folder of everything of the run except its checkpoints."""
     sidecar: SidecarSettings | None
     """The sidecar that rank 0 starts; None where one is running already."""
+    cores: CoreShares
+    """How ranks and engines on a CPU share it."""
 
 
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
@@ -73,26 +76,40 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
         folder = find_run_folder(settings)
     except UsageError as error:
         problems += error.problems
-    sidecar = None if settings.service.endpoint is not None else _resolve_sidecar(settings, folder)
+    cores = _share_cores(settings)
+    sidecar = None if settings.service.endpoint is not None else _resolve_sidecar(settings, folder, cores)
     if is_first:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
         problems += check_sidecar(settings, sidecar, longest)
     if sizes is None or folder is None:
         return None, problems
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings)}
-    return RunSettings(**given, sizes=sizes, folder=folder, sidecar=sidecar), problems
+    return RunSettings(**given, sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems
 
 
-def _resolve_sidecar(settings: Settings, folder: Path | None) -> SidecarSettings:
+def _share_cores(settings: Settings) -> CoreShares:
+    """Of this host, where ranks and the engines of the run's own sidecar compute on its cores."""
+    rollout, is_cpu = settings.rollout, settings.platform == "cpu"
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size or 1)) if is_cpu else 0
+    has_engines = is_cpu and settings.service.endpoint is None and rollout.engine == "vllm"
+    num_workers = rollout.num_engines * rollout.tensor_parallel_size if has_engines else 0
+    return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
+
+
+def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares) -> SidecarSettings:
     """The settings of the sidecar that the run starts."""
     platform: Any = settings.platform
+    rollout = settings.rollout
+    num_threads = rollout.num_threads
+    if settings.platform == "cpu" and rollout.engine == "vllm":
+        num_threads = cores.threads_of_worker
     # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
     journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
     return SidecarSettings(
         platform=platform,
         hf_model=settings.model.hf_model,
         seq_length=settings.training.seq_length,
-        rollout=dataclasses.replace(settings.rollout, folder=folder, retain_journals=journals),
+        rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
     )
 

@@ -188,7 +188,12 @@ class RolloutConfig:
     devices: list[int] | None = own_flag(
         None, "The engines' accelerators, in order; all that vLLM sees if not given.", "--rollout-devices"
     )
-    num_threads: int = own_flag(1, "Threads of an engine on a CPU.", "--rollout-num-threads", bound="at least 1")
+    num_threads: int | None = own_flag(
+        None,
+        "Threads of each process of an engine on a CPU; a share of the host's cores if not given.",
+        "--rollout-num-threads",
+        bound="at least 1",
+    )
     python: Path | None = own_flag(
         None, "The Python of the environment that vLLM is installed in; this one if not given.", "--rollout-python"
     )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from megatron_rl.config.cores import CoreShares
 from megatron_rl.config.settings import Settings
 from megatron_rl.weights.mapping import Mapping
 
@@ -60,6 +61,14 @@ def describe_model(settings: Settings, platform: str, world_size: int) -> str:
         f"model: {settings.architecture.family}, {_counted(num_parameters)} parameters in {dtype}, on {ranks} of "
         f"{platform}: {divided}"
     )
+
+
+def describe_cores(cores: CoreShares, num_threads: int) -> str:
+    """How ranks and engines on a CPU share it; whoever said OMP_NUM_THREADS has decided on the ranks' threads."""
+    ranks, workers = (
+        f"{count} thread" if count == 1 else f"{count} threads" for count in (num_threads, cores.threads_of_worker)
+    )
+    return f"cores: {cores.num_cores} on this host: {ranks} a rank, {workers} a process of an engine"
 
 
 def _counted(number: int) -> str:

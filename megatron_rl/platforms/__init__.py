@@ -107,6 +107,10 @@ class Platform(abc.ABC):
         """Bind this process to its device."""
 
     @abc.abstractmethod
+    def place(self, num_threads: int) -> None:
+        """Run this process's threads where they compute best: so many on a CPU, else near its device."""
+
+    @abc.abstractmethod
     def device(self) -> torch.device:
         """The device this process is bound to."""
 

@@ -55,6 +55,9 @@ class CpuPlatform(Platform):
     def set_device(self, local_rank: int) -> None:
         """Every rank runs on the same host: there is nothing to bind to."""
 
+    def place(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+
     def device(self) -> torch.device:
         return DEVICE
 

@@ -4,13 +4,16 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform
+from megatron_rl.platforms.binding import bind_to, read_core_list
 
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 # A field of TransformerConfig, and the modules of which any one brings the kernel that it asks for.
 _KERNELS = {
     "apply_rope_fusion": ("transformer_engine",),
@@ -49,6 +52,12 @@ class CudaPlatform(Platform):
                 f"local rank {local_rank} has no GPU, {count} are visible: start at most {count} ranks on this host"
             )
         torch.cuda.set_device(local_rank)
+
+    def place(self, num_threads: int) -> None:
+        """On the cores of the GPU's own NUMA node, unless somebody has bound this process already."""
+        found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        bind_to(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ import torch
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform
+from megatron_rl.platforms.binding import is_bound
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version that this branch's setup.py gives
 # itself: later branches still call themselves 0.12.1.
@@ -45,6 +47,9 @@ class NpuPlatform(Platform):
         """Everything that can be wrong is found before MindSpeed changes torch."""
         _check_torch_npu()
         _check_mindspeed()
+        if not is_bound():
+            # Threads of an NPU stay on cores of its own. torch_npu reads it when it is loaded.
+            os.environ.setdefault("CPU_AFFINITY_CONF", "1")
 
     def _after_install(self) -> None:
         # torch_npu first: the adaptor needs it. The adaptor puts stand-ins for TransformerEngine and apex in place
@@ -65,6 +70,9 @@ class NpuPlatform(Platform):
                 f"local rank {local_rank} has no NPU, {count} are visible: start at most {count} ranks on this host"
             )
         _npu().set_device(local_rank)
+
+    def place(self, num_threads: int) -> None:
+        """torch_npu has done it: CPU_AFFINITY_CONF."""
 
     def device(self) -> torch.device:
         return torch.device("npu", _npu().current_device())

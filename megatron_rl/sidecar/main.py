@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.cores import CoreShares, count_cores, share_cores
+from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
@@ -170,7 +172,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         # Explicit: by default vLLM computes float32 weights in half precision.
         dtype=rollout.dtype or read_architecture(settings.hf_model).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
-        num_threads=rollout.num_threads,
+        num_threads=rollout.num_threads or _share_cores(rollout).threads_of_worker,
         python=str(rollout.python or sys.executable),
         transport=rollout.transport,
     )
@@ -179,6 +181,11 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
     return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), logs=logs)
+
+
+def _share_cores(rollout: RolloutConfig) -> CoreShares:
+    """A sidecar that no run has started has its host's cores for its engines."""
+    return share_cores(count_cores(), num_ranks=0, num_workers=rollout.num_engines * rollout.tensor_parallel_size)
 
 
 def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:

@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
+from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
@@ -25,7 +27,7 @@ from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.observe import metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.report import Places, print_report
-from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
+from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.protocol.client import RolloutClient
@@ -90,7 +92,10 @@ def train(
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
+                session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
+                if settings.platform == "cpu":
+                    startup.say(describe_cores(settings.cores, torch.get_num_threads()))
                 trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)

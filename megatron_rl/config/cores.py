@@ -1,0 +1,58 @@
+"""How the cores of a host are shared by the ranks and engines that compute on them.
+
+Both compute at the same time, so more threads than cores cost each of them its caches and its turns.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreShares:
+    """Threads of each process on this host that computes on its cores."""
+
+    num_cores: int
+    """Those that the run may use."""
+    threads_of_rank: int
+    threads_of_worker: int
+    """Of a process of an engine: it has as many as devices."""
+
+
+def count_cores(quota: Path = _QUOTA) -> int:
+    """The cores that this process may use: its affinity, and the quota of its container."""
+    num_cores = len(os.sched_getaffinity(0))
+    try:
+        limit, period = quota.read_text().split()
+        return max(1, min(num_cores, int(limit) // int(period)))
+    except (OSError, ValueError):
+        # No container's, or "max".
+        return num_cores
+
+
+def share_cores(num_cores: int, num_ranks: int, num_workers: int, threads_of_worker: int | None = None) -> CoreShares:
+    """Divide the cores of a host: half for engines, the rest for ranks, and a thread for each process at least."""
+    if threads_of_worker is None:
+        of_engines = num_cores // 2 if num_ranks else num_cores
+        threads_of_worker = max(1, of_engines // max(1, num_workers))
+    left = num_cores - threads_of_worker * num_workers
+    return CoreShares(num_cores, max(1, left // max(1, num_ranks)), threads_of_worker)
+
+
+def find_asked_threads() -> int | None:
+    """The threads of a rank that somebody asked for: OMP_NUM_THREADS, unless torchrun has set it by itself."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if not said.isdecimal() or ("TORCHELASTIC_RUN_ID" in os.environ and not _has_parent_been_told()):
+        return None
+    return int(said)
+
+
+def _has_parent_been_told() -> bool:
+    """Whether OMP_NUM_THREADS was there when torchrun began."""
+    try:
+        begun_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in begun_with)
