@@ -99,6 +99,7 @@ def parse_and_validate_args(extra_args_provider=None, ignore_unknown_args=False,
 _CONFIG = """
 import dataclasses
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
@@ -112,6 +113,7 @@ def core_transformer_config_from_args(args, config_class=None):
         gated_linear_unit=True,
         activation_func=F.silu,
         deallocate_pipeline_outputs=True,
+        pipeline_dtype=torch.float32,
     )
 """
 _MODEL = """
