@@ -39,7 +39,7 @@ AT = {
     """,
     "latest": """
         from megatron_rl.mcore.checkpoint import folders as Owner
-        name = "publish"
+        name = "put_in_place"
     """,
 }
 KILL = {
