@@ -15,7 +15,7 @@ MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 BENCHMARKS = $(or $(NAME),$(filter-out report gpu_check gpu_times,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
-.PHONY: help env test test-all lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,8 +27,10 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
+	$(MAKE) --jobs 2 --output-sync=target test-each-change test-matrix-quick
+
+test-each-change: env
 	$(VENV)/bin/python -m pytest -m "each_change and not slow"
-	$(MAKE) test-matrix-quick
 
 lint: env ## check the style
 	$(VENV)/bin/ruff check .
