@@ -152,9 +152,9 @@ def test_a_publish_outlives_an_engine_that_is_killed_or_hangs_in_it(run, supervi
 
         engine.load = load_slowly
         task = asyncio.create_task(supervisor.publish(second))
-        reports = await asyncio.wait_for(task, 120)
-        assert [name for name, _ in reports] == ["engine-0", "engine-1"]
-        assert {report.fingerprint for _, report in reports} == {second.fingerprint}
+        published = await asyncio.wait_for(task, 120)
+        assert [proof.engine for proof in published.proofs] == ["engine-0", "engine-1"]
+        assert {proof.report.fingerprint for proof in published.proofs} == {second.fingerprint}
         assert await asyncio.to_thread(gone, list(victims.values()), 5)
         groups = await all_groups(supervisor)
         assert {response.fingerprint for group in groups for response in group} == {second.fingerprint}
