@@ -33,6 +33,7 @@ class Sidecar(NamedTuple):
     address: tuple[str, int]
     sockets: list[str]
     """Where its processes listen on this host."""
+    lease: int
     submission: wire.Submission
     files: list[Path]
     """What must be nobody else's: token, journal, audit log, weights, and what its processes share memory through."""
@@ -49,7 +50,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
         process = stack.enter_context(sidecar(run, *words, "--rollout-tensor-parallel-size", "2", seconds=300))
         weights = msgspec.structs.replace(stack.enter_context(in_shared_memory(model, 0)), run="run")
         with process.client() as client:
-            client.take_lease("run")
+            lease = client.take_lease("run")
             client.publish(weights, 120)
             submitted = submission(weights.fingerprint)
             client.submit(submitted)
@@ -57,7 +58,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
         host, port = (run / "address").read_text().strip().removeprefix("http://").split(":")
         files = [path for top in (run, Path(weights.location)) for path in (top, *top.rglob("*"))]
         files += shared_memory(process)
-        yield Sidecar(process, (host, int(port)), unix_sockets(process.tree()), submitted, files)
+        yield Sidecar(process, (host, int(port)), unix_sockets(process.tree()), lease, submitted, files)
 
 
 def submission(fingerprint: str) -> wire.Submission:
@@ -205,7 +206,7 @@ def test_another_user_can_neither_read_nor_write_nor_reach_a_sidecar(running: Si
 def test_a_sidecar_killed_in_mid_generation_leaves_no_process_and_no_shared_memory(running: Sidecar) -> None:
     """The last one: it ends the sidecar of all of them."""
     with running.process.client() as client:
-        client.use_lease(1)
+        client.use_lease(running.lease)
         client.refuse(0, wire.Mismatch(mean=1.0, largest=1.0, bound=0.1))
         long = msgspec.structs.replace(running.submission, sampling=wire.Sampling(max_tokens=400, ignore_eos=True))
         client.submit(long)
