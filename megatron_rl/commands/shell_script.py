@@ -25,7 +25,7 @@ _DEEPEST = 5
 
 
 @dataclasses.dataclass
-class Script:
+class ShellScript:
     """What a script's text comes to."""
 
     variables: dict[str, list[str]]
@@ -36,22 +36,22 @@ class Script:
     """The names that it sets somewhere, whether it comes there or not."""
 
 
-def read_script(
+def read_shell_script(
     text: str,
     variables: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
     read_file: ReadFile = lambda _: None,
-) -> Script:
+) -> ShellScript:
     """The variables and commands of a script that is started with these variables and arguments."""
     start = {name: [value] for name, value in (variables or {}).items()}
     start |= {str(at): [word] for at, word in enumerate(arguments, 1)}
-    reader = _Reader(Script({**start, "@": list(arguments)}), read_file)
+    reader = _Reader(ShellScript({**start, "@": list(arguments)}), read_file)
     reader.read(text)
     return reader.script
 
 
 class _Reader:
-    def __init__(self, script: Script, read_file: ReadFile, depth: int = 0):
+    def __init__(self, script: ShellScript, read_file: ReadFile, depth: int = 0):
         self.script = script
         self._read_file = read_file
         self._depth = depth
@@ -374,7 +374,7 @@ class _Reader:
 
     def _substitute(self, raw: str) -> str:
         """What `dirname`, `basename`, `cd ... && pwd` and `echo` print; other commands are left as they are written."""
-        inner = _Reader(Script(dict(self.script.variables)), lambda _: None, self._depth + 1)
+        inner = _Reader(ShellScript(dict(self.script.variables)), lambda _: None, self._depth + 1)
         if self._depth < _DEEPEST:
             inner.read(raw[2:-1])
         commands = [[word for word in words if word not in ("--", "-P", "-e")] for words in inner.script.commands]

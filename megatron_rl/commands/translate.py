@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments import flags
-from megatron_rl.commands.shell_script import read_script
+from megatron_rl.commands.shell_script import read_shell_script
 from megatron_rl.config.flag import Flag, Kind, index_by_name
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.platforms import select
@@ -62,7 +62,7 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
     if script.suffix == ".py":
         return _translate_settings("trl", dict(_read_keywords(text, script)))
     variables = {"0": str(script), "BASH_SOURCE": str(script)}
-    commands = read_script(text, variables, arguments, functools.partial(_read_beside, script)).commands
+    commands = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script)).commands
     found = next(filter(None, map(_find_run, commands)), None)
     if found is None:
         raise InputError(f"{script} starts no run that is known: write a script of slime, Megatron-LM, verl or TRL")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.commands.shell_script import read_script
+from megatron_rl.commands.shell_script import read_shell_script
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,16 @@ from megatron_rl.commands.shell_script import read_script
     ],
 )  # fmt: skip
 def test_a_script_comes_to_the_commands_that_a_shell_would_run(script: str, commands: list[list[str]]) -> None:
-    assert read_script(script, arguments=["small"]).commands == commands
+    assert read_shell_script(script, arguments=["small"]).commands == commands
 
 
 def test_a_file_that_is_sourced_is_read_where_it_is() -> None:
     files = {"dir/model.sh": "MODEL=(--num-layers $N)"}
-    script = read_script("N=4; source dir/model.sh; run ${MODEL[@]}", read_file=files.get)
+    script = read_shell_script("N=4; source dir/model.sh; run ${MODEL[@]}", read_file=files.get)
     assert script.commands == [["run", "--num-layers", "4"]]
     assert script.variables["MODEL"] == ["--num-layers", "4"]
 
 
 def test_a_script_that_sources_or_evaluates_itself_ends() -> None:
-    assert read_script("source me; run", read_file=lambda path: "source me; run").commands[-1] == ["run"]
-    assert read_script("A='eval $A; run'; eval $A").commands
+    assert read_shell_script("source me; run", read_file=lambda path: "source me; run").commands[-1] == ["run"]
+    assert read_shell_script("A='eval $A; run'; eval $A").commands

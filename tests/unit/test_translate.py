@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.commands import translate
-from megatron_rl.commands.shell_script import read_script
+from megatron_rl.commands.shell_script import read_shell_script
 from megatron_rl.errors import ExitCode, InputError
 from tests.documents import blocks
 
@@ -101,7 +101,7 @@ def test_a_script_that_starts_no_run_is_an_error(tmp_path: Path) -> None:
 def test_the_command_prints_what_a_shell_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = write(tmp_path / "run.sh", "torchrun --nproc_per_node 2 pretrain_gpt.py --lr 1e-6 --save 'a b'\n")
     assert cli.main(["translate", str(script)]) == ExitCode.OK
-    words = read_script(capsys.readouterr().out).commands[0]
+    words = read_shell_script(capsys.readouterr().out).commands[0]
     assert words[:3] == ["torchrun", "--nproc-per-node", "2"]
     assert words[-4:] == ["--lr", "1e-6", "--save", "a b"]
 
