@@ -72,6 +72,8 @@ class Published:
     answer: ProbeAnswer | None
     """The trainer's log-probs of the probe."""
     kinds: tuple[EngineKind, ...]
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What each step took."""
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
@@ -119,11 +121,13 @@ class Steps:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
         self._probe_tolerance = probe_tolerance
+        self._seconds: dict[str, float] = {}
 
     async def publish(
         self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
     ) -> Published:
         """Take all steps; `before` is what engines were last brought to, if that is known."""
+        self._seconds = {}
         wanted = WeightReport(weights.version, weights.fingerprint)
         await self._all("pause", engines, lambda engine: engine.pause())
         reports = await self._all("load", engines, lambda engine: engine.load(weights))
@@ -133,7 +137,9 @@ class Steps:
         _must_equal("verify", tags, wanted)
         tokens = decode_tokens(weights.probe).tolist()
         probes = await self._all("probe", engines, lambda engine: engine.probe(tokens))
+        waiting = time.monotonic()
         of_trainer = None if answer is None else await self._answer(answer, weights)
+        self._seconds["trainer"] = time.monotonic() - waiting
         proofs = [Proof(name, reports[name]) for name in probes]
         if of_trainer is not None:
             proofs = [
@@ -150,6 +156,7 @@ class Steps:
             tuple(next(iter(probes.values()))),
             of_trainer,
             tuple(engine.kind for engine in engines),
+            self._seconds,
         )
 
     async def _answer(self, answer: AwaitAnswer, weights: Weights) -> ProbeAnswer:
@@ -175,7 +182,9 @@ class Steps:
                 except TimeoutError:
                     raise EngineLost(f"engine {engine.name}: {step} did not finish within {seconds:g} s") from None
 
+        begun = time.monotonic()
         results = await asyncio.gather(*(one(engine) for engine in engines), return_exceptions=True)
+        self._seconds[step] = time.monotonic() - begun
         done: dict[str, T] = {}
         errors: dict[str, Exception] = {}
         for engine, result in zip(engines, results, strict=True):

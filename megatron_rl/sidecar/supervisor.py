@@ -183,6 +183,8 @@ class Supervisor:
                 self._withdraw()
                 raise
             self._is_current = True
+            steps = ", ".join(f"{step} {1e3 * seconds:.0f}" for step, seconds in published.seconds.items())
+            _log.info("version %d is published; milliseconds of each step: %s", weights.version, steps)
         self.pool.engines_changed()
         return published
 

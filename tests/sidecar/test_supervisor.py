@@ -22,7 +22,18 @@ def test_a_publish_takes_every_engine_through_every_step_before_the_next():
 
     async def check():
         async with supervised(factory, 3) as supervisor:
-            proofs = (await supervisor.publish(weights(1))).proofs
+            published = await supervisor.publish(weights(1))
+            assert list(published.seconds) == [
+                "pause",
+                "load",
+                "commit",
+                "verify",
+                "probe",
+                "trainer",
+                "resume",
+                "sample",
+            ]
+            proofs = published.proofs
             assert [(proof.engine, proof.report.version, proof.report.fingerprint) for proof in proofs] == [
                 (f"engine-{number}", 1, "weights-1") for number in range(3)
             ]
