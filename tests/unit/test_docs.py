@@ -21,7 +21,7 @@ from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.weights import families
-from tests import documents
+from tests import documents, stand_in_tree
 from tests.command_lines import parse
 from tests.documents import blocks, broken_links, commands_of, pages, read, unknown_names
 from tests.e2e.loop import draw_model
@@ -91,6 +91,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
+        ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(
+            "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
+        ),
     },
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
@@ -333,6 +336,15 @@ def test_the_demo_learns(tmp_path):
     command = "-m examples.arithmetic.demo"
     assert f"$(VENV)/bin/python {command}\n" in (ROOT / "Makefile").read_text()
     run(f"{sys.executable} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert result["after"] > result["before"] + 0.3
+
+
+@pytest.mark.slow
+def test_the_demo_learns_in_a_tree_of_megatron(tmp_path):
+    script = stand_in_tree.make_tree(tmp_path / "tree", "0.19")
+    recipe = f"--recipe {script} --out {tmp_path / 'demo'} -- --of-the-recipe 3"
+    run(f"{sys.executable} -m examples.arithmetic.demo {recipe}", ROOT, seconds=3000)
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["after"] > result["before"] + 0.3
 
