@@ -123,7 +123,7 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
         calls.serialization.prepare.side_effect = lambda state, *_: state() and MagicMock()
         calls.serialization.finish.side_effect = lambda session, prepared, action: action()
         calls.serialization.run_together.side_effect = lambda session, action, explain: action()
-        calls.serialization.read_common.return_value = {"optimizer": {}, "opt_param_scheduler": {}}
+        calls.serialization.read_common.return_value = {"optimizer": {}, "opt_param_scheduler": {}, "megatron_rl": {}}
         calls.folders.holds_checkpoint.return_value = False
         calls.state_dict.has_rng_of_layout.return_value = True
         calls.folders.latest_iteration.return_value = None
