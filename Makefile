@@ -27,7 +27,7 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
-	$(MAKE) --jobs 2 --output-sync=target test-each-change test-matrix-quick
+	$(MAKE) --jobs 2 test-each-change test-matrix-quick
 
 test-each-change: env
 	$(VENV)/bin/python -m pytest -m "each_change and not slow"
