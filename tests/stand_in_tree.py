@@ -60,9 +60,10 @@ from megatron.training.global_vars import set_global_variables
 INTS = '''num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels seq-length
     max-position-embeddings micro-batch-size train-iters rotary-base tensor-model-parallel-size
     pipeline-model-parallel-size grpo-group-size'''
-FLOATS = "lr norm-epsilon clip-grad weight-decay"
+FLOATS = "lr norm-epsilon clip-grad weight-decay adam-beta1 adam-beta2"
 WORDS = "normalization position-embedding-type lr-decay-style transformer-impl tokenizer-type save load tensorboard-dir"
-SWITCHES = "swiglu group-query-attention disable-bias-linear untie-embeddings-and-output-weights qk-layernorm"
+SWITCHES = '''swiglu group-query-attention disable-bias-linear untie-embeddings-and-output-weights qk-layernorm
+    no-persist-layer-norm no-masked-softmax-fusion use-distributed-optimizer'''
 
 def add_megatron_arguments(parser):
     for kind, names in ((int, INTS), (float, FLOATS), (str, WORDS)):
