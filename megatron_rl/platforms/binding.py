@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def read_core_list(path: Path) -> set[int]:
-    """Cores as the kernel lists them, "0-31,64-95"; none where there is no such list."""
+    """Read cores as the kernel lists them, "0-31,64-95"; the set is empty if the file does not say."""
     try:
         parts = [part.split("-") for part in path.read_text().split(",")]
         return {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}

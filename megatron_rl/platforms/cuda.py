@@ -56,6 +56,9 @@ class CudaPlatform(Platform):
     def place(self, num_threads: int) -> None:
         """On the cores of the GPU's own NUMA node, unless somebody has bound this process already."""
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        if not hasattr(found, "pci_bus_id"):
+            # A torch that does not tell: it costs speed and nothing else.
+            return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         bind_to(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
 

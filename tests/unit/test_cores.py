@@ -79,6 +79,10 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu_unless_it_is_bound_already(
     platform = cuda.CudaPlatform()
     platform.place(1)
     assert bound == []
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+    platform.place(1)
+    assert bound == []
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", lambda index: device)
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("0-1,6\n")
     platform.place(1)
