@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError, read_token
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.http import build_application
+from megatron_rl.sidecar.main import listen
 from megatron_rl.sidecar.service import RolloutService
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
 
@@ -240,3 +242,12 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
         client.refuse(0, msgspec.structs.replace(mismatch, bound=1e-9))
         with pytest.raises(IterationFailed, match="beyond"):
             client.complete(0, mismatch)
+
+
+def test_what_the_service_writes_is_sent_at_once():
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as ours,
+    ):
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
