@@ -13,7 +13,6 @@ MCORE_VENV := .venv-mcore-
 # Versions of megatron-core that want Python 3.12; 0.16.1 runs on both, for what is compared bit for bit.
 MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
-BENCHMARKS = $(or $(NAME),$(filter-out report gpu_check gpu_times,$(sort $(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))))
 
 .PHONY: help env test test-all test-each-change lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
 
@@ -67,8 +66,8 @@ demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in sev
 learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning
 
-bench: env ## run a benchmark: make bench NAME=weights; all of them without NAME
-	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m "benchmarks.$$name"; done
+bench: env ## run a benchmark: make bench NAME=weights; without NAME all of them, into benchmarks/RESULTS.md
+	@$(VENV)/bin/python -m benchmarks $(NAME)
 
 gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check

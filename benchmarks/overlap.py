@@ -67,6 +67,7 @@ LOADS = {
     load.name: load
     for load in (BALANCED, Load("gen_half", 0.5, 96, 720, (*KL, *RECOMPUTE)), Load("gen_double", 2.0, 48, 56))
 }
+TINY = dataclasses.replace(BALANCED, in_flight=GROUP_SIZE, prompt_length=24, waves=2, groups=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +97,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--search", action="store_true", help="only: which settings are best for synchronous runs")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
+    loads, rounds = [LOADS[name] for name in arguments.loads], arguments.rounds
+    if arguments.tiny:
+        loads, rounds = [TINY], 1
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         if arguments.search:
             figures = _search(Path(folder), arguments.rounds)
         else:
-            for name in arguments.loads:
-                with _World(Path(folder), LOADS[name]).serving() as world:
-                    figures |= _compare(world, LOADS[name], arguments.rounds)
+            for load in loads:
+                with _World(Path(folder), load).serving() as world:
+                    figures |= _compare(world, load, rounds)
     report.finish(figures)
 
 
@@ -160,7 +165,7 @@ def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
     report.table("ratios", ratios, "")
     ratio, efficiency, kept, _, overhead = (statistics.median(values) for values in ratios.values())
     found = {f"ratio_{load.name}": ratio}
-    if load is BALANCED:
+    if load.name == BALANCED.name:
         found |= {
             "efficiency_balanced": efficiency,
             "gen_kept": kept,

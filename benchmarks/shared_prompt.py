@@ -66,18 +66,23 @@ class Group:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    shapes, step_shape, rounds = (GRID, STEP, arguments.step_rounds)
+    if arguments.tiny:
+        shapes, step_shape, rounds = GRID[:1], (16, 8, 2), 1
     report.table("what a layout takes", {"64 groups of 16, with its calls": layout_times()}, "ms")
     named = {"/".join(map(str, shape)): Group.even(*shape) for shape in NAMED}
-    grid = {"/".join(map(str, shape)): Group.even(*shape) for shape in GRID}
-    grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
+    grid = {"/".join(map(str, shape)): Group.even(*shape) for shape in shapes}
+    if not arguments.tiny:
+        grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
     speedups = {name: compare(group) for name, group in {**named, **grid}.items()}
     report.table("attention: duplicated / shared, P/R/K", speedups, "")
     for window in (None, 128):
         title = f"every backend, 512/64/8, {'no window' if window is None else f'a window of {window}'}"
         report.table(title, backend_times(named["512/64/8"], window), "s")
-    step = run_ranks(shared_prompt_step.times, 1, *STEP, arguments.step_rounds, timeout=400)[0]
+    step = run_ranks(shared_prompt_step.times, 1, *step_shape, rounds, timeout=400)[0]
     report.table("training step", step, "s")
     step_speedups = ratios(step, "shared prompt")
     report.table("ratio", {"duplicated / shared prompt": step_speedups}, "")

@@ -24,7 +24,7 @@ import numpy as np
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from benchmarks import report
-from benchmarks.log_probs_memory import logprob_peak
+from benchmarks.log_probs_memory import FULL, MODERATE, logprob_peak
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
@@ -52,6 +52,7 @@ MODEL = {
     "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 1024,
 }  # fmt: skip
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
 FLAGS = (
     f"--lr 1e-6 --lr-decay-style constant --train-iters 1 --grpo-group-size {GROUP_SIZE} --micro-batch-size "
     f"{GROUP_SIZE} --grpo-prompts-per-step {2 * MICRO_BATCHES} --global-batch-size {MICRO_BATCHES * GROUP_SIZE} "
@@ -67,7 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-log-probs", action="store_true", help="leave their memory out")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds = 1
+        MODEL.update(TINY)
     with tempfile.TemporaryDirectory() as folder:
         problem = _draw(Path(folder))
         two = run_ranks(_two_stages, STAGES, problem, arguments.rounds, timeout=600)
@@ -85,7 +90,7 @@ def main() -> None:
     _print_bytes([sent for _, sent in two])
     figures = {name: statistics.median(values) for name, values in ratios.items()}
     if not arguments.without_log_probs:
-        figures["logprob_peak_vs_logits"] = logprob_peak()
+        figures["logprob_peak_vs_logits"] = logprob_peak(MODERATE if arguments.tiny else FULL)
         report.table("memory of log-probs", {"peak / logits": [figures["logprob_peak_vs_logits"]]}, "")
     report.finish(figures)
 

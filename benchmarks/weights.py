@@ -5,6 +5,7 @@ included, with as many that write them to the same file system. Both sides alter
 """
 
 import argparse
+import dataclasses
 import datetime
 import os
 import shutil
@@ -26,19 +27,22 @@ ARCHITECTURE = Architecture(
     family="llama", num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8,
     kv_channels=64, vocab_size=65000, max_position_embeddings=4096,
 )  # fmt: skip
+TINY = dataclasses.replace(ARCHITECTURE, num_layers=2, hidden_size=64, ffn_hidden_size=128, vocab_size=512)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written; default: a temporary folder")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
+    architecture, rounds = (TINY, 1) if arguments.tiny else (ARCHITECTURE, arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source = Path(folder) / "source"
-        num_bytes = checkpoints.make(source, ARCHITECTURE)
+        num_bytes = checkpoints.make(source, architecture)
         num_parameters = num_bytes / 4
         print(f"{num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB in fp32, {NUM_RANKS} ranks, TP2")
-        ranks = run_ranks(_measure, NUM_RANKS, source, Path(folder), arguments.rounds, timeout=900)
+        ranks = run_ranks(_measure, NUM_RANKS, architecture, source, Path(folder), rounds, timeout=900)
     names = ("copy", "import", "write", "export")
     # A step is over when its slowest rank is done.
     times = {name: [max(pair) for pair in zip(*(rank[name] for rank in ranks), strict=True)] for name in names}
@@ -57,7 +61,7 @@ def main() -> None:
     )
 
 
-def _measure(source: Path, out: Path, rounds: int) -> dict:
+def _measure(architecture: Architecture, source: Path, out: Path, rounds: int) -> dict:
     from megatron_rl import platforms
     from megatron_rl.arguments.resolve import build_transformer_config
     from megatron_rl.mcore.model import gpt
@@ -68,7 +72,7 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
     sizes = ParallelSizes(tensor=NUM_RANKS)
     results: dict = {name: [] for name in ("copy", "import", "write", "export", "memory")}
     with Session(sizes, platform, seed=1, timeout=datetime.timedelta(minutes=10)) as session:
-        config = build_transformer_config(ARCHITECTURE, {"tensor_model_parallel_size": NUM_RANKS}, platform)
+        config = build_transformer_config(architecture, {"tensor_model_parallel_size": NUM_RANKS}, platform)
 
         def timed(name: str, action: Callable, *action_arguments: Any) -> Any:
             session.barrier()
@@ -83,7 +87,7 @@ def _measure(source: Path, out: Path, rounds: int) -> dict:
             timed("write", _write, out / f"plain-{session.rank}", copied)
             (out / f"plain-{session.rank}").unlink()
             del copied
-            chunks = gpt.build_chunks(config, ARCHITECTURE)
+            chunks = gpt.build_chunks(config, architecture)
             weights = ModelWeights(chunks, session)
             before = platform.memory().allocated
             timed("import", weights.load_hf, source)

@@ -1,0 +1,186 @@
+"""Benchmarks one after another: `python -m benchmarks [NAME...] [--tiny] [--results FILE]`.
+
+Each prints its tables as it goes; without names it is all of them, and what they found is written to RESULTS.md, with a
+picture beside it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+# The keys of each one's last line, and what they say.
+BENCHMARKS: Mapping[str, Mapping[str, str]] = {
+    "weights": {
+        "import_vs_copy": "import of 1 B parameters on two ranks / a copy of their bytes",
+        "export_vs_copy": "their export, fingerprint included / writing the same bytes",
+        "import_peak_vs_shard": "memory that an import takes / the rank's own shard",
+    },
+    "publish": {
+        "seconds_40m": "seconds of a publish to one engine, 40 M parameters, fp32",
+        "seconds_400m_bf16": "seconds of a publish to one engine, 0.4 B parameters, bf16",
+        "vs_copy_40m": "a publish of 40 M parameters / a copy of their bytes",
+        "vs_copy_400m": "a publish of 0.4 B parameters / a copy of their bytes",
+        "fixed_ms": "milliseconds of a publish of 0.1 M parameters",
+    },
+    "sidecar": {
+        "ms_per_group_scripted": "milliseconds of the service for a group of 16 x 256 tokens",
+        "gib_scripted": "GiB of the service with 4,096 such groups",
+        "service_vs_raw_tokens": "tokens a second through the service / through a bare client of the engine",
+        "service_vs_offline_tiny": "tokens a second through the service / of vLLM's own LLM.generate, 0.1 M parameters",
+    },
+    "overlap": {
+        "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",
+        "efficiency_balanced": "the longer of generation and training / that periodic iteration",
+        "gen_kept": "generation's speed beside training / alone",
+        "loop_overhead": "share of a synchronous iteration that is neither publish, generation nor training",
+        "load_balanced": "generation / training, as found at the balanced load",
+        "ratio_gen_half": "periodic / synchronous where generation takes half as long as training",
+        "ratio_gen_double": "periodic / synchronous where it takes twice as long",
+    },
+    "trimodel": {
+        "fused_vs_separate_pp2": "three roles in one pass of two stages / in passes of their own, groups at hand",
+        "streamed_vs_separate_pp2": "the same while groups arrive",
+        "fused_vs_sum_pp1": "one pass of one stage / the sum of those that it replaces",
+        "logprob_peak_vs_logits": "memory of the output layer with log-probs / that of its logits",
+    },
+    "log_probs_memory": {
+        "logprob_peak_vs_logits": "the same, in a process of its own",
+        "logprob_vs_naive": "seconds of the output layer with log-probs / of its naive twin",
+    },
+    "shared_prompt": {
+        "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 behind a prompt of 512",
+        "speedup_2048_64_8": "the same behind a prompt of 2,048",
+        "worst_of_grid": "the smallest speed-up of the grid",
+        "step_speedup_512_64_8": "a training step with duplicated prompts / shared",
+        "token_saving_error": "tokens saved, as measured, minus the formula's",
+    },
+}
+_PACKAGES = ("torch", "megatron-core", "vllm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a benchmark came to; no figures if it failed."""
+
+    name: str
+    seconds: float
+    figures: Mapping[str, float]
+    code: int
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether they run")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/RESULTS.md for all in full, else none")
+    arguments = parser.parse_args(words)
+    if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    outcomes = [run(name, arguments.tiny) for name in arguments.names or BENCHMARKS]
+    results = arguments.results
+    if results is None and not arguments.names and not arguments.tiny:
+        results = ROOT / "benchmarks" / "RESULTS.md"
+    if results is not None:
+        draw(outcomes, results.with_suffix(".svg"))
+        results.write_text(describe(outcomes, results.with_suffix(".svg").name))
+        print(f"written to {results}")
+    if failed := [outcome.name for outcome in outcomes if outcome.code]:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(any(outcome.code for outcome in outcomes))
+
+
+def run(name: str, is_tiny: bool) -> Outcome:
+    """Run one in a process of its own, and show what it prints."""
+    print(f"\n=== {name}", flush=True)
+    begun, last = time.monotonic(), ""
+    command = [sys.executable, "-u", "-m", f"benchmarks.{name}", *(["--tiny"] if is_tiny else [])]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line
+    code = process.returncode
+    return Outcome(name, time.monotonic() - begun, {} if code else json.loads(last), code)
+
+
+def describe(outcomes: Sequence[Outcome], picture: str) -> str:
+    """The page."""
+    lines = [
+        "# What the benchmarks found",
+        "",
+        f"Written by `make bench` on {datetime.date.today():%d %B %Y}. Figures are medians; what is compared takes "
+        "turns in one run.",
+        "",
+        f"- machine: {describe_machine()}",
+        f"- commit: {find_commit()}",
+        f"- packages: {', '.join(f'{name} {importlib.metadata.version(name)}' for name in _PACKAGES)}",
+        "",
+        f"![Ratios; below 1 is better where something is compared with its limit, above where with a rival]({picture})",
+    ]
+    for outcome in outcomes:
+        lines += [
+            "",
+            f"## {outcome.name}",
+            "",
+            f"`make bench NAME={outcome.name}`, {outcome.seconds / 60:.1f} minutes",
+            "",
+        ]
+        if outcome.code:
+            lines += [f"It failed: exit code {outcome.code}."]
+            continue
+        lines += ["| key | figure | |", "| --- | --- | --- |"]
+        said = BENCHMARKS[outcome.name]
+        lines += [f"| `{key}` | {figure:.4g} | {said.get(key, '')} |" for key, figure in outcome.figures.items()]
+    return "\n".join(lines) + "\n"
+
+
+def describe_machine() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = names[0].split(":", 1)[1].strip() if names else "an unknown CPU"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+
+
+def find_commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = " and changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}"
+
+
+def draw(outcomes: Sequence[Outcome], out: Path) -> None:
+    """Every ratio as a bar, on one logarithmic axis."""
+    from matplotlib.figure import Figure
+
+    rows = [
+        (f"{outcome.name}: {BENCHMARKS[outcome.name].get(key, key)}", figure)
+        for outcome in outcomes
+        for key, figure in outcome.figures.items()
+        if " / " in BENCHMARKS[outcome.name].get(key, "") and figure > 0
+    ]
+    figure = Figure(figsize=(11, 1 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    names, values = [name for name, _ in rows], [value for _, value in rows]
+    bars = axes.barh(names, [math.log2(value) for value in values])
+    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{2**value:g}")
+    figure.savefig(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
