@@ -26,7 +26,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.vllm.answers import Limits, build_call
-from megatron_rl.sidecar.vllm.groups import ROUTE, GroupAnswer, GroupCall
+from megatron_rl.sidecar.vllm.routes import GENERATE, GroupAnswer, GroupCall
 from megatron_rl.types import Architecture
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar
 from tests.sidecar.vllm_models import in_shared_memory
@@ -180,7 +180,7 @@ async def _ask_all(socket: Path, concurrency: int, bodies: list[bytes]) -> float
 
     async def ask(connection: Connection) -> None:
         for content in left:
-            answer = await connection.ask("POST", ROUTE, content, "Content-Type: application/msgpack")
+            answer = await connection.ask("POST", GENERATE, content, "Content-Type: application/msgpack")
             choices = msgspec.msgpack.decode(answer, type=GroupAnswer).choices
             assert [len(choice.tokens) for choice in choices] == [4 * NUM_TOKENS] * GROUP_SIZE
 

@@ -1,11 +1,13 @@
-"""One attempt to bring a version to a set of engines: every engine takes a step before any takes the next.
+"""One attempt to bring a version to a set of engines, each by itself from bar to bar, where they wait for each other.
 
-    pause, load, commit, verify, probe | resume, sample
+    pause | load | commit, verify, probe | open
 
-Up to the bar nothing samples: an engine that fails there leaves all of them paused. Invariants:
+None is tagged with the version before all have loaded it, and none takes groups before all have come to the last bar:
+an engine that fails leaves no engine READY. Invariants:
 
 - each step has a deadline; a step that fails names the engines and why;
-- the fingerprints that engines digested, and those they are tagged with, are the announced one;
+- the fingerprints that engines digested, those they are tagged with, and that of the token that they sample with the
+  probe, are the announced one;
 - what an engine holds after a load is bit for bit what it was given, as far as it can compare the two;
 - the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any; engines with the
   same weights give the same ones.
@@ -17,20 +19,13 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.probe import Difference
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Sampling, Weights, decode_log_probs, decode_tokens
-from megatron_rl.sidecar.engines import (
-    Engine,
-    EngineLost,
-    EngineRefused,
-    GroupRequest,
-    WeightReport,
-    WrongWeights,
-)
+from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
+from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, WeightReport, WrongWeights
 
 T = TypeVar("T")
 
@@ -44,8 +39,6 @@ class StepDeadlines:
     commit: float = 60
     verify: float = 60
     probe: float = 120
-    resume: float = 60
-    sample: float = 120
     trainer: float = 600
     """For the trainer's log-probs of the probe, once engines have given theirs."""
 
@@ -73,7 +66,7 @@ class Published:
     """The trainer's log-probs of the probe."""
     kinds: tuple[EngineKind, ...]
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What each step took."""
+    """What each step took on the engine that took longest."""
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
@@ -88,10 +81,9 @@ def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
 
 
 class StepFailed(MegatronRLError):
-    """A step of a publish failed on some engines."""
+    """Some engines failed at a step of a publish."""
 
-    def __init__(self, step: str, errors: Mapping[str, Exception]) -> None:
-        self.step = step
+    def __init__(self, errors: Mapping[str, Exception]) -> None:
         self.errors = dict(errors)
         super().__init__("; ".join(str(error) or repr(error) for error in self.errors.values()))
 
@@ -128,19 +120,14 @@ class Steps:
     ) -> Published:
         """Take all steps; `before` is what engines were last brought to, if that is known."""
         self._seconds = {}
-        wanted = WeightReport(weights.version, weights.fingerprint)
-        await self._all("pause", engines, lambda engine: engine.pause())
-        reports = await self._all("load", engines, lambda engine: engine.load(weights))
-        _must_equal("load", reports, wanted)
-        await self._all("commit", engines, lambda engine: engine.commit(reports[engine.name]))
-        tags = await self._all("verify", engines, lambda engine: engine.verify())
-        _must_equal("verify", tags, wanted)
         tokens = decode_tokens(weights.probe).tolist()
-        probes = await self._all("probe", engines, lambda engine: engine.probe(tokens))
+        await self._all(engines, lambda engine: self._take("pause", engine, engine.pause))
+        reports = await self._all(engines, lambda engine: self._load(engine, weights))
+        probes = await self._all(engines, lambda engine: self._commit(engine, weights, reports[engine.name], tokens))
         waiting = time.monotonic()
         of_trainer = None if answer is None else await self._answer(answer, weights)
         self._seconds["trainer"] = time.monotonic() - waiting
-        proofs = [Proof(name, reports[name]) for name in probes]
+        proofs = [Proof(name, report) for name, report in reports.items()]
         if of_trainer is not None:
             proofs = [
                 _compared(proof, probes[proof.engine], engine.kind, weights, of_trainer)
@@ -148,8 +135,8 @@ class Steps:
             ]
             _must_be_the_trainers(proofs, weights)
         self._check_probes(probes, weights, before)
-        await self._all("resume", engines, lambda engine: engine.resume())
-        await self._all("sample", engines, lambda engine: _sample(engine, weights))
+        for engine in engines:
+            engine.open()
         return Published(
             weights,
             tuple(proofs),
@@ -158,6 +145,21 @@ class Steps:
             tuple(engine.kind for engine in engines),
             self._seconds,
         )
+
+    async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
+        report = await self._take("load", engine, lambda: engine.load(weights))
+        _must_equal("load", engine, report, weights)
+        return report
+
+    async def _commit(
+        self, engine: Engine, weights: Weights, report: WeightReport, tokens: Sequence[int]
+    ) -> list[float]:
+        """Have a loaded engine be of the version; returns its log-probs of the probe."""
+        await self._take("commit", engine, lambda: engine.commit(report))
+        _must_equal("verify", engine, await self._take("verify", engine, engine.verify), weights)
+        probed = await self._take("probe", engine, lambda: engine.probe(tokens))
+        _must_be_sampled_with(engine, probed.response, weights)
+        return probed.log_probs
 
     async def _answer(self, answer: AwaitAnswer, weights: Weights) -> ProbeAnswer:
         seconds = self._deadlines.trainer
@@ -169,22 +171,21 @@ class Steps:
                 f"the trainer did not send its log-probs of version {weights.version}'s probe within {seconds:g} s"
             ) from None
 
-    async def _all(
-        self, step: str, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]
-    ) -> dict[str, T]:
+    async def _take(self, step: str, engine: Engine, action: Callable[[], Awaitable[T]]) -> T:
         seconds = getattr(self._deadlines, step)
-
-        async def one(engine: Engine) -> T:
-            with self._at(engine.name, step):
-                try:
-                    async with asyncio.timeout(seconds):
-                        return await action(engine)
-                except TimeoutError:
-                    raise EngineLost(f"engine {engine.name}: {step} did not finish within {seconds:g} s") from None
-
         begun = time.monotonic()
-        results = await asyncio.gather(*(one(engine) for engine in engines), return_exceptions=True)
-        self._seconds[step] = time.monotonic() - begun
+        with self._at(engine.name, step):
+            try:
+                async with asyncio.timeout(seconds):
+                    return await action()
+            except TimeoutError:
+                raise EngineLost(f"engine {engine.name}: {step} did not finish within {seconds:g} s") from None
+            finally:
+                self._seconds[step] = max(self._seconds.get(step, 0.0), time.monotonic() - begun)
+
+    async def _all(self, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
+        """Wait for all engines, also when some fail: what they do is not called off in the middle."""
+        results = await asyncio.gather(*map(action, engines), return_exceptions=True)
         done: dict[str, T] = {}
         errors: dict[str, Exception] = {}
         for engine, result in zip(engines, results, strict=True):
@@ -195,7 +196,7 @@ class Steps:
             else:
                 done[engine.name] = result
         if errors:
-            raise StepFailed(step, errors)
+            raise StepFailed(errors)
         return done
 
     @contextlib.contextmanager
@@ -210,7 +211,7 @@ class Steps:
         # An earlier probe of the same weights says which engine is wrong; two engines alone only differ.
         errors = _off_the_known(probes, weights, before, self._probe_tolerance) if before else {}
         if errors := errors or _off_the_middle(probes, weights, self._probe_tolerance):
-            raise StepFailed("probe", errors)
+            raise StepFailed(errors)
 
 
 def _off_the_known(
@@ -243,17 +244,20 @@ def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, toleran
     return errors
 
 
-def _must_equal(step: str, reports: Mapping[str, WeightReport], wanted: WeightReport) -> None:
-    errors: dict[str, Exception] = {
-        name: EngineRefused(
-            f"engine {name}: {step} reports version {report.version} with fingerprint {report.fingerprint!r}, and "
-            f"version {wanted.version} with {wanted.fingerprint!r} was published"
+def _must_equal(step: str, engine: Engine, report: WeightReport, weights: Weights) -> None:
+    if report != WeightReport(weights.version, weights.fingerprint):
+        raise EngineRefused(
+            f"engine {engine.name}: {step} reports version {report.version} with fingerprint {report.fingerprint!r}, "
+            f"and version {weights.version} with {weights.fingerprint!r} was published"
         )
-        for name, report in reports.items()
-        if report != wanted
-    }
-    if errors:
-        raise StepFailed(step, errors)
+
+
+def _must_be_sampled_with(engine: Engine, response: Response, weights: Weights) -> None:
+    found = ({span.version for span in response.spans}, response.fingerprint)
+    if found != ({str(weights.version)}, weights.fingerprint):
+        raise EngineRefused(
+            f"engine {engine.name}: its first token after version {weights.version} was published is of {found}"
+        )
 
 
 def _compared(
@@ -280,19 +284,4 @@ def _must_be_the_trainers(proofs: Sequence[Proof], weights: Weights) -> None:
                 f"version {weights.version}"
             )
     if errors:
-        raise StepFailed("probe", errors)
-
-
-async def _sample(engine: Engine, weights: Weights) -> Any:
-    """Sample one token, which must be of the version and the fingerprint that were published."""
-    request = GroupRequest(
-        request_id=f"ready-{engine.name}-{weights.version}",
-        prompt_tokens=(1, 2, 3),
-        group_size=1,
-        seed=0,
-        sampling=Sampling(max_tokens=1),
-    )
-    (response,) = await engine.generate(request)
-    found = ({span.version for span in response.spans}, response.fingerprint)
-    if found != ({str(weights.version)}, weights.fingerprint):
-        raise EngineRefused(f"engine {engine.name}: its first token after {weights.version} is of {found}")
+        raise StepFailed(errors)

@@ -403,8 +403,6 @@ class Supervisor:
                 answer = None if published.answer is None else _given(published.answer)
                 joined = await self._steps.publish([member.engine], published.weights, published, answer)
                 self.on_joined(joined.weights, joined.proofs)
-                # Groups come as soon as it is READY, and may already have found it lost.
-                _must_be_up(member)
 
     async def _replace(self, member: Member, reason: str) -> None:
         member.error = reason

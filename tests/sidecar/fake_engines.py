@@ -2,7 +2,10 @@
 
 import asyncio
 import collections
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
 from megatron_rl.sidecar import streams
@@ -11,12 +14,13 @@ from megatron_rl.sidecar.engines import (
     EngineRefused,
     EngineState,
     GroupRequest,
+    ProbeReport,
     WeightReport,
     WrongWeights,
 )
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 
-STEPS = ("pause", "load", "commit", "verify", "probe", "resume")
+STEPS = ("pause", "load", "commit", "verify", "probe")
 
 
 class FakeEngine(ScriptedEngine):
@@ -50,7 +54,7 @@ class FakeEngine(ScriptedEngine):
     async def generate(self, request: GroupRequest) -> list[Response]:
         await self._fail("generate")
         self._factory.served[self.name].append(request.request_id)
-        if self.blocked is not None and not request.request_id.startswith("ready"):
+        if self.blocked is not None:
             await self.blocked.wait()
         if self._factory.killed[self.name]:
             raise EngineLost(f"engine {self.name} was killed")
@@ -65,6 +69,14 @@ class FakeEngine(ScriptedEngine):
         if self.name in self._factory.corrupt:
             return WeightReport(weights.version, "another fingerprint")
         return report
+
+    async def probe(self, tokens: Sequence[int]) -> ProbeReport:
+        report = await super().probe(tokens)
+        version = self._factory.says_of_tokens.get(self.name)
+        if version is None:
+            return report
+        spans = [msgspec.structs.replace(span, version=version) for span in report.response.spans]
+        return ProbeReport(report.log_probs, msgspec.structs.replace(report.response, spans=spans))
 
     @property
     def kind(self) -> EngineKind:
@@ -99,6 +111,8 @@ class FakeFactory:
         self.found_out: set[str] = set()
         """Engines that find, after a load, that they hold something else."""
         self.corrupt: set[str] = set()
+        self.says_of_tokens: dict[str, str] = {}
+        """The version by which engines say that they sampled what follows a probe."""
         self.killed: collections.Counter[str] = collections.Counter()
         self.served: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
         self.released: list[str] = []
@@ -140,7 +154,7 @@ def answer(weights: Weights, sampled_with: str = "", bound: float | None = None)
     """What the trainer says of these weights: what a fake engine with them says."""
     of_weights = ScriptedEngine("trainer")
     of_weights._sampled_with = sampled_with or weights.fingerprint
-    log_probs = asyncio.run(of_weights.probe(()))
+    log_probs = asyncio.run(of_weights.probe(())).log_probs
     return ProbeAnswer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
         log_probs=encode_log_probs(log_probs),

@@ -21,7 +21,7 @@ from megatron_rl.protocol.wire import (
 )
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, build_sampling_params, read_responses
-from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupChoice, GroupSpan
+from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupChoice, GroupSpan
 
 LIMITS = Limits(max_model_len=32, max_num_seqs=4, vocab_size=100, eos_token_ids=(7,))
 TAG = "3:abc"

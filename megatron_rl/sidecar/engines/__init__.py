@@ -59,6 +59,16 @@ class WeightReport:
     num_parameters: int = dataclasses.field(default=0, compare=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class ProbeReport:
+    """What an engine answers to a probe."""
+
+    log_probs: list[float]
+    """At temperature 1, of the prompt's tokens from the second on."""
+    response: Response
+    """One token after the prompt, which says by which weights it was sampled."""
+
+
 class Engine(Protocol):
     """One vLLM server, or its stand-in in tests."""
 
@@ -93,15 +103,15 @@ class Engine(Protocol):
         """The engine's tag, as a report."""
         ...
 
-    async def probe(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs at temperature 1 of a prompt's tokens, from the second on, up to the engine's longest sequence.
+    async def probe(self, tokens: Sequence[int]) -> ProbeReport:
+        """Take steps again, for a prompt of these tokens, up to the engine's longest sequence.
 
         Without tokens the engine chooses some by its version.
         """
         ...
 
-    async def resume(self) -> None:
-        """Take steps again."""
+    def open(self) -> None:
+        """Be READY: take groups."""
         ...
 
     async def is_alive(self) -> bool:

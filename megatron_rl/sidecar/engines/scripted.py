@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import EngineKind, Response, Span, Weights, encode_log_probs, encode_tokens
-from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, WeightReport
+from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Span, Weights, encode_log_probs, encode_tokens
+from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
-Step = Literal["pause", "load", "commit", "verify", "probe", "resume"]
+Step = Literal["pause", "load", "commit", "verify", "probe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +117,13 @@ class ScriptedEngine:
         await self._step("verify")
         return self._report
 
-    async def probe(self, tokens: Sequence[int]) -> list[float]:
+    async def probe(self, tokens: Sequence[int]) -> ProbeReport:
         await self._step("probe")
-        return _stream(f"probe\0{self._sampled_with}\0{tuple(tokens)}").random(4).tolist()
+        log_probs = _stream(f"probe\0{self._sampled_with}\0{tuple(tokens)}").random(4).tolist()
+        after = GroupRequest("probe", tuple(tokens), 1, 0, Sampling(max_tokens=1))
+        return ProbeReport(log_probs, self._respond(after, 0))
 
-    async def resume(self) -> None:
-        await self._step("resume")
+    def open(self) -> None:
         self.state = EngineState.READY
         self._running.set()
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import Response, Sampling, Span, decode_log_probs, decode_tokens, encode_tokens
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupCall, GroupChoice
+from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, GroupChoice
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -15,20 +15,21 @@ import msgspec
 
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.protocol import probe
-from megatron_rl.protocol.wire import EngineKind, Response, Weights
+from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
     EngineState,
     GroupRequest,
+    ProbeReport,
     WeightReport,
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
-from megatron_rl.sidecar.vllm.groups import MIDDLEWARE, ROUTE, GroupAnswer
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
+from megatron_rl.sidecar.vllm.routes import GENERATE, MIDDLEWARE, PAUSE, GroupAnswer, GroupCall
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
 _log = logging.getLogger(__name__)
@@ -103,30 +104,24 @@ class VllmEngine:
             # A paused vLLM would keep the request and sample it from the next weights.
             raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
         version, tag = self._version, self._tag
-        call = msgspec.msgpack.encode(build_call(request, self.limits, tag))
+        call = build_call(request, self.limits, tag)
         if not self._num_in_flight:
             self._progress = (-1.0, time.monotonic())
         self._num_in_flight += 1
         try:
             async with asyncio.timeout(self._deadlines.group):
-                data = await self._send("generate", "POST", ROUTE, call)
+                answer = await self._ask("generate", call)
         except TimeoutError:
             raise EngineLost(
                 f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
             ) from None
         finally:
             self._num_in_flight -= 1
-        try:
-            answer = msgspec.msgpack.decode(data, type=GroupAnswer)
-        except msgspec.DecodeError as error:
-            raise EngineRefused(
-                f"engine {self.name}: the answer to {request.request_id} cannot be read: {error}"
-            ) from None
         return read_responses(answer, request, self.name, version, tag)
 
     async def pause(self) -> None:
         self.state = EngineState.PUBLISHING
-        await self._post("pause", "/pause?mode=wait")
+        await self._send("pause", "POST", PAUSE)
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
@@ -168,24 +163,20 @@ class VllmEngine:
             )
         return WeightReport(int(version), fingerprint)
 
-    async def probe(self, tokens: Sequence[int]) -> list[float]:
-        # A paused vLLM takes no step, so it runs for this one request; no other is sent before `resume`.
+    async def probe(self, tokens: Sequence[int]) -> ProbeReport:
         chosen = tokens or probe.draw_tokens(max(0, self._version), self.limits.vocab_size)
-        prompt = list(chosen[: self.limits.max_model_len - 1])
-        content = {
-            "request_id": f"probe-{self.name}-{self._version}",
-            "token_ids": prompt,
-            "sampling_params": {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0},
-            "cache_salt": f"probe {time.monotonic_ns()}",
-        }
+        prompt = tuple(chosen[: self.limits.max_model_len - 1])
+        request = GroupRequest(f"probe-{self.name}-{self._version}", prompt, 1, 0, Sampling(max_tokens=1))
+        call = build_call(request, self.limits, tag=f"probe {time.monotonic_ns()}")
+        call = msgspec.structs.replace(call, sampling={**call.sampling, "prompt_logprobs": 0})
         await self._post("probe", "/resume")
-        data = await self._send("probe", "POST", "/inference/v1/generate", content)
-        await self._post("probe", "/pause?mode=wait")
-        pairs = zip(prompt, json.loads(data)["prompt_logprobs"], strict=True)
-        return [entry[str(token)]["logprob"] for token, entry in pairs if entry]
+        answer = await self._ask("probe", call)
+        if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
+            raise EngineRefused(f"engine {self.name}, probe: its log-probs are of other tokens than the probe's")
+        (response,) = read_responses(answer, request, self.name, self._version, self._tag)
+        return ProbeReport(decode_log_probs(answer.prompt_log_probs).tolist(), response)
 
-    async def resume(self) -> None:
-        await self._post("resume", "/resume")
+    def open(self) -> None:
         self.state = EngineState.READY
 
     async def is_alive(self) -> bool:
@@ -260,13 +251,13 @@ class VllmEngine:
             await self._learn_order()
             await self._reload()
             return
-        before = await self.probe(())
+        before = (await self.probe(())).log_probs
         await self._learn_order()
         if not await self._reload():
             _log.warning("engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name)
             return
         await self._post("reload", "/reset_prefix_cache")
-        after = await self.probe(())
+        after = (await self.probe(())).log_probs
         tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
         # Written so that NaN never matches.
         if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
@@ -278,6 +269,7 @@ class VllmEngine:
 
     async def _learn_order(self) -> None:
         """Have the workers learn where tensors lie in their parameters; they hold no real weights afterwards."""
+        await self._send("learn", "POST", PAUSE)
         answers = await self._workers("learn", "megatron_rl_learn_order")
         unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
         if any(answer["unknown"] is None for answer in answers):
@@ -326,6 +318,16 @@ class VllmEngine:
         if len(values) != 1:
             raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
         return values.pop()
+
+    async def _ask(self, step: str, call: GroupCall) -> GroupAnswer:
+        """Have the engine sample."""
+        data = await self._send(step, "POST", GENERATE, msgspec.msgpack.encode(call))
+        try:
+            return msgspec.msgpack.decode(data, type=GroupAnswer)
+        except msgspec.DecodeError as error:
+            raise EngineRefused(
+                f"engine {self.name}: the answer to {call.request_id} cannot be read: {error}"
+            ) from None
 
     async def _post(self, step: str, route: str, content: object = None) -> Any:
         return json.loads(await self._send(step, "POST", route, content) or b"null")

@@ -22,7 +22,7 @@ from typing import Literal
 import megatron_rl
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import ProcessSpec
-from megatron_rl.sidecar.vllm.groups import MIDDLEWARE
+from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"

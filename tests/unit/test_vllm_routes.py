@@ -1,12 +1,12 @@
-"""The route by which groups leave a vLLM server, with a stand-in for vLLM behind it."""
+"""Our routes of a vLLM server, with a stand-in for vLLM behind them."""
 
 import asyncio
 from types import SimpleNamespace
 
 import msgspec
 
-from megatron_rl.sidecar.vllm import groups
-from megatron_rl.sidecar.vllm.groups import GroupAnswer, GroupCall, GroupRoute
+from megatron_rl.sidecar.vllm import routes
+from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, Routes
 
 CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
 ANSWER = GroupAnswer([])
@@ -16,7 +16,7 @@ async def nobody(scope, receive, send):
     await send({"type": "http.response.start", "status": 404, "headers": []})
 
 
-def ask(path: str = groups.ROUTE, body: bytes = CALL, leaves: asyncio.Event | None = None) -> list[dict]:
+def ask(path: str = routes.GENERATE, body: bytes = CALL, leaves: asyncio.Event | None = None) -> list[dict]:
     """What the route sends; a client that `leaves` is gone once this is set."""
     sent: list[dict] = []
     messages = [
@@ -35,7 +35,7 @@ def ask(path: str = groups.ROUTE, body: bytes = CALL, leaves: asyncio.Event | No
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client="the engine"))
     scope = {"type": "http", "path": path, "app": app}
-    asyncio.run(GroupRoute(nobody)(scope, receive, send))
+    asyncio.run(Routes(nobody)(scope, receive, send))
     return sent
 
 
@@ -46,7 +46,7 @@ def test_a_call_in_parts_reaches_the_engine_and_its_answer_is_one_message(monkey
         asked.append((client, call.sampling))
         return ANSWER
 
-    monkeypatch.setattr(groups, "sample_group", sample)
+    monkeypatch.setattr(routes, "sample_group", sample)
     start, body = ask()
     assert asked == [("the engine", {"n": 2})]
     assert start["status"] == 200
@@ -62,7 +62,7 @@ def test_what_vllm_refuses_is_answered_with_its_words(monkeypatch):
     async def refuse(client, call):
         raise ValueError("the prompt is too long")
 
-    monkeypatch.setattr(groups, "sample_group", refuse)
+    monkeypatch.setattr(routes, "sample_group", refuse)
     start, body = ask()
     assert (start["status"], body["body"]) == (400, b"ValueError: the prompt is too long")
 
@@ -76,7 +76,7 @@ def test_an_engine_that_fails_is_an_error_of_the_server(monkeypatch):
     async def fail(client, call):
         raise RuntimeError("the engine is dead")
 
-    monkeypatch.setattr(groups, "sample_group", fail)
+    monkeypatch.setattr(routes, "sample_group", fail)
     assert ask()[0]["status"] == 500
 
 
@@ -90,6 +90,6 @@ def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypat
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(groups, "sample_group", sample)
+    monkeypatch.setattr(routes, "sample_group", sample)
     assert ask(leaves=leaves) == []
     assert ended == [True]

@@ -1,8 +1,12 @@
-"""Groups leave a vLLM server as arrays: a route of ours beside vLLM's, one binary message each way.
+"""Routes of ours beside those of a vLLM server.
 
-vLLM's own route answers with JSON: an object with names and text for every token, which costs more to make and to read
-than a small model costs to sample. Here a token is four bytes, and its log-prob four more, as the engine gave them.
-vLLM loads `GroupRoute` by its flag --middleware. This module is imported by the server's process and by the sidecar.
+- Groups leave as arrays, in one binary message each way. vLLM's own route answers with JSON: an object with names and
+  text for every token, which costs more to make and to read than a small model costs to sample. Here a token is four
+  bytes, and its log-prob four more, as the engine gave them.
+- A pause returns when nothing is in flight any more. vLLM's own route then sleeps, for callers who read their answers
+  elsewhere.
+
+vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """
 
 import asyncio
@@ -13,13 +17,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-ROUTE = "/megatron_rl/generate"
-MIDDLEWARE = f"{__name__}.GroupRoute"
+GENERATE = "/megatron_rl/generate"
+PAUSE = "/megatron_rl/pause"
+MIDDLEWARE = f"{__name__}.Routes"
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
+Route = Callable[[Any, bytes], Awaitable[Any]]
+"""Of vLLM's client of its engine and a request's body; returns what is answered."""
 
 
 class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,20 +67,25 @@ class GroupAnswer(msgspec.Struct, frozen=True):
     """What a server answers."""
 
     choices: list[GroupChoice]
+    prompt_log_prob_tokens: bytes = b""
+    """The tokens that `prompt_log_probs` belong to: the prompt's from the second on, if they were asked for."""
+    prompt_log_probs: bytes = b""
+    """Little-endian float32."""
 
 
-class GroupRoute:
-    """An ASGI middleware of vLLM's server: it answers POSTs to ROUTE and hands everything else on."""
+class Routes:
+    """An ASGI middleware of vLLM's server: it answers POSTs to our routes and hands everything else on."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != ROUTE:
+        route = _ROUTES.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None:
             await self._app(scope, receive, send)
             return
         body = await _read_body(receive)
-        answering = asyncio.ensure_future(_answer(scope["app"].state.engine_client, body))
+        answering = asyncio.ensure_future(_answer(route, scope["app"].state.engine_client, body))
         leaving = asyncio.ensure_future(_until_disconnected(receive))
         try:
             # Cancelled, vLLM aborts the request: nobody waits for it any more.
@@ -92,16 +104,26 @@ class GroupRoute:
         await send({"type": "http.response.body", "body": content})
 
 
-async def _answer(client: Any, body: bytes) -> tuple[int, bytes]:
+async def _answer(route: Route, client: Any, body: bytes) -> tuple[int, bytes]:
     """The status and the body of the answer; what vLLM refuses is answered with its words."""
     try:
-        call = msgspec.msgpack.decode(body, type=GroupCall)
-        answer = await sample_group(client, call)
+        answer = await route(client, body)
     except (ValueError, TypeError) as error:
         return 400, f"{type(error).__name__}: {error}".encode()
     except Exception as error:
         return 500, f"{type(error).__name__}: {error}".encode()
     return 200, msgspec.msgpack.encode(answer)
+
+
+async def _generate(client: Any, body: bytes) -> GroupAnswer:
+    return await sample_group(client, msgspec.msgpack.decode(body, type=GroupCall))
+
+
+async def _pause(client: Any, _: bytes) -> None:
+    await client.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
+
+
+_ROUTES: dict[str, Route] = {GENERATE: _generate, PAUSE: _pause}
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
@@ -116,20 +138,26 @@ async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
     }
     (rendered,) = await client.renderer.render_cmpl_async([prompt])
     results = [result async for result in client.generate(rendered, params, call.request_id)]
-    return GroupAnswer([_pack_choice(output) for output in results[-1].outputs])
+    return GroupAnswer([_pack_choice(output) for output in results[-1].outputs], *_pack(results[-1].prompt_logprobs))
 
 
 def _pack_choice(output: Any) -> GroupChoice:
-    log_probs = output.logprobs
+    tokens, log_probs = _pack(output.logprobs)
     spans = getattr(output, "weight_versions", None)
     return GroupChoice(
         index=output.index,
         finish_reason=output.finish_reason,
         tokens=np.asarray(output.token_ids, dtype="<i4").tobytes(),
-        log_prob_tokens=np.asarray(log_probs.token_ids if log_probs else (), dtype="<i4").tobytes(),
-        log_probs=np.asarray(log_probs.logprobs if log_probs else (), dtype="<f4").tobytes(),
+        log_prob_tokens=tokens,
+        log_probs=log_probs,
         spans=None if spans is None else [GroupSpan(span.version, span.start, span.end) for span in spans],
     )
+
+
+def _pack(flat: Any) -> tuple[bytes, bytes]:
+    """The tokens of flat log-probs, and the log-probs; nothing for None."""
+    tokens, log_probs = (flat.token_ids, flat.logprobs) if flat else ((), ())
+    return np.asarray(tokens, dtype="<i4").tobytes(), np.asarray(log_probs, dtype="<f4").tobytes()
 
 
 async def _read_body(receive: Receive) -> bytes:
