@@ -102,6 +102,9 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     ]  # fmt: skip
     if eager:
         command.append("--enforce-eager")
+    if config.device == "cpu" and config.tensor_parallel_size == 1:
+        # As vLLM does elsewhere: the one worker lives in the core's process, and no step passes between two.
+        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the same name.
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
