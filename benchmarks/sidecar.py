@@ -55,7 +55,7 @@ def main() -> None:
     report.table("scripted engines", {"ms a group": milliseconds, "peak memory of the service, GiB": memory}, "")
     figures = {"ms_per_group_scripted": statistics.median(milliseconds), "gib_scripted": max(memory)}
     if arguments.token_rounds:
-        tokens = sidecar_tokens.measure(arguments.token_rounds)
+        tokens = sidecar_tokens.measure(arguments.token_rounds, 2 if arguments.tiny else sidecar_tokens.NUM_GROUPS)
         bare, alone = sidecar_tokens.compare_to_bare(tokens), sidecar_tokens.compare_to_alone(tokens)
         report.table("one vLLM engine", tokens, "tokens/s")
         ratios = {"service / bare client at its best": bare, "service / vLLM alone": alone}

@@ -40,20 +40,21 @@ NUM_GROUPS, GROUP_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 64, 8, 128, 32
 CONCURRENCIES = (8, 16, 32)
 SERVICE, ALONE = "service", "vLLM alone"
 SAMPLING = wire.Sampling(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
-PLAN = wire.Plan(num_prompts=NUM_GROUPS, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
 Asker = Callable[[wire.Weights], float]
 _LIMITS = Limits(max_model_len=256, max_num_seqs=64, vocab_size=TINY.vocab_size)
 
 
-def measure(num_rounds: int) -> dict[str, list[float]]:
+def measure(num_rounds: int, num_groups: int = NUM_GROUPS) -> dict[str, list[float]]:
     """Tokens per second of each run, by what asked."""
     figures: dict[str, list[float]] = {}
     versions = itertools.count()
     with _serving() as (process, client, model), _alone(model) as generate:
         socket, run = _socket(process), process.folder.name
-        askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run)}
-        askers |= {f"bare, {c} groups in flight": functools.partial(_bare, socket, c) for c in CONCURRENCIES}
-        askers[ALONE] = functools.partial(_ask_alone, generate)
+        askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run, num_groups)}
+        askers |= {
+            f"bare, {c} groups in flight": functools.partial(_bare, socket, c, num_groups) for c in CONCURRENCIES
+        }
+        askers[ALONE] = functools.partial(_ask_alone, generate, num_groups)
         names = list(askers)
         for number in range(num_rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -129,47 +130,48 @@ def _published(client: RolloutClient, run: str, model: Path, version: int) -> It
         yield weights
 
 
-def _service(client: RolloutClient, run: str, weights: wire.Weights) -> float:
+def _service(client: RolloutClient, run: str, num_groups: int, weights: wire.Weights) -> float:
     version = weights.version
     prompts = [
         wire.Prompt(index=index, row=str(index), tokens=wire.encode_tokens(_prompt(version, index)))
-        for index in range(NUM_GROUPS)
+        for index in range(num_groups)
     ]
+    plan = wire.Plan(num_prompts=num_groups, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
     submission = wire.Submission(
-        run=run, version=version, fingerprint=weights.fingerprint, plan=PLAN, prompts=prompts, sampling=SAMPLING,
+        run=run, version=version, fingerprint=weights.fingerprint, plan=plan, prompts=prompts, sampling=SAMPLING,
         deadline_seconds=300,
     )  # fmt: skip
     start = time.perf_counter()
     client.submit(submission)
-    slots = [client.slot(version, 0, index, 300) for index in range(NUM_GROUPS)]
+    slots = [client.slot(version, 0, index, 300) for index in range(num_groups)]
     seconds = time.perf_counter() - start
     client.complete(version)
     num_bytes = sum(len(response.tokens) for slot in slots for part in slot.parts for response in part.responses)
-    assert num_bytes == 4 * NUM_GROUPS * GROUP_SIZE * NUM_TOKENS
+    assert num_bytes == 4 * num_groups * GROUP_SIZE * NUM_TOKENS
     return num_bytes / 4 / seconds
 
 
-def _bare(socket: Path, concurrency: int, weights: wire.Weights) -> float:
-    calls = [msgspec.msgpack.encode(call) for call in _calls(weights.version, f"bare-{concurrency}")]
+def _bare(socket: Path, concurrency: int, num_groups: int, weights: wire.Weights) -> float:
+    calls = [msgspec.msgpack.encode(call) for call in _calls(weights.version, f"bare-{concurrency}", num_groups)]
     return asyncio.run(_ask_all(socket, concurrency, calls))
 
 
-def _ask_alone(generate: vllm_offline.Generate, weights: wire.Weights) -> float:
-    calls = _calls(weights.version, "alone")
+def _ask_alone(generate: vllm_offline.Generate, num_groups: int, weights: wire.Weights) -> float:
+    calls = _calls(weights.version, "alone", num_groups)
     return generate([wire.decode_tokens(call.prompt).tolist() for call in calls], [call.sampling for call in calls])
 
 
-def _calls(number: int, name: str) -> list[GroupCall]:
+def _calls(number: int, name: str, num_groups: int) -> list[GroupCall]:
     """What is asked, however it is asked."""
     requests = [
         GroupRequest(
             request_id=f"{name}-{number}-{index}",
             prompt_tokens=tuple(_prompt(number, index)),
             group_size=GROUP_SIZE,
-            seed=1 + GROUP_SIZE * (index + NUM_GROUPS * number),
+            seed=1 + GROUP_SIZE * (index + num_groups * number),
             sampling=SAMPLING,
         )
-        for index in range(NUM_GROUPS)
+        for index in range(num_groups)
     ]
     return [build_call(request, _LIMITS, "bare") for request in requests]
 
