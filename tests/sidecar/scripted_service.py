@@ -41,6 +41,7 @@ class Engines:
             await engine.pause()
             report = await engine.load(weights)
             await engine.commit(report)
+            await engine.probe(())
             engine.open()
             proofs.append(Proof(engine.name, report))
         return Published(weights, tuple(proofs), (), of_trainer, tuple(engine.kind for engine in self.engines))
