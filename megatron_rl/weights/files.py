@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _MAX_FILE_BYTES = 10**9
 # Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
 _MIN_WRITE_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 24
+_DIGESTS = "digests.json"
 
 
 class FilePlan:
@@ -83,6 +85,21 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
             os.pwrite(descriptor, plan.headers[file], 0)
         finally:
             os.close(descriptor)
+
+
+def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None:
+    """Write the tensors' digests beside them, for whoever loads them to compare with what it holds then."""
+    path = folder / _DIGESTS
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(digests))
+
+
+def read_digests(folder: Path) -> dict[str, list[int]]:
+    """The digests that were written beside a folder's tensors."""
+    try:
+        return json.loads((folder / _DIGESTS).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / _DIGESTS} cannot be read: {error}") from None
 
 
 def put_in_place(staged: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_rl.protocol.wire import Response, Sampling, Weights, decode_log_pr
 from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _mapped, _specs
+from megatron_rl.weights.files import write_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in
@@ -69,6 +70,7 @@ def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
 def described(folder: Path, version: int) -> Weights:
     tensors = _mapped(folder)
     digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
+    write_digests(folder, digests)
     return Weights(
         run="test",
         version=version,

@@ -1,7 +1,7 @@
 """What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
 
-import json
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,13 +13,15 @@ from megatron_rl.protocol.wire import Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
+from megatron_rl.weights.files import write_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
 MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
 SPECS = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in MANIFEST]
-FINGERPRINT = compute_fingerprint(SPECS, {name: digest(tensor).tolist() for name, tensor in TENSORS.items()})
+DIGESTS = {name: digest(tensor).tolist() for name, tensor in TENSORS.items()}
+FINGERPRINT = compute_fingerprint(SPECS, DIGESTS)
 COMPARED = {"fingerprint": FINGERPRINT, "compared": 2, "parameters": 2, "shares": {}, "unheld": []}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0}
@@ -100,9 +102,10 @@ class Model(torch.nn.Module):
 
 
 def worker(tmp_path, model=None, rank: int = 0, world_size: int = 1) -> WorkerExtension:
-    """A worker around a model, whose checkpoint lies in a folder."""
+    """A worker around a model, whose checkpoint lies in a folder, with the digests of a publish beside it."""
     save_file(TENSORS, tmp_path / "model.safetensors")
-    for path in (tmp_path, tmp_path / "model.safetensors"):
+    write_digests(tmp_path, DIGESTS)
+    for path in (tmp_path, *tmp_path.iterdir()):
         path.chmod(0o700 if path.is_dir() else 0o600)
     worker = WorkerExtension()
     model = model or Model()
@@ -150,13 +153,65 @@ def test_a_stream_that_breaks_off_leaves_a_worker_that_claims_nothing(tmp_path, 
     assert "has to be started again" in extension.megatron_rl_begin_stream()["error"]
 
 
-def test_workers_share_the_digests_and_each_loads_all(tmp_path):
-    workers = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
-    shares = [extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"] for extension in workers]
-    assert [set(share) for share in shares] == [{"a.bias"}, {"b.weight"}]
-    digests = json.dumps({**shares[0], **shares[1]})
-    assert [extension.megatron_rl_load(FINGERPRINT, digests) for extension in workers] == [COMPARED] * 2
-    assert workers[0].megatron_rl_load(FINGERPRINT, digests)["error"] == "no weights were received"
+def load(extension: WorkerExtension, folder: Path, expected: str = FINGERPRINT) -> dict:
+    return extension.megatron_rl_load(str(folder), str(os.getuid()), expected)
+
+
+def test_every_worker_loads_all_of_the_files(tmp_path):
+    for rank in range(2):
+        assert load(worker(tmp_path, rank=rank, world_size=2), tmp_path) == COMPARED
+
+
+@pytest.mark.parametrize("is_compared", [True, False])
+def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_holds_wrongly(tmp_path, is_compared):
+    extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    save_file(TENSORS | {"b.weight": TENSORS["b.weight"] + 1}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").chmod(0o600)
+    if not is_compared:
+        for extension in extensions:
+            extension.megatron_rl_learn = lambda specs: None
+    answers = [load(extension, tmp_path) for extension in extensions]
+    refused = [answer for answer in answers if "error" in answer]
+    # Where what is held proves nothing, each tensor is digested by one worker.
+    assert len(refused) == (2 if is_compared else 1)
+    for answer in refused:
+        assert answer == {
+            "error": "1 tensors came with other numbers than their digests are of: b.weight",
+            "is_wrong": False,
+        }
+
+
+def test_what_a_held_tensor_proves_is_not_digested_again(tmp_path, monkeypatch):
+    digested = []
+
+    def counted(tensor, *place):
+        digested.append(tensor.shape)
+        return digest(tensor, *place)
+
+    extension = worker(tmp_path)
+    load(extension, tmp_path)
+    monkeypatch.setattr("megatron_rl.sidecar.vllm.worker.digest", counted)
+    assert load(extension, tmp_path) == COMPARED
+    assert digested == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "digests.json").unlink(), "digests.json cannot be read"),
+        (lambda folder: (folder / "digests.json").write_text("{"), "digests.json cannot be read"),
+        (lambda folder: (folder / "digests.json").write_text('{"b.weight": [1, 2]}'), "came without a digest: a.bias"),
+        (lambda folder: write_digests(folder, DIGESTS | {"a.bias": [1, 2]}), "the weights received have fingerprint"),
+    ],
+)
+def test_digests_that_do_not_fit_are_refused_before_a_weight_is_touched(tmp_path, change, message):
+    model = Model()
+    extension = worker(tmp_path, model)
+    change(tmp_path)
+    answer = load(extension, tmp_path)
+    assert message in answer["error"]
+    assert not answer["is_wrong"]
+    assert not torch.equal(model.b.weight, TENSORS["b.weight"])
 
 
 def test_a_worker_whose_load_broke_off_in_the_model_must_be_restarted(tmp_path):
@@ -167,12 +222,11 @@ def test_a_worker_whose_load_broke_off_in_the_model_must_be_restarted(tmp_path):
 
     extension = worker(tmp_path, Breaks())
     for attempt in range(2):
-        digests = extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"]
         if attempt == 0:
             with pytest.raises(RuntimeError, match="out of memory"):
-                extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))
+                load(extension, tmp_path)
         else:
-            assert "has to be started again" in extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))["error"]
+            assert "has to be started again" in load(extension, tmp_path)["error"]
     assert extension.megatron_rl_report() == {"fingerprint": ""}
 
 
@@ -182,8 +236,7 @@ def test_parameters_that_the_model_did_not_load_are_found(tmp_path):
             return {name for name, _ in weights} - {"a.bias"}
 
     extension = worker(tmp_path, Skips())
-    digests = extension.megatron_rl_receive(str(tmp_path), str(os.getuid()))["digests"]
-    answer = extension.megatron_rl_load(FINGERPRINT, json.dumps(digests))
+    answer = load(extension, tmp_path)
     assert answer["error"] == "1 parameters were not loaded: a.bias"
     assert extension.megatron_rl_report() == {"fingerprint": ""}
 

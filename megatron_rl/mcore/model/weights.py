@@ -60,7 +60,7 @@ class ModelWeights:
         """The identity of these weights as they would be exported."""
         digests = Digests(self.mapping.manifest(dtype))
         export(self.shards, digests)
-        return self._combine(digests)
+        return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
 
     def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
@@ -70,30 +70,36 @@ class ModelWeights:
         """
         folder = Path(folder)
         return self._write_folder(
-            folder, dtype, private=False, finish=lambda staged, plan: self._describe(staged, plan, source, dtype)
+            folder, dtype, private=False, finish=lambda staged, plan, _: self._describe(staged, plan, source, dtype)
         )
 
     def write_files(self, folder: Path, dtype: str | None = None, instead_of: Path | None = None) -> str:
-        """Write nothing but the tensors, readable by this user alone, and return their fingerprint.
+        """Write the tensors and their digests, readable by this user alone, and return their fingerprint.
 
         `instead_of` is a folder that an earlier call wrote with that dtype: its files are written over and renamed.
         """
-        return self._write_folder(folder, dtype, private=True, finish=lambda staged, plan: None, instead_of=instead_of)
+        return self._write_folder(
+            folder,
+            dtype,
+            private=True,
+            finish=lambda staged, _, digests: files.write_digests(staged, digests),
+            instead_of=instead_of,
+        )
 
     def _write_folder(
         self,
         folder: Path,
         dtype: str | None,
         private: bool,
-        finish: Callable[[Path, files.FilePlan], None],
+        finish: Callable[[Path, files.FilePlan, dict[str, list[int]]], None],
         instead_of: Path | None = None,
     ) -> str:
         staged = folder.with_name(f".{folder.name}.partial")
         plan = files.FilePlan(self.mapping.manifest(dtype))
         session = self._session
 
-        def put_in_place() -> None:
-            finish(staged, plan)
+        def put_in_place(digests: dict[str, list[int]]) -> None:
+            finish(staged, plan, digests)
             files.put_in_place(staged, folder)
 
         def stage() -> None:
@@ -105,13 +111,14 @@ class ModelWeights:
 
         session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
-            identity = self._combine(session.run_or_raise_everywhere(lambda: self._write(staged, plan)))
-            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
+            written = session.run_or_raise_everywhere(lambda: self._write(staged, plan))
+            digests = written.combine(session.control_group)
+            session.run_or_raise_everywhere(lambda: put_in_place(digests) if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
-        return identity
+        return compute_fingerprint(written.specs, digests)
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
         """The tensors of this rank's stage, in buckets; the stage's first rank receives them, the others nothing."""
@@ -150,9 +157,6 @@ class ModelWeights:
         except OSError as error:
             raise InputError(f"{staged} cannot be written: {error}; every rank must reach the same folder") from None
         return digests
-
-    def _combine(self, digests: Digests) -> str:
-        return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))

@@ -53,9 +53,9 @@ class WeightReport:
 
     version: int
     fingerprint: str
-    """Digested from what it received, before loading it."""
+    """Of the tensors that it loaded, by their digests."""
     num_compared: int = dataclasses.field(default=0, compare=False)
-    """Parameters that a load proved to hold, bit for bit, what all workers received."""
+    """Parameters that a load proved to hold, bit for bit, what was published."""
     num_parameters: int = dataclasses.field(default=0, compare=False)
 
 
@@ -89,7 +89,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights) -> WeightReport:
-        """Receive, digest, check for completeness, load, and compare what the parameters hold with what was received.
+        """Check digests and completeness, load, and compare what the parameters hold with what was published.
 
         The engine is DIRTY from the call until `commit`. Raises WrongWeights if it holds something else.
         """

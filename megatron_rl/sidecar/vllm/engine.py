@@ -145,18 +145,22 @@ class VllmEngine:
 
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"
-        reset = await self._post("commit", "/reset_prefix_cache")
+        reset, _ = await asyncio.gather(
+            self._post("commit", "/reset_prefix_cache"),
+            self._post("commit", "/update_weight_version", {"new_version": tag}),
+        )
         if reset.get("success") is not True:
             raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because something still uses it")
-        await self._post("commit", "/update_weight_version", {"new_version": tag})
         self._version, self._tag = report.version, tag
         self.state = EngineState.PUBLISHING
 
     async def verify(self) -> WeightReport:
-        data = await self._send("verify", "GET", "/weight_info")
+        data, answers = await asyncio.gather(
+            self._send("verify", "GET", "/weight_info"), self._workers("verify", "megatron_rl_report")
+        )
         tag = str(json.loads(data)["weight_version"])
         version, _, fingerprint = tag.partition(":")
-        held = self._common("verify", await self._workers("verify", "megatron_rl_report"), "fingerprint")
+        held = self._common("verify", answers, "fingerprint")
         if held != fingerprint or not version.isdecimal():
             raise EngineRefused(
                 f"engine {self.name} is tagged {tag!r}, and its workers hold the weights of fingerprint {held!r}"
@@ -286,9 +290,7 @@ class VllmEngine:
         return all(answer["reloaded"] for answer in answers)
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
-        received = await self._workers("load", "megatron_rl_receive", weights.location, str(os.getuid()))
-        digests = {name: lanes for answer in received for name, lanes in answer["digests"].items()}
-        arguments = (weights.fingerprint, json.dumps(digests))
+        arguments = (weights.location, str(os.getuid()), weights.fingerprint)
         return await self._workers("load", "megatron_rl_load", *arguments)
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:

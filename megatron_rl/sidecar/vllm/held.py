@@ -279,6 +279,10 @@ def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
 class NotHeld(MegatronRLError):
     """The model does not hold the numbers that it was given."""
 
+    def __init__(self, text: str, tensors: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.tensors = tuple(tensors)
+
 
 @dataclasses.dataclass(frozen=True)
 class Held:
@@ -291,6 +295,8 @@ class Held:
     """Digests of the rectangles of tensors that this worker holds only in part: the rest is with other workers."""
     unheld: tuple[str, ...]
     """Tensors of which it holds nothing."""
+    proved: frozenset[str]
+    """Tensors that it was proved to hold whole."""
 
 
 @contextlib.contextmanager
@@ -334,15 +340,19 @@ def compare(
                 wrong.add(tensor)
     sizes = {spec.name: spec.num_elements for spec in specs}
     shares = {}
+    proved = set()
     for tensor, of_tensor in parts.items():
         if sum(part.num_rows * part.num_columns for part in of_tensor) < sizes[tensor]:
             shares[tensor] = list(of_tensor.items())
-        elif not is_sum(of_tensor.values(), given[tensor]):
+        elif is_sum(of_tensor.values(), given[tensor]):
+            proved.add(tensor)
+        else:
             wrong.add(tensor)
     if wrong:
-        raise NotHeld(f"{len(wrong)} tensors are held with other numbers than were given: {_first(sorted(wrong))}")
+        names = sorted(wrong)
+        raise NotHeld(f"{len(names)} tensors are held with other numbers than were given: {_first(names)}", names)
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
-    return Held(len(digests), len(order.rows) + len(order.unknown), shares, tuple(unheld))
+    return Held(len(digests), len(order.rows) + len(order.unknown), shares, tuple(unheld), frozenset(proved))
 
 
 def _first(names: Sequence[str]) -> str:

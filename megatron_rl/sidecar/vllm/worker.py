@@ -3,10 +3,10 @@
 vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
 data. A refusal is the answer `{"error": ...}` and not an exception, of which vLLM would only say "worker failed".
 
-An update is two calls. `receive` maps the files and digests them; `load` compares all workers' digests with the
-fingerprint that was announced, and the tensors with those of the checkpoint that the engine started from, before it
-touches a weight; afterwards it compares the digests of what its parameters hold with those of what was given
-(`held.py`).
+A load compares the digests that came with the files with the fingerprint that was announced, and the tensors with
+those of the checkpoint that the engine started from, before it touches a weight. Afterwards it compares the digests of
+what its parameters hold with those that came (`held.py`): that also proves what came. The tensors that this leaves
+unproved are digested as they came, each by one worker.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.sidecar.vllm.held import NotHeld, Order, Sight, compare, digesting, learn_order
-from megatron_rl.weights.files import Checkpoint
+from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.weights.files import Checkpoint, read_digests
 from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 
@@ -53,8 +53,7 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
 class WorkerExtension:
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
-    # What was received and not yet loaded, what the worker holds, and whether a load broke off in it.
-    megatron_rl_received: dict[str, torch.Tensor] | None = None
+    # What the worker holds, and whether a load broke off in it.
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
@@ -99,31 +98,28 @@ class WorkerExtension:
         }
 
     @answered
-    def megatron_rl_receive(self, folder: str, user: str) -> RpcAnswer:
-        """Map the weights in a folder and digest this worker's share of them."""
-        self.megatron_rl_received = None
+    def megatron_rl_load(self, folder: str, user: str, expected: str) -> RpcAnswer:
+        """Load the weights in a folder, if their fingerprint is the announced one and no tensor is missing."""
         _must_be_private(Path(folder), int(user))
-        received = _mapped(Path(folder))
-        digests = {name: digest(received[name]).tolist() for name in self.megatron_rl_pick_share(received)}
-        self.megatron_rl_received = received
-        return {"digests": digests}
-
-    @answered
-    def megatron_rl_load(self, expected: str, digests: str) -> RpcAnswer:
-        """Load what was received, if its fingerprint is the announced one and no tensor is missing."""
-        received, self.megatron_rl_received = self.megatron_rl_received, None
-        if received is None:
-            raise Refusal("no weights were received")
-        specs, lanes = _specs(received), json.loads(digests)
-        found = compute_fingerprint(specs, lanes)
+        received, digests = _mapped(Path(folder)), read_digests(Path(folder))
+        specs = _specs(received)
+        if nameless := sorted(received.keys() - digests.keys()):
+            raise Refusal(f"{len(nameless)} tensors came without a digest: {', '.join(nameless[:5])}")
+        found = compute_fingerprint(specs, digests)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(specs)
         self.megatron_rl_learn(specs)
         record = self.megatron_rl_load_in_place(received)
-        held = self.megatron_rl_compared(record, lanes)
+        try:
+            held = self.megatron_rl_compared(record, digests)
+        except NotHeld as error:
+            _must_be_those_of(received, digests, error.tensors)
+            raise
+        share = self.megatron_rl_pick_share(received)
+        _must_be_those_of(received, digests, [name for name in share if name not in held.proved])
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **held}
+        return {"fingerprint": found, **_describe(held, digests)}
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
@@ -172,7 +168,7 @@ class WorkerExtension:
         self.megatron_rl_is_torn = False
         held = self.megatron_rl_compared(record, record.digests)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **held}
+        return {"fingerprint": found, **_describe(held, record.digests)}
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
@@ -236,19 +232,11 @@ class WorkerExtension:
         with self.megatron_rl_loading(), torch.no_grad():
             self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
 
-    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> RpcAnswer:
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
         """Compare what a load left in the parameters with what was given; NotHeld if they differ."""
         if self.megatron_rl_order is None or record.sight is None:
-            return {"compared": 0, "parameters": len(record.parameters), "shares": {}, "unheld": []}
-        held = compare(self.megatron_rl_order, record.sight, digests, record.specs)
-        shares = {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()}
-        unheld = [name for name in held.unheld if name != _TIED]
-        return {
-            "compared": held.num_compared,
-            "parameters": held.num_parameters,
-            "shares": shares,
-            "unheld": unheld,
-        }
+            return Held(0, len(record.parameters), {}, (), frozenset())
+        return compare(self.megatron_rl_order, record.sight, digests, record.specs)
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
         """Pick this worker's share of the names: each belongs to one worker of the engine."""
@@ -296,6 +284,23 @@ class Record:
         # vLLM only logs this.
         if missing := sorted(self.parameters - self.loaded):
             raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
+
+
+def _describe(held: Held, digests: Mapping[str, list[int]]) -> RpcAnswer:
+    return {
+        "compared": held.num_compared,
+        "parameters": held.num_parameters,
+        "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()},
+        "unheld": [name for name in held.unheld if name != _TIED],
+    }
+
+
+def _must_be_those_of(
+    received: Mapping[str, torch.Tensor], digests: Mapping[str, list[int]], names: Iterable[str]
+) -> None:
+    """Digest tensors as they came."""
+    if wrong := [name for name in names if digest(received[name]).tolist() != digests[name]]:
+        raise Refusal(f"{len(wrong)} tensors came with other numbers than their digests are of: {', '.join(wrong[:5])}")
 
 
 def _must_be_private(folder: Path, user: int) -> None:
