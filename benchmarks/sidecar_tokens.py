@@ -83,7 +83,8 @@ def _serving() -> Iterator[tuple[SidecarProcess, RolloutClient, Path]]:
         model, run = Path(folder) / "model", Path(folder) / "run"
         checkpoints.make(model, TINY)
         words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
-        with sidecar(run, *words, "--platform", "cpu", seconds=180) as process, process.client() as client:
+        words += ("--platform", "cpu", "--rollout-num-threads", "1")
+        with sidecar(run, *words, seconds=180) as process, process.client() as client:
             client.take_lease(run.name)
             _place(process)
             yield process, client, model
