@@ -156,6 +156,22 @@ def test_a_published_engine_probes_the_same_for_the_same_weights_only(run, engin
     assert first != second
 
 
+def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch):
+    asked = []
+    send = httpx.AsyncClient.send
+
+    async def counted(self, request, **keywords):
+        asked.append(request.url.path)
+        return await send(self, request, **keywords)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", counted)
+    put(run, engine, models.first, 12)
+    assert sorted(asked) == [
+        "/collective_rpc", "/collective_rpc", "/megatron_rl/generate", "/megatron_rl/pause", "/reset_prefix_cache",
+        "/resume", "/update_weight_version", "/weight_info",
+    ]  # fmt: skip
+
+
 def edited(folder: Path, change) -> Path:
     """A copy of a model's weights with a change to its tensors, in shared memory's place."""
     tensors = load_file(folder / "model.safetensors")

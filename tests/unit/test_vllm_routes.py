@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,9 @@ async def nobody(scope, receive, send):
     await send({"type": "http.response.start", "status": 404, "headers": []})
 
 
-def ask(path: str = routes.GENERATE, body: bytes = CALL, leaves: asyncio.Event | None = None) -> list[dict]:
+def ask(
+    path: str = routes.GENERATE, body: bytes = CALL, leaves: asyncio.Event | None = None, engine: Any = "the engine"
+) -> list[dict]:
     """What the route sends; a client that `leaves` is gone once this is set."""
     sent: list[dict] = []
     messages = [
@@ -33,7 +36,7 @@ def ask(path: str = routes.GENERATE, body: bytes = CALL, leaves: asyncio.Event |
     async def send(message: dict) -> None:
         sent.append(message)
 
-    app = SimpleNamespace(state=SimpleNamespace(engine_client="the engine"))
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     scope = {"type": "http", "path": path, "app": app}
     asyncio.run(Routes(nobody)(scope, receive, send))
     return sent
@@ -52,6 +55,18 @@ def test_a_call_in_parts_reaches_the_engine_and_its_answer_is_one_message(monkey
     assert start["status"] == 200
     assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
     assert msgspec.msgpack.decode(body["body"], type=GroupAnswer) == ANSWER
+
+
+def test_a_pause_waits_for_what_is_in_flight_and_for_nothing_else():
+    asked = []
+
+    class Core:
+        async def pause_scheduler_async(self, **arguments):
+            asked.append(arguments)
+
+    start, _ = ask(routes.PAUSE, engine=SimpleNamespace(engine_core=Core()))
+    assert start["status"] == 200
+    assert asked == [{"mode": "wait", "clear_cache": True}]
 
 
 def test_other_paths_are_for_vllm_to_answer():
