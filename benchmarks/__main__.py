@@ -36,8 +36,10 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
     "sidecar": {
         "ms_per_group_scripted": "milliseconds of the service for a group of 16 x 256 tokens",
         "gib_scripted": "GiB of the service with 4,096 such groups",
+        "loop_ms_per_group_4096": "milliseconds of its event loop's thread for a group of 16 x 4,096 tokens",
         "service_vs_raw_tokens": "tokens a second through the service / through a bare client of the engine",
         "service_vs_offline_tiny": "tokens a second through the service / of vLLM's own LLM.generate, 0.1 M parameters",
+        "service_vs_offline_40m": "the same / the same, 40 M parameters",
     },
     "overlap": {
         "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",

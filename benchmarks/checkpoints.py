@@ -25,6 +25,11 @@ def make(folder: Path, architecture: Architecture) -> int:
     (folder / "config.json").write_text(json.dumps(derive_config(architecture)))
     if index := plan.index():
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(architecture.vocab_size)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    make_tokenizer(folder, architecture.vocab_size)
     return plan.num_bytes
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer that has a word for each token."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

@@ -34,8 +34,9 @@ AUTHORIZATION = f"Authorization: Bearer {TOKEN}"
 
 
 def main() -> None:
-    # Not where the service's process imports it too: its memory is measured.
-    from benchmarks import sidecar_tokens
+    # Not where the service's process imports them too: its memory is measured.
+    from benchmarks import sidecar_groups, sidecar_tokens
+    from benchmarks.publish import ARCHITECTURES
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4096)
@@ -54,6 +55,9 @@ def main() -> None:
     )
     report.table("scripted engines", {"ms a group": milliseconds, "peak memory of the service, GiB": memory}, "")
     figures = {"ms_per_group_scripted": statistics.median(milliseconds), "gib_scripted": max(memory)}
+    of_loop = [sidecar_groups.measure(4 if arguments.tiny else 64) for _ in range(arguments.rounds)]
+    report.table("a group of 16 responses of 4,096 tokens", {"the event loop's own time": of_loop}, "ms")
+    figures["loop_ms_per_group_4096"] = statistics.median(of_loop)
     if arguments.token_rounds:
         tokens = sidecar_tokens.measure(arguments.token_rounds, 2 if arguments.tiny else sidecar_tokens.NUM_GROUPS)
         bare, alone = sidecar_tokens.compare_to_bare(tokens), sidecar_tokens.compare_to_alone(tokens)
@@ -62,6 +66,12 @@ def main() -> None:
         report.table("in the same round", ratios, "")
         figures["service_vs_raw_tokens"] = statistics.median(bare)
         figures["service_vs_offline_tiny"] = statistics.median(alone)
+    if arguments.token_rounds and not arguments.tiny:
+        tokens = sidecar_tokens.measure(arguments.token_rounds, 8, ARCHITECTURES["40m"], concurrencies=())
+        alone = sidecar_tokens.compare_to_alone(tokens)
+        report.table("one vLLM engine, 40 M parameters", tokens, "tokens/s")
+        report.table("in the same round", {"service / vLLM alone": alone}, "")
+        figures["service_vs_offline_40m"] = statistics.median(alone)
     report.finish(figures)
 
 

@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -44,15 +44,20 @@ Asker = Callable[[wire.Weights], float]
 _LIMITS = Limits(max_model_len=256, max_num_seqs=64, vocab_size=TINY.vocab_size)
 
 
-def measure(num_rounds: int, num_groups: int = NUM_GROUPS) -> dict[str, list[float]]:
+def measure(
+    num_rounds: int,
+    num_groups: int = NUM_GROUPS,
+    architecture: Architecture = TINY,
+    concurrencies: Sequence[int] = CONCURRENCIES,
+) -> dict[str, list[float]]:
     """Tokens per second of each run, by what asked."""
     figures: dict[str, list[float]] = {}
     versions = itertools.count()
-    with _serving() as (process, client, model), _alone(model) as generate:
+    with _serving(architecture) as (process, client, model), _alone(model) as generate:
         socket, run = _socket(process), process.folder.name
         askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run, num_groups)}
         askers |= {
-            f"bare, {c} groups in flight": functools.partial(_bare, socket, c, num_groups) for c in CONCURRENCIES
+            f"bare, {c} groups in flight": functools.partial(_bare, socket, c, num_groups) for c in concurrencies
         }
         askers[ALONE] = functools.partial(_ask_alone, generate, num_groups)
         names = list(askers)
@@ -78,10 +83,10 @@ def compare_to_alone(figures: dict[str, list[float]]) -> list[float]:
 
 
 @contextmanager
-def _serving() -> Iterator[tuple[SidecarProcess, RolloutClient, Path]]:
+def _serving(architecture: Architecture) -> Iterator[tuple[SidecarProcess, RolloutClient, Path]]:
     with tempfile.TemporaryDirectory() as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
-        checkpoints.make(model, TINY)
+        checkpoints.make(model, architecture)
         words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
         words += ("--platform", "cpu", "--rollout-num-threads", "1")
         with sidecar(run, *words, seconds=180) as process, process.client() as client:

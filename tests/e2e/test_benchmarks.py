@@ -7,7 +7,11 @@ from benchmarks.__main__ import BENCHMARKS, Outcome, describe, draw, run
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 
 # Of sizes and loads that a tiny run leaves out.
-LEFT_OUT = {"publish": {"seconds", "vs"}, "overlap": {"ratio_gen_half", "ratio_gen_double"}}
+LEFT_OUT = {
+    "publish": {"seconds", "vs"},
+    "overlap": {"ratio_gen_half", "ratio_gen_double"},
+    "sidecar": {"service_vs_offline_40m"},
+}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
