@@ -70,6 +70,9 @@ class RewardRequest:
 
     def encode(self) -> bytes:
         """The request as one line."""
+        # Workers, which import this module too, have no use for it.
+        import msgspec
+
         clashing = sorted(set(GIVEN) & set(self.columns))
         if clashing:
             raise InputError(
@@ -82,13 +85,14 @@ class RewardRequest:
         content = {
             "prompt": self.prompt if isinstance(self.prompt, str) else [dict(message) for message in self.prompt],
             "completions": list(self.completions),
-            "completion_ids": [list(ids) for ids in self.completion_ids],
             "columns": dict(self.columns),
         }
         try:
-            return json.dumps(content).encode() + b"\n"
+            text = json.dumps(content).encode()
         except (TypeError, ValueError) as error:
             raise InputError(f"prompt {self.index}: a column cannot be handed to rewards as JSON: {error}") from None
+        # Many numbers, which json takes ten times as long for.
+        return b'%s, "completion_ids": %s}\n' % (text[:-1], msgspec.json.encode(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)

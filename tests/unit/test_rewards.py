@@ -174,6 +174,21 @@ def test_a_request_that_does_not_fit_is_refused_by_name():
         RewardRequest(7, "p", ["a"], [[1]], {"picture": b"x"}).encode()
 
 
+def test_a_group_of_many_tokens_reaches_rewards_whole_and_its_numbers_not_one_by_one(monkeypatch):
+    ids = [list(range(4096)) for _ in range(16)]
+    texts, dumped = ["\ud800 é"] * 16, []
+    dumps = json.dumps
+    monkeypatch.setattr(
+        "megatron_rl.rewards.types.json.dumps", lambda content: dumped.append(dumps(content)) or dumped[-1]
+    )
+    line = RewardRequest(7, "p", texts, ids, {"answer": float("inf")}).encode()
+    assert json.loads(line) == {
+        "prompt": "p", "completions": texts, "completion_ids": ids, "columns": {"answer": float("inf")},
+    }  # fmt: skip
+    # json makes an object of Python for every number, and the event loop waits for it.
+    assert sum(map(len, dumped)) < 1000
+
+
 @pytest.fixture
 def remote():
     """A reward model that answers what stands in `answers`, one after the other, and keeps what it was asked."""
