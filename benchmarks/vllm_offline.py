@@ -67,3 +67,5 @@ def _serve(model: str, core: int, max_model_len: int, max_num_seqs: int, pipe: P
         )
         seconds = time.perf_counter() - begun
         pipe.send(sum(len(output.token_ids) for result in results for output in result.outputs) / seconds)
+    # Left to the end of this process, which waits for the engine's first, it would never come.
+    llm.llm_engine.engine_core.shutdown()
