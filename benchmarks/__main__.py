@@ -68,7 +68,8 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "token_saving_error": "tokens saved, as measured, minus the formula's",
     },
 }
-_PACKAGES = ("torch", "megatron-core", "vllm")
+# By what is imported: wheels for a CPU have names of their own.
+_PACKAGES = ("torch", "megatron", "vllm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def describe(outcomes: Sequence[Outcome], picture: str) -> str:
         "",
         f"- machine: {describe_machine()}",
         f"- commit: {find_commit()}",
-        f"- packages: {', '.join(f'{name} {importlib.metadata.version(name)}' for name in _PACKAGES)}",
+        f"- packages: {describe_packages()}",
         "",
         f"![Ratios; below 1 is better where something is compared with its limit, above where with a rival]({picture})",
     ]
@@ -152,6 +153,12 @@ def describe_machine() -> str:
     cpu = names[0].split(":", 1)[1].strip() if names else "an unknown CPU"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+
+
+def describe_packages() -> str:
+    found = importlib.metadata.packages_distributions()
+    names = [found[package][0] for package in _PACKAGES]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def find_commit() -> str:
