@@ -4,9 +4,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
+import numpy as np
+import pytest
 
+from megatron_rl.sidecar.engines import WrongWeights
 from megatron_rl.sidecar.vllm import routes
+from megatron_rl.sidecar.vllm.answers import Limits
+from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, Routes
 
 CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
@@ -108,3 +114,15 @@ def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypat
     monkeypatch.setattr(routes, "sample_group", sample)
     assert ask(leaves=leaves) == []
     assert ended == [True]
+
+
+def test_a_probe_that_is_not_finite_proves_the_weights_wrong():
+    log_probs = np.asarray([-1, np.nan], dtype="<f4").tobytes()
+    answer = GroupAnswer([], np.asarray([4, 5], dtype="<i4").tobytes(), log_probs)
+    bodies = {"/resume": b"{}", routes.GENERATE: msgspec.msgpack.encode(answer)}
+    engine = VllmEngine("engine-0", "/nowhere")
+    engine.limits = Limits(max_model_len=8, max_num_seqs=1, vocab_size=9)
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=bodies[request.url.path]))
+    engine._http = httpx.AsyncClient(transport=transport, base_url="http://engine")
+    with pytest.raises(WrongWeights, match="engine-0: its log-probs of the probe are not finite"):
+        asyncio.run(engine.probe((3, 4, 5)))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -177,8 +178,12 @@ class VllmEngine:
         answer = await self._ask("probe", call)
         if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
             raise EngineRefused(f"engine {self.name}, probe: its log-probs are of other tokens than the probe's")
+        log_probs = decode_log_probs(answer.prompt_log_probs).tolist()
+        if not all(map(math.isfinite, log_probs)):
+            # Another attempt would give no others.
+            raise WrongWeights(f"engine {self.name}: its log-probs of the probe are not finite: the weights are spoilt")
         (response,) = read_responses(answer, request, self.name, self._version, self._tag)
-        return ProbeReport(decode_log_probs(answer.prompt_log_probs).tolist(), response)
+        return ProbeReport(log_probs, response)
 
     def open(self) -> None:
         self.state = EngineState.READY
