@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
     kv_channels=64, vocab_size=8192, max_position_embeddings=4096, tied_embeddings=True, qk_layernorm=True,
 )  # fmt: skip
 FLAGS = (
-    "--platform cpu --train-iters 1000 --lr 1e-5 --lr-decay-style constant --grpo-prompts-per-step 1 "
+    "--platform cpu --train-iters 1000 --lr 1e-5 --lr-decay-style constant --grpo-prompts-per-step {groups} "
     "--grpo-group-size {k} --micro-batch-size {k} --seq-length {length} --rollout-max-tokens {r}"
 )
 
@@ -39,7 +39,7 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
 
     torch.set_num_threads(1)
     slot = draw_slot(prompt, response, num_responses)
-    words = FLAGS.format(k=num_responses, r=response, length=prompt + response)
+    words = FLAGS.format(groups=1, k=num_responses, r=response, length=prompt + response)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         checkpoints.make(model, ARCHITECTURE)
@@ -61,12 +61,12 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
     return {name: values[1:] for name, values in measured.items()}
 
 
-def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
+def draw_slot(prompt: int, response: int, num_responses: int, vocab_size: int = ARCHITECTURE.vocab_size) -> wire.Slot:
     """One group of random tokens and rewards."""
     draw = np.random.default_rng(0)
     responses = [
         wire.Response(
-            tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, response).tolist()),
+            tokens=wire.encode_tokens(draw.integers(0, vocab_size, response).tolist()),
             log_probs=wire.encode_log_probs(np.full(response, -9.0)),
             finish_reason="stop",
             seed=number,
@@ -79,7 +79,7 @@ def draw_slot(prompt: int, response: int, num_responses: int) -> wire.Slot:
     ]
     part = wire.GroupPart(
         prompt_index=0, row="row", first_response=0, responses=responses,
-        prompt_tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, prompt).tolist()),
+        prompt_tokens=wire.encode_tokens(draw.integers(0, vocab_size, prompt).tolist()),
         rewards=[one.reward for one in responses],
     )  # fmt: skip
     return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
