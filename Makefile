@@ -87,5 +87,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,6 +49,18 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "load_balanced": "generation / training, as found at the balanced load",
         "ratio_gen_half": "periodic / synchronous where generation takes half as long as training",
         "ratio_gen_double": "periodic / synchronous where it takes twice as long",
+        "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
+    },
+    "trl": {
+        "vs_trl_tiny": "samples a second of a run / of TRL at its best, 0.2 M parameters",
+        "vs_trl_10m": "the same / the same, 10 M parameters, prompts of 1,024",
+        "vs_trl_40m": "the same / the same, 40 M parameters",
+        "default_vs_pinned": "a run as it is / with engine and trainer on a core each",
+        "vs_colocated_40m": "a run / a synchronous one where all cores sample and then all train, 40 M parameters",
+    },
+    "step": {
+        "step_vs_peak_10m": "operations a second of a training step / of one large product, 10 M parameters",
+        "step_vs_peak_40m": "the same / the same, 40 M parameters",
     },
     "trimodel": {
         "fused_vs_separate_pp2": "three roles in one pass of two stages / in passes of their own, groups at hand",

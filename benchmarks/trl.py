@@ -1,0 +1,269 @@
+"""A run of ours beside TRL's GRPOTrainer: the same model, prompts, groups, lengths and cores, in turns.
+
+TRL has an environment of its own, on top of this one. What is best for it of several batch sizes, threads and processes
+is found first; nothing is pinned. Ours is what `torchrun pretrain_grpo.py` does by itself, and beside it the same with
+engine and trainer on a core each. `--colocated` compares with our own synchronous run where all cores sample and then
+all train. Seconds are those of whole iterations, each run's first left out.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from benchmarks import report
+from benchmarks.overlap import WORDS
+from benchmarks.trl_trainer import Settings
+from megatron_rl.observe import metrics
+from megatron_rl.observe.timeline import WHOLE
+from tests.e2e import loop
+from tests.ranks import ROOT
+
+ENVIRONMENT = ROOT / ".venv-trl"
+DEFAULT, TRL, PINNED, COLOCATED = "as it is", "TRL", "pinned", "colocated"
+# The key of what ours comes to over each.
+RIVALS = {TRL: "vs_trl_{}", PINNED: "default_vs_pinned", COLOCATED: "vs_colocated_{}"}
+# That of pinned cores is asked where a process's own work is the largest part, the colocated one where it is least.
+ASKED = {"tiny": (TRL, PINNED), "10m": (TRL,), "40m": (TRL, COLOCATED)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and what it answers."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    """Of 32 numbers, with half as many of keys and values."""
+    vocab_size: int
+    prompt_length: int
+    num_tokens: int
+    """Of a response."""
+    group_size: int
+    num_prompts: int
+    """Of an iteration."""
+    num_iterations: int
+    """Of a run of ours; its first does not count."""
+    num_steps: int
+    """Of a run of TRL; its first does not count."""
+    num_searched: int
+    """Prompts of a step while the best settings for TRL are looked for."""
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("tiny", 2, 64, 192, 4, 512, 512, 64, 8, 16, num_iterations=9, num_steps=5, num_searched=16),
+        Size("10m", 8, 256, 1024, 8, 4096, 1024, 64, 16, 8, num_iterations=4, num_steps=2, num_searched=2),
+        Size("40m", 8, 512, 2048, 16, 8192, 256, 32, 8, 16, num_iterations=4, num_steps=2, num_searched=4),
+    )
+}
+LEAST = Size("tiny", 2, 64, 192, 4, 512, 16, 4, 4, 2, num_iterations=2, num_steps=2, num_searched=2)
+
+
+Run = Callable[[], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How TRL runs."""
+
+    num_processes: int
+    num_threads: int
+    batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.num_processes} x {self.num_threads} threads, {self.batch_size} responses"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--colocated", action="store_true", help="only: beside colocated runs of ours")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    arguments = parser.parse_args()
+    sizes, rounds = [SIZES[name] for name in arguments.sizes], arguments.rounds
+    if arguments.tiny:
+        sizes, rounds = [LEAST], 1
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in sizes:
+            rivals = [COLOCATED] if arguments.colocated else ASKED[size.name]
+            figures |= _compare(World(Path(folder) / size.name, size), rounds, rivals)
+    report.finish(figures)
+
+
+def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, float]:
+    """Ours and these, in turns."""
+    size = world.size
+    runs: dict[str, Run] = {DEFAULT: world.run_ours}
+    if TRL in rivals:
+        _make_environment()
+        best = _search(world) if size is not LEAST else Choice(1, 1, size.group_size)
+        print(f"{size.name}: TRL is given {best}", flush=True)
+        runs[TRL] = functools.partial(world.run_trl, best)
+    if PINNED in rivals:
+        runs[PINNED] = functools.partial(world.run_ours, is_pinned=True)
+    if COLOCATED in rivals:
+        runs[COLOCATED] = world.run_colocated
+    found = world.take_turns(runs, rounds)
+    ratios = {
+        name: [ours / theirs for ours, theirs in zip(found[DEFAULT], found[name], strict=True)] for name in rivals
+    }
+    report.table("in the same round", {f"ours / {name}": values for name, values in ratios.items()}, "")
+    return {RIVALS[name].format(size.name): statistics.median(values) for name, values in ratios.items()}
+
+
+def _make_environment() -> None:
+    command = ["tools/make_environment", str(ENVIRONMENT), "requirements/trl.lock", "--on", sys.prefix]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def _search(world: "World") -> Choice:
+    """The fastest of what is worth trying: one process or one for each core, small to large micro-batches."""
+    num_cores = len(os.sched_getaffinity(0))
+    size, times = world.size, {}
+    arrangements = dict.fromkeys([(1, 1), (1, num_cores), (num_cores, 1)])
+    most = size.num_searched * size.group_size
+    for (num_processes, num_threads), batch_size in itertools.product(arrangements, (size.group_size, 32, 128)):
+        if batch_size in (size.group_size, *range(most // num_processes + 1)):
+            choice = Choice(num_processes, num_threads, batch_size)
+            times[choice] = world.run_trl(choice, size.num_searched)
+    report.table(f"TRL, {size.name}", {str(choice): [rate] for choice, rate in times.items()}, "samples/s")
+    return max(times, key=lambda choice: times[choice])
+
+
+class World:
+    """A model, a reward, and runs over them."""
+
+    def __init__(self, folder: Path, size: Size):
+        self.size = size
+        self._folder = folder
+        self._model = loop.draw_model(
+            folder / "model", num_hidden_layers=size.num_layers, hidden_size=size.hidden_size,
+            intermediate_size=size.ffn_hidden_size, num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_heads // 2, head_dim=32, vocab_size=size.vocab_size,
+            max_position_embeddings=2048,
+        )  # fmt: skip
+        self._reward = loop.write_reward(folder / "reward.py")
+        self._num_runs = 0
+
+    def take_turns(self, runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
+        """Samples a second of each, round by round; who begins rotates."""
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        names = list(runs)
+        for number in range(rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                found[name].append(runs[name]())
+        report.table(f"{self.size.name}: whole iterations", found, "samples/s")
+        return found
+
+    def run_trl(self, choice: Choice, num_prompts: int | None = None) -> float:
+        """Samples a second of TRL."""
+        size, folder = self.size, self._next_folder()
+        num_prompts = num_prompts or size.num_prompts
+        settings = Settings(
+            model=str(self._model), prompts=str(self._draw_prompts(folder, num_prompts * size.num_steps)),
+            reward=self._reward, num_prompts=num_prompts, group_size=size.group_size, num_tokens=size.num_tokens,
+            num_steps=size.num_steps, batch_size=choice.batch_size,
+        )  # fmt: skip
+        out = folder / "seconds.json"
+        program = ["-m", "benchmarks.trl_trainer", json.dumps(dataclasses.asdict(settings)), str(out)]
+        command = [
+            str(ENVIRONMENT / "bin" / "python"), "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(choice.num_processes), *program,
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": str(choice.num_threads)}
+        with _running(command, folder, environment):
+            pass
+        return num_prompts * size.group_size / statistics.median(json.loads(out.read_text()))
+
+    def run_ours(self, *words: str, is_pinned: bool = False, num_ranks: int = 1) -> float:
+        """Samples a second of ours."""
+        size, folder = self.size, self._next_folder()
+        prompts = self._draw_prompts(folder, size.num_prompts * size.num_iterations)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+            str(ROOT / "pretrain_grpo.py"), "--hf-model", str(self._model), "--prompts", str(prompts),
+            "--reward", self._reward, "--rollout-folder", str(folder / "run"), "--platform", "cpu",
+            "--seq-length", str(size.prompt_length + size.num_tokens), "--rollout-max-tokens", str(size.num_tokens),
+            "--rollout-ignore-eos", "--train-iters", str(size.num_iterations), "--lr", "1e-6",
+            "--lr-decay-style", "constant", "--grpo-prompts-per-step", str(size.num_prompts),
+            "--grpo-group-size", str(size.group_size), "--micro-batch-size", str(size.group_size), *words,
+        ]  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        with _running(command, folder, environment) as process:
+            if is_pinned:
+                _pin(process, folder / "run" / metrics.FILE_NAME)
+        seconds = [record[metrics.TIME][WHOLE] for record in metrics.read(folder / "run")]
+        return size.num_prompts * size.group_size / statistics.median(seconds[1:])
+
+    def run_colocated(self) -> float:
+        """Samples a second where an engine and a rank for each core take turns."""
+        num_cores = len(os.sched_getaffinity(0))
+        words = ("--schedule", "sync", "--rollout-num-engines", str(num_cores), "--rollout-num-threads", "1")
+        return self.run_ours(*words, num_ranks=num_cores)
+
+    def _next_folder(self) -> Path:
+        self._num_runs += 1
+        folder = self._folder / f"run-{self._num_runs}"
+        folder.mkdir()
+        return folder
+
+    def _draw_prompts(self, folder: Path, count: int) -> Path:
+        draw, path = random.Random(self._num_runs), folder / "prompts.jsonl"
+        texts = (" ".join(draw.choices(WORDS, k=self.size.prompt_length)) for _ in range(count))
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        return path
+
+
+@contextmanager
+def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
+    """The process, which must end well."""
+    path = folder / "output"
+    with path.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+        if code := process.wait():
+            raise RuntimeError(f"exit code {code}:\n{path.read_text()[-4000:]}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _pin(process: subprocess.Popen, first_line: Path) -> None:
+    """Once a first iteration is over: the sidecar with its engine on one core, the rank on another."""
+    while process.poll() is None and not (first_line.exists() and first_line.read_text()):
+        time.sleep(0.1)
+    if process.poll() is not None:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    started = psutil.Process(process.pid).children(recursive=True)
+    sidecar = next(one for one in started if "megatron_rl.sidecar" in one.cmdline())
+    of_sidecar = [sidecar, *sidecar.children(recursive=True)]
+    for one in started:
+        core = cores[0] if one in of_sidecar else cores[-1]
+        for thread in one.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+if __name__ == "__main__":
+    main()
