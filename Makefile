@@ -14,7 +14,7 @@ MCORE_VENV := .venv-mcore-
 MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 
-.PHONY: help env test test-all test-each-change lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,10 +26,18 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
-	$(MAKE) --jobs 2 test-each-change test-matrix-quick
+	$(MAKE) --jobs 3 --output-sync=line test-each-change test-matrix-quick
 
-test-each-change: env
-	$(VENV)/bin/python -m pytest -m "each_change and not slow"
+# In two at once, for both mostly wait: one for its ranks, the other for what it has started.
+EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
+OF_RANKS := tests/distributed tests/kernels
+test-each-change: test-each-change-ranks test-each-change-rest
+
+test-each-change-ranks: env
+	$(EACH_CHANGE) $(OF_RANKS)
+
+test-each-change-rest: env
+	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS))
 
 lint: env ## check the style
 	$(VENV)/bin/ruff check .
