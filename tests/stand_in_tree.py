@@ -13,6 +13,9 @@ from megatron.training.global_vars import get_args, get_timers
 from megatron.training.training import get_model, pretrain
 """
 _GLOBAL_VARS = """
+from megatron.core.timers import Timers
+from torch.utils.tensorboard import SummaryWriter
+
 _args = None
 
 def get_args():
@@ -20,7 +23,7 @@ def get_args():
     return _args
 
 def get_timers():
-    return None
+    return _timers
 
 def get_tensorboard_writer():
     return _writer
@@ -31,7 +34,7 @@ def get_wandb_writer():
 def get_one_logger():
     return None
 
-class Writer:
+class Writer(SummaryWriter):
     def __init__(self, folder):
         self.file = open(folder + ".scalars", "w")
 
@@ -45,9 +48,9 @@ class Writer:
         self.file.close()
 
 def set_global_variables(args, build_tokenizer=True):
-    global _args, _writer
+    global _args, _timers, _writer
     assert not build_tokenizer, "no tokenizer of the recipe's is there"
-    _args, _writer = args, None
+    _args, _timers, _writer = args, Timers(args.timing_log_level, "minmax"), None
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         _writer = Writer(args.tensorboard_dir)
 """
@@ -59,11 +62,11 @@ from megatron.training.global_vars import set_global_variables
 
 INTS = '''num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels seq-length
     max-position-embeddings micro-batch-size train-iters rotary-base tensor-model-parallel-size
-    pipeline-model-parallel-size grpo-group-size'''
+    pipeline-model-parallel-size grpo-group-size timing-log-level'''
 FLOATS = "lr norm-epsilon clip-grad weight-decay adam-beta1 adam-beta2"
 WORDS = "normalization position-embedding-type lr-decay-style transformer-impl tokenizer-type save load tensorboard-dir"
 SWITCHES = '''swiglu group-query-attention disable-bias-linear untie-embeddings-and-output-weights qk-layernorm
-    no-persist-layer-norm no-masked-softmax-fusion use-distributed-optimizer'''
+    no-persist-layer-norm no-masked-softmax-fusion use-distributed-optimizer log-timers-to-tensorboard'''
 
 def add_megatron_arguments(parser):
     for kind, names in ((int, INTS), (float, FLOATS), (str, WORDS)):
@@ -72,7 +75,9 @@ def add_megatron_arguments(parser):
     for name in SWITCHES.split():
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--spec", nargs="*")
-    parser.set_defaults(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, transformer_impl="local")
+    parser.set_defaults(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, transformer_impl="local", timing_log_level=0
+    )
     return parser
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):

@@ -18,6 +18,8 @@ class Recipe:
     """What Megatron looks for in a checkpoint beside model and optimizer: the recipe's arguments."""
     open_sinks: Callable[[], Sequence[Any]] | None = None
     """What takes the metrics on rank 0, in place of what our flags open: the recipe's own writers."""
+    finish_iteration: Callable[[int], None] = lambda version: None
+    """Called by every rank when the iteration of a version is over."""
 
 
 STAND_ALONE = Recipe()

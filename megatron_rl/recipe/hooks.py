@@ -7,6 +7,8 @@ script ──> parse_args, validate_args            ours first: a mistake is fou
 """
 
 import argparse
+import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,12 +111,17 @@ class Hooks:
         @functools.wraps(module.pretrain)
         def pretrain(*arguments: Any, **keywords: Any) -> None:
             from megatron_rl.recipe.model import Provided, build_recipe
+            from megatron_rl.recipe.writers import MegatronTimers
 
             bound = signature.bind(*arguments, **keywords).arguments
             args = self._get_args(bound)
             assert self._settings is not None
             provided = Provided(bound.get("model_provider"), bound["model_type"], bound.get("cfg_container"))
-            self.exit_code = self._entry.train(self._settings, build_recipe(provided, args, self._entry.say))
+            timers = MegatronTimers(args, self._settings.observe.log_interval)
+            optimizer = copy.copy(self._settings.optimizer)
+            optimizer.timers = timers.timers
+            settings = dataclasses.replace(self._settings, optimizer=optimizer)
+            self.exit_code = self._entry.train(settings, build_recipe(provided, args, timers, self._entry.say))
 
         module.pretrain = pretrain  # type: ignore[attr-defined]
 

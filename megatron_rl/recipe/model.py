@@ -16,7 +16,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.mcore.model.adopt import adopt
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.recipe import Recipe
-from megatron_rl.recipe.writers import open_writers
+from megatron_rl.recipe.writers import MegatronTimers, open_writers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Provided:
         return [_unwrap(chunk) for chunk in chunks]
 
 
-def build_recipe(provided: Provided, args: argparse.Namespace, say: Callable[[str], None]) -> Recipe:
+def build_recipe(
+    provided: Provided, args: argparse.Namespace, timers: MegatronTimers, say: Callable[[str], None]
+) -> Recipe:
     """What a run takes from the recipe; `say` hears once in what its model is not that of config.json."""
     said: set[str] = set()
 
@@ -61,13 +63,14 @@ def build_recipe(provided: Provided, args: argparse.Namespace, say: Callable[[st
             config: Any = chunk.config
             if problems := list(_check_settled(config, settings)):
                 raise UsageError(*problems)
+            config.timers = timers.timers
             for difference in _list_differences(config, settings):
                 if args.rank == 0 and difference not in said:
                     said.add(difference)
                     say(difference)
         return [adopt(chunk, settings.architecture, settings.attention.backend) for chunk in chunks]
 
-    return Recipe(build_model, {"args": args}, open_writers)
+    return Recipe(build_model, {"args": args}, open_writers, timers.finish_iteration)
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:

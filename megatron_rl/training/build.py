@@ -151,6 +151,7 @@ def build(
         timeline=timeline,
         stop=stop,
         limits=build_exit_limits(settings, lambda: startup.seconds),
+        finish_iteration=recipe.finish_iteration,
         reference=reference,
         largest_micro_batch=sizes.largest_micro_batch,
         mismatch_bounds=build_mismatch_bounds(settings, policy.weights.dtype),

@@ -1,7 +1,7 @@
 """The loop: publish, submit, consume, update."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_rl.data.slots import IterationSlots
@@ -38,6 +38,7 @@ class Trainer:
         timeline: Timeline,
         stop: StopRequest,
         limits: ExitLimits,
+        finish_iteration: Callable[[int], None],
         reference: Reference | None,
         largest_micro_batch: int,
         mismatch_bounds: MismatchBounds,
@@ -56,6 +57,7 @@ class Trainer:
         self._timeline = timeline
         self._stop = stop
         self._limits = limits
+        self._finish_iteration = finish_iteration
         self._reference = reference
         self._largest_micro_batch = largest_micro_batch
         self._mismatch_bounds = mismatch_bounds
@@ -139,6 +141,7 @@ class Trainer:
         self, version: int, fingerprint: str, slots: IterationSlots, learned: Learned, evaluation: dict | None
     ) -> bool:
         """Write the iteration down; returns whether any rank was asked to stop, or has come to a limit."""
+        self._finish_iteration(version)
         reason = self._limits.find_reason(version + 1)
         handed_in = self._session.gather((learned.measures, self._stop.is_asked or reason is not None))
         if self.reporter is not None:

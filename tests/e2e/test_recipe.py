@@ -24,20 +24,26 @@ def test_recipes_of_every_shape_train_as_the_stand_alone_script(world: loop.Worl
 
 
 @pytest.mark.each_change
-def test_a_provider_of_ones_own_trains_and_its_writers_get_the_metrics(
+def test_a_provider_of_ones_own_trains_and_its_writers_and_timers_are_used(
     world: loop.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = stand_in_tree.make_tree(world.folder / "trees" / "own", "0.16").parent
     monkeypatch.setenv("PYTHONPATH", f"{tree}:{os.environ.get('PYTHONPATH', '')}")
     script = Path("examples") / "recipes" / "own_provider.py"
     scalars = world.folder / "own"
-    rows = run(world, "own", [*WRAPPED, str(script)], 1, own=(), tensorboard_dir=scalars)
+    timed = {"timing_log_level": 2, "log_timers_to_tensorboard": True}
+    rows = run(world, "own", [*WRAPPED, str(script)], 1, own=(), tensorboard_dir=scalars, **timed)
     stock = run(world, "stock", [*WRAPPED, str(tree / "pretrain_gpt.py")], 1)
     # The same weights, and then other gradients.
     assert rows[0][0] == stock[0][0]
     assert rows[0][2] != stock[0][2]
     assert rows[1][0] != rows[0][0]
-    assert f"1 loss {rows[1][1]}\n" in scalars.with_suffix(".scalars").read_text()
+    written = scalars.with_suffix(".scalars").read_text()
+    assert f"1 loss {rows[1][1]}\n" in written
+    printed = (world.folder / "outputs" / "own" / "rank-0.output").read_text()
+    for timer in ("forward-backward", "forward-compute", "backward-compute", "optimizer-inner-step"):
+        assert f"1 {timer}-time " in written
+        assert printed.count(f"\n    {timer} .") == len(rows)
 
 
 @pytest.mark.slow
