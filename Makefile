@@ -74,8 +74,8 @@ demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in sev
 learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning
 
-bench: env ## run a benchmark: make bench NAME=weights; without NAME all of them, into benchmarks/RESULTS.md
-	@$(VENV)/bin/python -m benchmarks $(NAME)
+bench: env ## run a benchmark: make bench NAME=weights; all without NAME; those and RECORD=1 go into benchmarks/RESULTS.md
+	@$(VENV)/bin/python -m benchmarks $(NAME) $(if $(RECORD),--record)
 
 gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check

@@ -1,7 +1,7 @@
-"""Benchmarks one after another: `python -m benchmarks [NAME...] [--tiny] [--results FILE]`.
+"""Benchmarks one after another: `python -m benchmarks [NAME...] [--tiny] [--record]`.
 
-Each prints its tables as it goes; without names it is all of them, and what they found is written to RESULTS.md, with a
-picture beside it.
+Each prints its tables as it goes. Without names it is all of them, and what they found is recorded: in results.json,
+which keeps the last outcome of each, and for people in RESULTS.md and a picture.
 """
 
 import argparse
@@ -92,24 +92,21 @@ class Outcome:
     seconds: float
     figures: Mapping[str, float]
     code: int
+    circumstances: str
+    """Machine, commit, packages and day."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether they run")
-    parser.add_argument("--results", type=Path, help="default: benchmarks/RESULTS.md for all in full, else none")
+    parser.add_argument("--record", action="store_true", help="also where names are given")
     arguments = parser.parse_args(words)
     if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     outcomes = [run(name, arguments.tiny) for name in arguments.names or BENCHMARKS]
-    results = arguments.results
-    if results is None and not arguments.names and not arguments.tiny:
-        results = ROOT / "benchmarks" / "RESULTS.md"
-    if results is not None:
-        draw(outcomes, results.with_suffix(".svg"))
-        results.write_text(describe(outcomes, results.with_suffix(".svg").name))
-        print(f"written to {results}")
+    if not arguments.tiny and (arguments.record or not arguments.names):
+        record(outcomes, ROOT / "benchmarks")
     if failed := [outcome.name for outcome in outcomes if outcome.code]:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(any(outcome.code for outcome in outcomes))
@@ -126,7 +123,20 @@ def run(name: str, is_tiny: bool) -> Outcome:
             print(line, end="", flush=True)
             last = line
     code = process.returncode
-    return Outcome(name, time.monotonic() - begun, {} if code else json.loads(last), code)
+    figures = {} if code else json.loads(last)
+    return Outcome(name, time.monotonic() - begun, figures, code, describe_circumstances())
+
+
+def record(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Replace what there was of these, and write the page and its picture anew."""
+    path = folder / "results.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    known = {row["name"]: Outcome(**row) for row in rows} | {outcome.name: outcome for outcome in outcomes}
+    known_now = [known[name] for name in BENCHMARKS if name in known]
+    path.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in known_now], indent=2) + "\n")
+    draw(known_now, folder / "results.svg")
+    (folder / "RESULTS.md").write_text(describe(known_now, "results.svg"))
+    print(f"recorded in {folder / 'RESULTS.md'}")
 
 
 def describe(outcomes: Sequence[Outcome], picture: str) -> str:
@@ -134,12 +144,7 @@ def describe(outcomes: Sequence[Outcome], picture: str) -> str:
     lines = [
         "# What the benchmarks found",
         "",
-        f"Written by `make bench` on {datetime.date.today():%d %B %Y}. Figures are medians; what is compared takes "
-        "turns in one run.",
-        "",
-        f"- machine: {describe_machine()}",
-        f"- commit: {find_commit()}",
-        f"- packages: {describe_packages()}",
+        "Written by `make bench`. Figures are medians; what is compared takes turns in one run.",
         "",
         f"![Ratios; below 1 is better where something is compared with its limit, above where with a rival]({picture})",
     ]
@@ -148,7 +153,7 @@ def describe(outcomes: Sequence[Outcome], picture: str) -> str:
             "",
             f"## {outcome.name}",
             "",
-            f"`make bench NAME={outcome.name}`, {outcome.seconds / 60:.1f} minutes",
+            f"`make bench NAME={outcome.name}`, {outcome.seconds / 60:.1f} minutes on {outcome.circumstances}",
             "",
         ]
         if outcome.code:
@@ -158,6 +163,10 @@ def describe(outcomes: Sequence[Outcome], picture: str) -> str:
         said = BENCHMARKS[outcome.name]
         lines += [f"| `{key}` | {figure:.4g} | {said.get(key, '')} |" for key, figure in outcome.figures.items()]
     return "\n".join(lines) + "\n"
+
+
+def describe_circumstances() -> str:
+    return f"{describe_machine()}; {describe_packages()}; commit {find_commit()}, {datetime.date.today():%d %B %Y}"
 
 
 def describe_machine() -> str:

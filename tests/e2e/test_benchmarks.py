@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, Outcome, describe, draw, run
+from benchmarks.__main__ import BENCHMARKS, Outcome, record, run
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 
@@ -24,13 +24,18 @@ def test_a_tiny_run_of_a_benchmark_gives_the_figures_that_are_documented(name):
     assert all(figure >= 0 for figure in outcome.figures.values())
 
 
-def test_the_page_of_results_names_machine_commit_and_every_figure(tmp_path):
-    outcomes = [
-        Outcome("weights", 90, {"import_vs_copy": 1.25, "export_vs_copy": 0.5}, 0),
-        Outcome("sidecar", 5, {}, 1),
-    ]
-    page = describe(outcomes, "picture.svg")
-    for words in ("- machine: ", "- commit: ", "| `import_vs_copy` | 1.25 |", "1.5 minutes", "It failed: exit code 1."):
+def test_the_page_of_results_keeps_the_last_outcome_of_each_with_its_circumstances(tmp_path):
+    record(
+        [Outcome("weights", 30, {"import_vs_copy": 9.0}, 0, "an old machine"), Outcome("step", 5, {}, 1, "X")], tmp_path
+    )
+    record([Outcome("weights", 90, {"import_vs_copy": 1.25, "export_vs_copy": 0.5}, 0, "commit abc")], tmp_path)
+    page = (tmp_path / "RESULTS.md").read_text()
+    for words in (
+        "| `import_vs_copy` | 1.25 |",
+        "1.5 minutes on commit abc",
+        "It failed: exit code 1.",
+        "(results.svg)",
+    ):
         assert words in page
-    draw(outcomes, tmp_path / "picture.svg")
-    assert "import of 1 B parameters" in (tmp_path / "picture.svg").read_text()
+    assert "an old machine" not in page
+    assert "import of 1 B parameters" in (tmp_path / "results.svg").read_text()
