@@ -26,6 +26,7 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
+	@echo "Now three lots of tests at once; each is shown when it is through, in some 15 minutes."
 	$(MAKE) --jobs 3 --output-sync=line test-each-change test-matrix-quick
 
 # In two at once, for both mostly wait: one for its ranks, the other for what it has started.

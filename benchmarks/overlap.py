@@ -78,8 +78,12 @@ class Iteration:
     is_sync: bool
     whole: float
     publish: float
+    first: float
+    """From submission to the first group."""
     generate: float
-    """From submission to the last group."""
+    """To the last one."""
+    tail: float
+    """From there until the trainer has done with it."""
     train: float
     """Computing: forward, backward and the optimizer's steps, waits left out."""
     tokens: int
@@ -161,6 +165,12 @@ def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
         "ms",
     )
     report.table("seconds", {"iteration": [i.whole for i in sync], "publish": [i.publish for i in iterations]}, "s")
+    alone = {
+        "publish": [i.publish / i.whole for i in periodic],
+        "until the first group": [i.first / i.whole for i in periodic],
+        "after the last group": [i.tail / i.whole for i in periodic],
+    }
+    report.table("of a periodic iteration, where only one of both works", alone, "")
     turns = list(zip(sync, periodic, strict=True))
     ratios = {
         "periodic / synchronous": [p.per_token("whole") / s.per_token("whole") for s, p in turns],

@@ -4,6 +4,7 @@ python -m benchmarks.overlap_trainer OUT both|sync <flags of pretrain_grpo.py>
 """
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -59,13 +60,15 @@ def main() -> None:
 
 def _iterations(folder: Path, seconds: list[float], is_sync: bool) -> list[dict]:
     metrics = read(folder)[-len(seconds) :]
-    generation = _generation(folder, len(seconds))
+    generation = _read_generation(folder, len(seconds))
     return [
         {
             "is_sync": is_sync or record["version"] % 2 == 0,
             "whole": record["time"]["iteration"],
             "publish": record["time"]["publish"],
-            "generate": generated,
+            "first": generated.first,
+            "generate": generated.whole,
+            "tail": generated.tail,
             "train": trained,
             "tokens": record["tokens"]["response"],
         }
@@ -73,18 +76,30 @@ def _iterations(folder: Path, seconds: list[float], is_sync: bool) -> list[dict]
     ]
 
 
-def _generation(folder: Path, count: int) -> list[float]:
-    """From submission to the last group, of the last iterations, as the sidecar wrote them down."""
-    begun, last = 0.0, 0.0
-    found: list[float] = []
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Seconds of an iteration."""
+
+    first: float
+    """From submission to the first group."""
+    whole: float
+    """To the last one."""
+    tail: float
+    """From there until the trainer has done with it."""
+
+
+def _read_generation(folder: Path, count: int) -> list[Generation]:
+    """Of the last iterations, as the sidecar wrote them down."""
+    begun, groups = 0.0, []
+    found: list[Generation] = []
     for line in (folder / "audit.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "submit":
-            begun = event["time"]
+            begun, groups = event["time"], []
         elif event["event"] == "group":
-            last = event["time"]
+            groups.append(event["time"])
         elif event["event"] == "complete":
-            found.append(last - begun)
+            found.append(Generation(groups[0] - begun, groups[-1] - begun, event["time"] - groups[-1]))
     return found[-count:]
 
 
