@@ -33,7 +33,7 @@ def with_pool(
     specs: Sequence[str],
     use: Callable[[RewardPool], Awaitable[Any]],
     timeout: float = 5,
-    trial: RewardRequest | None = None,
+    trials: Sequence[RewardRequest] = (),
     **settings: Any,
 ) -> Any:
     """What `use` makes of a started pool; fails if a process or an open file is left when the pool is closed."""
@@ -41,7 +41,7 @@ def with_pool(
 
     async def run() -> Any:
         pool = RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))
-        await pool.start(trial)
+        await pool.start(trials)
         scratch = pool._scratch
         try:
             return await use(pool)

@@ -1,6 +1,7 @@
 """The prompts of a run: which there are, in which order they are taken, and which are held out."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,10 +61,12 @@ class PromptSource:
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
         """The most tokens of a prompt, those held out included."""
 
-    @property
-    def first(self) -> Prompt:
-        """The first row to train on, in the order of the files."""
-        return self._prompts[0]
+    def list_kinds(self, limit: int = 16) -> list[Prompt]:
+        """The first row of each set of columns, those to train on before those held out, in the order of the files."""
+        kinds: dict[tuple[str, ...], Prompt] = {}
+        for prompt in itertools.chain(self._prompts, self._held_out):
+            kinds.setdefault(tuple(sorted(prompt.columns)), prompt)
+        return list(kinds.values())[:limit]
 
     @property
     def num_rows(self) -> int:

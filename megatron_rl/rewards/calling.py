@@ -133,10 +133,10 @@ def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[st
 
 
 def _missing(name: str, columns: list[str]) -> str:
-    there = f"it asks for {name}, and the data has no such column (it has {', '.join(columns) or 'none'}): "
+    there = f"it asks for {name}, and the row has no such column (it has {', '.join(columns) or 'none'}): "
     if name == ANSWER:
-        return f"{there}write --answer-key COLUMN for the column that holds the answer"
-    return f"{there}rename its parameter to a column, or to {ANSWER} and write --answer-key COLUMN"
+        return f"{there}add it, or write --answer-key COLUMN for the column that holds the answer"
+    return f"{there}add it, rename the parameter to a column, or to {ANSWER} and write --answer-key COLUMN"
 
 
 def _repeated(value: Any, count: int) -> list[Any]:

@@ -58,11 +58,11 @@ class RewardPool:
         self.missing: dict[str, str] = {}
         """What workers are not confined in, and why not."""
 
-    async def start(self, trial: RewardRequest | None = None) -> None:
+    async def start(self, trials: Sequence[RewardRequest] = ()) -> None:
         """Load every function in every worker; a UsageError names the file and line that does not import.
 
-        With a `trial`, a row with made-up completions, every function is called once; a UsageError names each mistake
-        that would fail with any completion.
+        For each trial, a row with made-up completions, every function is called once; a UsageError names each mistake
+        that would fail with any completion, at the first row at which there is one.
         """
         assert not self._started, "a pool is started once"
         self._started = True
@@ -76,8 +76,9 @@ class RewardPool:
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
             workers: list[RewardWorker | None] = [start.result() for start in starts]
-            if trial is not None:
-                workers[0] = await self._try_out(workers[0], trial)
+            for trial in trials:
+                if workers[0] is not None:
+                    workers[0] = await self._try_out(workers[0], trial)
             for worker in workers:
                 self._free.put_nowait(worker)
         except BaseExceptionGroup as errors:
@@ -133,9 +134,8 @@ class RewardPool:
             raise
         return worker
 
-    async def _try_out(self, worker: RewardWorker | None, request: RewardRequest) -> RewardWorker | None:
+    async def _try_out(self, worker: RewardWorker, request: RewardRequest) -> RewardWorker | None:
         """Call every function once; returns the worker, which remembers nothing of it, or None for a fresh one."""
-        assert worker is not None
         functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
         job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
         answers: dict[int, FunctionAnswer] = {}
@@ -145,12 +145,13 @@ class RewardPool:
             # With a real completion it may not come to that, and if it does, the group's failure says so.
             _LOGGER.info("a trial of the rewards with made-up completions: %s", fault)
             self._end(worker)
-            worker = None
+            return None
         problems = []
+        row = f"{request.row}: " if request.row else ""
         for number, answer in answers.items():
             if answer.is_misfit:
                 remedy = "" if answer.has_remedy else "; mend the function"
-                problems.append(f"--reward {self._specs[number].name}: {answer.error}{remedy}")
+                problems.append(f"--reward {self._specs[number].name}: {row}{answer.error}{remedy}")
         if problems and self._settings.on_error is None:
             raise UsageError(*problems)
         for problem in problems:
@@ -210,7 +211,7 @@ class RewardPool:
         """Count a failure; returns the reward that takes its place, or raises."""
         self.errors[function] += 1
         if self._settings.on_error is None:
-            raise RewardError(function, request.index, reason, is_at_fault=not has_remedy)
+            raise RewardError(function, request, reason, is_at_fault=not has_remedy)
         return self._settings.on_error
 
     def _end(self, worker: RewardWorker) -> None:
@@ -265,7 +266,7 @@ class _Scoring:
 
     def _check_open(self) -> None:
         if self._pool._closed:
-            raise RewardError(self._current.name, self._request.index, "the run is ending", is_at_fault=False)
+            raise RewardError(self._current.name, self._request, "the run is ending", is_at_fault=False)
 
     @property
     def _stops(self) -> bool:
@@ -297,7 +298,7 @@ class _Scoring:
         try:
             return await self._pool._start_worker()
         except MegatronRLError as error:
-            raise RewardError(self._current.name, self._request.index, str(error), is_at_fault=False) from None
+            raise RewardError(self._current.name, self._request, str(error), is_at_fault=False) from None
 
     def discard(self) -> None:
         """End the worker: its state is unknown."""

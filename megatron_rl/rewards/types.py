@@ -28,14 +28,15 @@ class MissingColumn(Misfit):
 class RewardError(MegatronRLError):
     """A reward function failed for one group: which function, which prompt, why."""
 
-    def __init__(self, function: str, prompt_index: int, reason: str, *, is_at_fault: bool = True) -> None:
+    def __init__(self, function: str, request: "RewardRequest", reason: str, *, is_at_fault: bool = True) -> None:
         """Without `is_at_fault`, neither the function nor a value for its failures could help."""
         remedy = (
             "; correct the function, or substitute a reward for failures with --reward-on-error" if is_at_fault else ""
         )
-        super().__init__(f"reward {function} failed for prompt {prompt_index}: {reason}{remedy}")
+        row = f" ({request.row})" if request.row else ""
+        super().__init__(f"reward {function} failed for prompt {request.index}{row}: {reason}{remedy}")
         self.function = function
-        self.prompt_index = prompt_index
+        self.prompt_index = request.index
         self.reason = reason
 
 
@@ -67,6 +68,8 @@ class RewardRequest:
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    row: str = ""
+    """The row's name in its file."""
 
     def encode(self) -> bytes:
         """The request as one line."""

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.flag import Flag, format_value
@@ -105,15 +105,15 @@ def read_given_address(settings: Settings) -> Address:
 class OwnSidecar:
     """A process that ends with this one, however this one ends. The kernel wants it started from the main thread."""
 
-    def __init__(self, settings: SidecarSettings, trial: Prompt | None = None):
-        """Before it starts engines it tries its rewards on the row `trial`."""
+    def __init__(self, settings: SidecarSettings, trials: Sequence[Prompt] = ()):
+        """Before it starts engines it tries its rewards on these rows."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
         # What an earlier one left that could not tidy up.
-        for name in (_ADDRESS, starting.FILE_NAME, starting.TRIAL_FILE):
+        for name in (_ADDRESS, starting.FILE_NAME, starting.TRIALS_FILE):
             (folder / name).unlink(missing_ok=True)
-        if trial is not None:
-            starting.write_trial(folder / starting.TRIAL_FILE, trial)
+        if trials:
+            starting.write_trials(folder / starting.TRIALS_FILE, trials)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",

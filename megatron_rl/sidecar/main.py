@@ -149,7 +149,7 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
         log=settings.folder / REWARDS_LOG,
     )
     pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
-    await pool.start(starting.take_trial(settings.folder / starting.TRIAL_FILE))
+    await pool.start(starting.take_trials(settings.folder / starting.TRIALS_FILE))
     try:
         yield pool
     finally:

@@ -175,6 +175,7 @@ class PoolScorer:
             completions=self._decode(completion_ids),
             completion_ids=completion_ids,
             columns=group.prompt.columns,
+            row=group.prompt.row,
         )
 
 

@@ -1,7 +1,7 @@
 """How far a sidecar is that starts: it writes this down, and the trainer that started it reads it."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,7 +10,7 @@ from megatron_rl.protocol.wire import Prompt, decode, encode
 from megatron_rl.rewards.types import RewardRequest
 
 FILE_NAME = "starting.json"
-TRIAL_FILE = "trial"
+TRIALS_FILE = "trials"
 # As many as tell a number for each from one for all.
 _MADE_UP = ("42", "This is a trial, and no answer.")
 # What takes longer than this without news is said to go on.
@@ -36,26 +36,34 @@ def read(path: Path) -> Starting | None:
         return None
 
 
-def write_trial(path: Path, prompt: Prompt) -> None:
-    """Hand the sidecar that is started next a row to try rewards on; open to the owner of the run's folder only."""
+class _Trials(msgspec.Struct, frozen=True):
+    prompts: list[Prompt]
+
+
+def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Hand the sidecar that is started next rows to try rewards on; open to the owner of the run's folder only."""
     path.touch(mode=0o600)
-    path.write_bytes(encode(prompt))
+    path.write_bytes(encode(_Trials(list(prompts))))
 
 
-def take_trial(path: Path) -> RewardRequest | None:
-    """That row with made-up completions; None where there is none. The next sidecar does not find it again."""
+def take_trials(path: Path) -> list[RewardRequest]:
+    """Those rows with made-up completions; none where there is no file. The next sidecar does not find them again."""
     try:
-        prompt = decode(path.read_bytes(), Prompt)
+        prompts = decode(path.read_bytes(), _Trials).prompts
     except FileNotFoundError:
-        return None
+        return []
     path.unlink()
-    return RewardRequest(
-        index=prompt.index,
-        prompt=prompt.text,
-        completions=_MADE_UP,
-        completion_ids=[[0]] * len(_MADE_UP),
-        columns=prompt.columns,
-    )
+    return [
+        RewardRequest(
+            index=prompt.index,
+            prompt=prompt.text,
+            completions=_MADE_UP,
+            completion_ids=[[0]] * len(_MADE_UP),
+            columns=prompt.columns,
+            row=prompt.row,
+        )
+        for prompt in prompts
+    ]
 
 
 class News:

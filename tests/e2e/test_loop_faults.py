@@ -297,10 +297,11 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_before_an_eng
     folder = world.folder / "column"
     with loop.running(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
         assert ranks.wait() == [2], ranks.text()
-    assert "--reward f: it asks for target, and the data has no such column (it has answer): rename" in ranks.text()
+    said = "--reward f: prompts.jsonl:1: it asks for target, and the row has no such column (it has answer): add it"
+    assert said in ranks.text()
     assert "--reward-on-error" not in ranks.text()
     assert not (folder / "r" / "starting.json").exists()
-    assert not (folder / "r" / "trial").exists()
+    assert not (folder / "r" / "trials").exists()
 
 
 @pytest.mark.each_change

@@ -1,6 +1,7 @@
 """Reward functions in workers: signatures, weights, determinism, speed, files that do not load."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import psutil
@@ -273,11 +274,11 @@ def test_a_spec_says_whether_it_is_a_file():
 
 TRIALS = {
     "answer is no column": ("def f(completions, answer): return [0.0] * len(completions)", (
-        r"it asks for answer, and the data has no such column \(it has gold\): write --answer-key COLUMN for the "
-        r"column that holds the answer$"
+        r"it asks for answer, and the row has no such column \(it has gold\): add it, or write --answer-key COLUMN "
+        r"for the column that holds the answer$"
     )),
     "another is no column": ("def f(completions, target): ...", (
-        r"it asks for target, .* \(it has gold\): rename its parameter to a column, or to answer and write --answer-key"
+        r"it asks for target, .* \(it has gold\): add it, rename the parameter to a column, or to answer and "
     )),
     "text": ("def f(completions, **columns): return ['1'] * len(completions)", (
         r"completion 0 got '1' \(str\), not a number; mend the function$"
@@ -296,15 +297,22 @@ def test_a_function_that_fails_for_every_completion_ends_the_start_by_name_and_l
     code, message = TRIALS[trial]
     file = write(tmp_path, code)
     with pytest.raises(UsageError, match=rf"^--reward f: {message}") as raised:
-        with_pool([f"{file}:f"], None, trial=request(gold="42"))
+        with_pool([f"{file}:f"], None, trials=[request(gold="42")])
     assert "--reward-on-error" not in str(raised.value)
 
 
 def test_every_function_is_tried_and_each_that_fails_is_named(tmp_path):
     file = write(tmp_path, "def good(completions, **columns): return [1.0] * len(completions)\ndef bad(nothing): ...")
     with pytest.raises(UsageError) as raised:
-        with_pool([f"{file}:bad", f"{file}:good", "gsm8k"], None, trial=request(gold="42"))
+        with_pool([f"{file}:bad", f"{file}:good", "gsm8k"], None, trials=[request(gold="42")])
     assert [problem.partition(":")[0] for problem in raised.value.problems] == ["--reward bad", "--reward gsm8k"]
+
+
+def test_rows_with_other_columns_are_tried_too_and_named(tmp_path):
+    file = write(tmp_path, "def f(completions, answer): return [0.0] * len(completions)")
+    rows = [dataclasses.replace(request(answer="4"), row="a:1"), dataclasses.replace(request(gold="4"), row="a:7")]
+    with pytest.raises(UsageError, match=r"^--reward f: a:7: it asks for answer, and the row has no such column"):
+        with_pool([f"{file}:f"], None, trials=rows)
 
 
 FINE = {
@@ -323,7 +331,7 @@ def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_
     async def use(started):
         return await started.score(request(completions=["x=1.0"]))
 
-    assert with_pool([f"{file}:f"], use, trial=request(), num_workers=1).rewards == [1.0]
+    assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0]
 
 
 def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
@@ -337,7 +345,7 @@ def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
     async def use(started):
         return await started.score(request())
 
-    assert with_pool([f"{file}:f"], use, trial=request(), num_workers=1).rewards == [1.0, 1.0]
+    assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0, 1.0]
 
 
 def test_a_value_for_failures_lets_a_function_pass_its_trial_which_is_said(tmp_path, caplog):
@@ -346,5 +354,5 @@ def test_a_value_for_failures_lets_a_function_pass_its_trial_which_is_said(tmp_p
     async def use(started):
         return await started.score(request(gold="42"))
 
-    assert with_pool([f"{file}:f"], use, trial=request(gold="42"), on_error=-1.0).rewards == [-1.0, -1.0]
+    assert with_pool([f"{file}:f"], use, trials=[request(gold="42")], on_error=-1.0).rewards == [-1.0, -1.0]
     assert "--reward f: it asks for answer" in caplog.text
