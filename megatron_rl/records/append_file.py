@@ -11,9 +11,11 @@ A `LineFile` holds JSON lines that each name their version; a resumed run contin
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,6 +176,15 @@ class LineFile:
     def restart(self, version: int) -> int:
         """Drop the lines of this version and later ones; returns how many."""
         return self._keep_below(version)
+
+    def set_aside(self) -> Path | None:
+        """Copy what there is beside the file, under a number; where to, or None if there is nothing."""
+        if not self._file.size:
+            return None
+        copies = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
+        copy = next(path for path in copies if not path.exists())
+        shutil.copy(self.path, copy)
+        return copy
 
     def append(self, version: int, record: Mapping[str, Any]) -> None:
         """Write one line; AppendFailed, as on a full disk, leaves the file as it was."""

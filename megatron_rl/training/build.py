@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_fo
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
+from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
@@ -32,6 +34,7 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
+from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
@@ -81,10 +84,11 @@ def train(
             startup.say(describe_prompts(prompts.num_rows, prompts.num_held_out, prompts.num_read))
             _check_weights(settings)
             check_loaded_schedule(settings, _num_updates(settings))
+            _check_continuation(settings)
             for note in (*settings.notes, *prompts.notes):
                 _print_note(note)
             if settings.sidecar is not None:
-                sidecar = OwnSidecar(settings.sidecar, prompts.first)
+                sidecar = OwnSidecar(settings.sidecar, prompts.list_kinds())
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
@@ -158,6 +162,23 @@ def build(
         version=version,
         num_iterations=num_iterations,
     )
+
+
+def _check_continuation(settings: RunSettings) -> None:
+    """An InputError if the run's folder is that of another run than the checkpoint's, or of its beginning only."""
+    config, path = settings.checkpoint, settings.folder / metrics.FILE_NAME
+    if config.load is None or config.finetune or not path.exists():
+        return
+    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+        return
+    version, source = folders.find(config.load, config.ckpt_step)
+    records = read_lines(path)
+    last = records[-1]["version"] if records else math.inf
+    if last < version - 1:
+        raise InputError(
+            f"{settings.folder} holds a run up to version {last}, and {source} goes on from version {version}: "
+            "name the --rollout-folder of the run that saved it, or a new one"
+        )
 
 
 def _build_reference(settings: Settings, session: Session, recipe: Recipe) -> Reference | None:

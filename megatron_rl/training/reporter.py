@@ -111,7 +111,7 @@ class Reporter:
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
         if equal == groups:
             self._progress.say(
-                f"warning: in all {groups} groups every response got the same reward: this iteration teaches nothing"
+                f"warning: in all {groups} groups every response got the same reward: the gradient is zero"
             )
 
     def _write_samples(self, version: int, slots: IterationSlots) -> None:
@@ -148,15 +148,18 @@ def reporter_of(
     decode: Decode,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped.
+    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped. A run
+    that begins anew is no later attempt, and keeps copies.
 
     `others` take the place of the sinks that flags ask for.
     """
     progress = progress_of(settings.observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)
     samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
-    metrics.restart(version)
-    samples.restart(version)
+    for file in (metrics, samples):
+        if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
+            progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
+        file.restart(version)
     if others is None:
         sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
     else:

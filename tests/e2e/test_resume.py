@@ -82,11 +82,12 @@ def fault(moment: str, kill: str, call: int = 2) -> str:
 
 
 def words(world: loop.World, folder: Path, **changes) -> list[str]:
-    return world.words(
-        "run", rollout_folder=folder / "run", save=folder / "save", load=folder / "save", save_interval=1,
-        save_hf=folder / "hf", prompts_held_out=4, eval_interval=2, rollout_patience_seconds=5,
-        **{"train_iters": ITERATIONS, **changes},
-    )  # fmt: skip
+    flags = {
+        "rollout_folder": folder / "run", "save": folder / "save", "load": folder / "save", "save_interval": 1,
+        "save_hf": folder / "hf", "prompts_held_out": 4, "eval_interval": 2, "rollout_patience_seconds": 5,
+        "train_iters": ITERATIONS,
+    }  # fmt: skip
+    return world.words("run", **{**flags, **changes})
 
 
 def killed(world: loop.World, name: str, world_size: int, faults: dict[int, str], **changes) -> Path:
@@ -154,6 +155,27 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
     assert not (folder / "run" / "sidecar.log").exists()
     resumed(world, folder, 1, override_opt_param_scheduler=True, **longer)
     assert [line["version"] for line in read(folder / "run")] == [*range(ITERATIONS + 1), ITERATIONS + 1]
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_anew_keeps_what_was_there(world):
+    folder = uninterrupted(world, "earlier", 1)
+    metrics = folder / "run" / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text("".join(before.splitlines(keepends=True)[:2]))
+    more = {"train_iters": ITERATIONS + 1, "override_opt_param_scheduler": True}
+    with loop.running(folder, 1, words(world, folder, **more)) as ranks:
+        assert ranks.wait() == [4], ranks.text()
+    source = folder / "save" / f"iter_{ITERATIONS:07d}"
+    said = f"{folder / 'run'} holds a run up to version 1, and {source} goes on from version {ITERATIONS}: name the"
+    assert said in ranks.text()
+    metrics.write_text(before)
+    with loop.running(folder, 1, words(world, folder, load=None, save=None, save_interval=None, save_hf=None)) as ranks:
+        assert ranks.wait() == [0], ranks.text()
+    assert f"what an earlier run wrote into {metrics} is now metrics.jsonl.1" in ranks.text()
+    assert (folder / "run" / "metrics.jsonl.1").read_text() == before
+    assert len(read(folder / "run")) == len(before.splitlines())
 
 
 @pytest.mark.each_change

@@ -66,6 +66,18 @@ def test_a_file_has_one_writer_and_its_versions_never_decrease(tmp_path):
     file.close()
 
 
+def test_what_a_file_holds_is_set_aside_under_the_next_number(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert file.set_aside() is None
+    file.write(metrics_record(0))
+    assert [file.set_aside(), file.set_aside()] == [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2"]
+    file.restart(0)
+    file.close()
+    copy = tmp_path / "metrics.jsonl.2"
+    assert [record["version"] for record in metrics.read(copy)] == [0]
+    assert copy.stat().st_mode & 0o077 == 0
+
+
 def test_a_damaged_line_is_named_and_nothing_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"version": 0}\nnonsense\n{"version": 2}\n')
