@@ -93,7 +93,8 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), label=f"{prefix}{name}", **look, **style)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("mean reward, share of held-out prompts that pass")
+    is_evaluated = any(points for records in runs.values() for points in evaluations_of(records).values())
+    axes.set_ylabel("mean reward" + (", share of held-out prompts that pass" if is_evaluated else ""))
     axes.grid(alpha=0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
