@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.config.settings import ObserveConfig
+from megatron_rl.config.settings import CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.training.reporter import Reporter, reporter_of
@@ -26,6 +26,7 @@ class Said(Progress):
 def reporter(folder: Path, **observe: Any) -> Reporter:
     settings = SimpleNamespace(
         observe=ObserveConfig(progress="none", **observe),
+        checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None),
         architecture=SimpleNamespace(dtype="float32"),
     )
