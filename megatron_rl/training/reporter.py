@@ -148,8 +148,8 @@ def reporter_of(
     decode: Decode,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped. A run
-    that begins anew is no later attempt, and keeps copies.
+    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped. Where a
+    run begins anew, copies are kept first.
 
     `others` take the place of the sinks that flags ask for.
     """
