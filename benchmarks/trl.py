@@ -142,7 +142,7 @@ def _search(world: "World") -> Choice:
     arrangements = dict.fromkeys([(1, 1), (1, num_cores), (num_cores, 1)])
     most = size.num_searched * size.group_size
     for (num_processes, num_threads), batch_size in itertools.product(arrangements, (size.group_size, 32, 128)):
-        if batch_size in (size.group_size, *range(most // num_processes + 1)):
+        if batch_size == size.group_size or batch_size <= most // num_processes:
             choice = Choice(num_processes, num_threads, batch_size)
             times[choice] = world.run_trl(choice, size.num_searched)
     report.table(f"TRL, {size.name}", {str(choice): [rate] for choice, rate in times.items()}, "samples/s")

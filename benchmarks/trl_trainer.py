@@ -2,7 +2,8 @@
 
 It trains with TRL's own defaults, but for what SETTINGS, those of `Settings` as JSON, ask, for what only writes files,
 and for recomputed activations: they cost time and spare memory that is not short. The seconds between the ends of steps
-go to OUT. transformers samples: on a CPU vLLM packs its weights, and TRL cannot load others into it.
+go to OUT. transformers samples, by its plain `generate`: its continuous batching was tried and takes ten times as long
+on a CPU, and TRL could not load weights into a vLLM 0.32 there, which is newer than those that TRL 1.16 supports.
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def take_trials(path: Path) -> list[RewardRequest]:
-    """Those rows with made-up completions; none where there is no file. The next sidecar does not find them again."""
+    """The rows with made-up completions; none if there is no file. It is removed: they are for one sidecar."""
     try:
         prompts = decode(path.read_bytes(), _Trials).prompts
     except FileNotFoundError:
