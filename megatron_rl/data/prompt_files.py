@@ -68,7 +68,7 @@ def _file_rows(path: Path, name: str, config: DataConfig) -> Iterator[Row]:
     try:
         for line, content in _contents(path):
             num_rows += 1
-            yield _row(path, name, line, content, config)
+            yield _row(path, name, line, content, config, is_first=num_rows == 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     if num_rows == 0:
@@ -121,14 +121,16 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         raise InputError(f"{path} cannot be read as Parquet: {reason}; write it anew") from None
 
 
-def _row(path: Path, name: str, line: int, content: object, config: DataConfig) -> Row:
+def _row(path: Path, name: str, line: int, content: object, config: DataConfig, is_first: bool) -> Row:
     if not isinstance(content, dict):
         raise _error(
             path, line, f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}"
         )
     if config.prompt_key not in content:
+        # Where rows before this one have it, the flag is right.
+        remedy = "name the prompt's with --prompt-key" if is_first else "correct the row, or leave it out"
         near = suggest_nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
-        raise _error(path, line, f"has no column {config.prompt_key}{near}; name the prompt's with --prompt-key")
+        raise _error(path, line, f"has no column {config.prompt_key}{near}; {remedy}")
     prompt = _checked_prompt(path, line, content[config.prompt_key])
     return Row(f"{name}:{line}", path, line, prompt, _columns(path, line, content, config))
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class OutputLog:
     """Appends to a file up to 16 MiB, or until the disk is full, says so, and drops the rest; without a file, all."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("ab", buffering=0)
+        self._file = None if path is None else _open_for_owner(path)
         self._left = _MOST_BYTES
 
     def write(self, piece: bytes) -> None:
@@ -47,6 +48,10 @@ class OutputLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _open_for_owner(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class WorkerFault(Exception):

@@ -12,6 +12,7 @@ from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_ne
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
@@ -101,7 +102,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
     except InputError as error:
         unreadable = error
     of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward))
-    found = [*_missing(settings), *of_values, *problems(settings, architecture)]
+    found = [*_check_alone(settings, architecture), *of_values, *problems(settings, architecture)]
     if unreadable is not None and not found:
         raise unreadable
     if found:
@@ -172,10 +173,15 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     yield from reward_spec.problems(settings.reward)
 
 
-def _missing(settings: SidecarSettings) -> Iterator[str]:
-    """What a trainer fills in by itself."""
+def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
+    """Each mistake in what a trainer fills in, or checks, by itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
+    length = settings.seq_length
+    if architecture is None or length is None or settings.rollout.max_model_len is not None:
+        return
+    if settings.rollout.engine == "vllm" and length > (longest := find_longest(architecture)):
+        yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"
 
 
 def _problems_of_engines(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
@@ -203,12 +209,11 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
 
 def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
     rollout = settings.rollout
-    length = rollout.max_model_len or settings.seq_length
     if rollout.script is not None:
         yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
-    if length is None:
+    if rollout.max_model_len is None and settings.seq_length is None:
         yield "--rollout-max-model-len is missing: write it, or --seq-length"
     python = rollout.python
     if python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
@@ -217,7 +222,8 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             "installed in, its bin/python"
         )
     if architecture is not None:
-        yield from find_vllm_problems(architecture, settings.device, rollout.tensor_parallel_size, length)
+        size, length = rollout.tensor_parallel_size, rollout.max_model_len
+        yield from find_vllm_problems(architecture, settings.device, size, length)
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:

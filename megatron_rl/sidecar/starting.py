@@ -24,6 +24,7 @@ class Starting(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         unfinished = path.with_name(f".{path.name}")
+        unfinished.touch(mode=0o600)
         unfinished.write_bytes(msgspec.json.encode(self))
         unfinished.replace(path)
 

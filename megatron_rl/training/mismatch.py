@@ -1,6 +1,7 @@
 """How far the trainer's log-probs may be from those that tokens were sampled with before that ends a run."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from megatron_rl.config.settings import Settings
@@ -64,6 +65,15 @@ def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBou
         temperature=settings.sampling.temperature,
         given=settings.observe.mismatch_error,
     )
+
+
+def find_warning_bound(settings: Settings) -> float:
+    """The mean difference to warn about: none for engines that draw tokens by chance, unless one is given."""
+    if settings.observe.mismatch_warning is not None:
+        return settings.observe.mismatch_warning
+    if settings.rollout.engine == "scripted":
+        return math.inf
+    return HEALTHY[settings.rollout.dtype or settings.architecture.dtype]
 
 
 def combine_parts(parts: Iterable[Part], bound: float | None) -> Mismatch:

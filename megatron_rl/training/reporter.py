@@ -17,7 +17,7 @@ from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, Response, decode_tokens
-from megatron_rl.training.mismatch import HEALTHY
+from megatron_rl.training.mismatch import find_warning_bound
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
@@ -44,9 +44,7 @@ class Reporter:
         self._sinks = sinks
         self._progress = progress
         self._decode = decode
-        dtype = settings.rollout.dtype or settings.architecture.dtype
-        given = settings.observe.mismatch_warning
-        self._mismatch_warning = HEALTHY[dtype] if given is None else given
+        self._mismatch_warning = find_warning_bound(settings)
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""

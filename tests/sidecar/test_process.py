@@ -107,6 +107,8 @@ def test_a_sidecar_is_private_listens_once_and_says_who_waits_for_what(tmp_path:
         assert '"slots_waited_for"' in process.output.read_text()
         client.take_lease("run")
         assert run_iteration(client, 0) == list(range(8))
+        open_to_others = {path.name for path in folder.rglob("*") if path.is_file() and path.stat().st_mode & 0o077}
+        assert not open_to_others
         metrics = client._call("GET", "/metrics").text
         assert 'megatron_rl_rollout_iteration_groups{progress="claimed"} 8.0' in metrics
         assert client._call("POST", "/v1/engines", params={"count": 1}).json()["engines"]

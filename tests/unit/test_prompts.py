@@ -322,7 +322,7 @@ def nested(depth: int) -> Any:
         ([GOOD, b'{"prompt": "n1", "score": NaN}'], {}, "a.jsonl:2 is not JSON"),
         ([GOOD, b"[" * 100000], {}, "a.jsonl:2 is not JSON"),
         ([GOOD, ["n1"]], {}, "a.jsonl:2 is a list, not an object"),
-        ([GOOD, {"promt": "n1"}], {}, "a.jsonl:2 has no column prompt (the nearest is promt); name the prompt's with"),
+        ([GOOD, {"promt": "n1"}], {}, "a.jsonl:2 has no column prompt (the nearest is promt); correct the row"),
         ([{"q": "n1", "a": 1}], {}, "a.jsonl:1 has no column prompt (it has q, a)"),
         ([GOOD, {"prompt": 5}], {}, "a.jsonl:2 has a number as its prompt"),
         ([{"prompt": None}], {}, "a.jsonl:1 has null as its prompt"),

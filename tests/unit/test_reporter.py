@@ -23,11 +23,11 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def reporter(folder: Path, **observe: Any) -> Reporter:
+def reporter(folder: Path, engine: str = "vllm", **observe: Any) -> Reporter:
     settings = SimpleNamespace(
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
-        rollout=SimpleNamespace(dtype=None),
+        rollout=SimpleNamespace(dtype=None, engine=engine),
         architecture=SimpleNamespace(dtype="float32"),
     )
     return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows])
@@ -77,6 +77,16 @@ def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_pat
     to = reporter(tmp_path, mismatch_warning=given, log_samples=0)
     to._progress = said = Said()
     metrics = {"version": 0, "mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}
+    to.iteration(0, metrics, slots())
+    to.close()
+    assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
+
+
+@pytest.mark.parametrize(("given", "is_warned"), [(None, False), (0.1, True)])
+def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_if_asked(tmp_path, given, is_warned):
+    to = reporter(tmp_path, engine="scripted", mismatch_warning=given, log_samples=0)
+    to._progress = said = Said()
+    metrics = {"version": 0, "mismatch": {"mean": 5.0}, "groups": 2, "reward": {"all_equal_groups": 0}}
     to.iteration(0, metrics, slots())
     to.close()
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned

@@ -180,6 +180,13 @@ def test_engine_flags_that_do_not_fit_the_model_are_refused(words: str, message:
     assert parse(f"{VLLM} --hf-model {model} --rollout-tensor-parallel-size 2 --rollout-max-model-len 256".split())
 
 
+def test_a_length_above_the_models_is_said_of_the_flag_that_was_written(model: Path) -> None:
+    words = VLLM.replace("--seq-length 64", "--seq-length 257")
+    said = "--seq-length 257 is above the model's longest sequence, 256: write 256 or less"
+    assert problems(f"{words} --hf-model {model}") == [said]
+    assert parse(f"{words} --hf-model {model} --rollout-max-model-len 256".split())
+
+
 def test_a_head_size_without_a_cpu_kernel_is_refused_on_the_cpu_only(tmp_path: Path) -> None:
     words = f"{VLLM} --hf-model {hf_models.draw('qwen3', tmp_path / 'model', head_dim=16)}"
     (found,) = problems(words)

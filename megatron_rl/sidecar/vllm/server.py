@@ -182,7 +182,7 @@ def find_problems(
             f"takes {', '.join(map(str, CPU_HEAD_SIZES))}: choose a model with one of these, or engines on accelerators"
         )
     yield from _division(model, tensor_parallel_size)
-    longest = _longest(model)
+    longest = find_longest(model)
     if max_model_len is not None and max_model_len > longest:
         yield (
             f"--rollout-max-model-len {max_model_len} is above the model's longest sequence, {longest} "
@@ -212,7 +212,8 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
         )
 
 
-def _longest(model: Architecture) -> int:
+def find_longest(model: Architecture) -> int:
+    """Tokens of the longest sequence that an engine takes."""
     scale = model.rope.factor if model.rope.kind is RopeKind.LINEAR else 1.0
     return int(model.max_position_embeddings * scale)
 
