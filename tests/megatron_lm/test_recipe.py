@@ -25,11 +25,22 @@ if __name__ == "__main__":
 """
 
 
+# What Megatron's timers measure besides in this layout.
+MEASURED = {"tensor": "optimizer-inner-step", "pipeline": "forward-send"}
+
+
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_a_script_of_megatron_training_trains_as_the_stand_alone_script(tmp_path: Path, layout: str) -> None:
+def test_a_script_of_megatron_training_trains_as_the_stand_alone_script_and_is_timed(
+    tmp_path: Path, layout: str
+) -> None:
     world = loop.make_world(tmp_path)
     script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT)
     changes = {f"{layout}_model_parallel_size": 2}
     expected = run(world, "alone", ALONE, 2, own=(), **changes)
-    assert run(world, "wrapped", [*WRAPPED, str(script)], 2, own=(), **changes) == expected
+    timed = ("--timing-log-level", "2", "--log-interval", "1")
+    assert run(world, "wrapped", [*WRAPPED, str(script)], 2, own=timed, **changes) == expected
+    outputs = [path.read_text() for path in (world.folder / "outputs" / "wrapped").iterdir()]
+    for name in ("forward-backward", MEASURED[layout]):
+        # Once an iteration, by one rank.
+        assert sum(output.count(f"    {name} ") for output in outputs) == 2, name
