@@ -1,9 +1,9 @@
 """What overlapping generation with training is worth: the same iterations, periodic and synchronous, in turns.
 
 One vLLM engine has one core, one trainer rank the other, and the model fits their cache. Times are per token of the
-responses, since every iteration draws its own. A load is what generation takes over what training does: half by longer
-prompts, double by training that does less for a token and an engine that samples fewer responses at a time. gen and
-train are what a synchronous iteration spends on each.
+responses, since every iteration draws its own. A load is what generation takes over what training does: half by more
+training for a token (longer prompts, a reference model, recomputed layers), double by an engine that samples fewer
+responses at a time. gen and train are what a synchronous iteration spends on each.
 """
 
 import argparse
@@ -34,9 +34,10 @@ SEQ_LENGTH = 2048
 TRAINER_CORE, ENGINE_CORE = 1, 0
 OVER_IDEAL = "ratio_over_ideal_worst"
 
-
-KL = ("--grpo-kl-beta", "0.01")
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+MORE_TRAINING = (
+    "--grpo-kl-beta", "0.01",
+    "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Load:
         return self.waves * self.in_flight // GROUP_SIZE
 
 
-BALANCED = Load("balanced", 1.0, 192, 192, KL, waves=12, groups=2)
+BALANCED = Load("balanced", 1.0, 192, 144, waves=12, groups=2)
 # What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
 # what two runs of the same differ by.
 IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (BALANCED.groups, 1)
 LOADS = {
     load.name: load
-    for load in (BALANCED, Load("gen_half", 0.5, 96, 720, (*KL, *RECOMPUTE)), Load("gen_double", 2.0, 48, 56))
+    for load in (BALANCED, Load("gen_half", 0.5, 96, 360, MORE_TRAINING), Load("gen_double", 2.0, 32, 56, waves=15))
 }
 TINY = dataclasses.replace(BALANCED, in_flight=GROUP_SIZE, prompt_length=24, waves=2, groups=1)
 
