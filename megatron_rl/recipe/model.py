@@ -1,13 +1,16 @@
 """The recipe's model: built by its own provider or builder, made one that takes packs."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_rl.arguments.resolve import list_architecture_fields
 from megatron_rl.config.flag import format_value
@@ -58,7 +61,8 @@ def build_recipe(
     said: set[str] = set()
 
     def build_model(settings: Settings) -> list[PackedGPTModel]:
-        chunks = provided.build()
+        with _built_for_one_context_rank():
+            chunks = provided.build()
         for chunk in chunks:
             config: Any = chunk.config
             if problems := list(_check_settled(config, settings)):
@@ -71,6 +75,25 @@ def build_recipe(
         return [adopt(chunk, settings.architecture, settings.attention.backend) for chunk in chunks]
 
     return Recipe(build_model, {"args": args}, open_writers, timers.finish_iteration)
+
+
+@contextlib.contextmanager
+def _built_for_one_context_rank() -> Iterator[None]:
+    """Let Megatron's own core attention be built under context parallelism, which it refuses: ours takes its place."""
+    stock = DotProductAttention.__init__
+
+    @functools.wraps(stock)
+    def build(self: DotProductAttention, config: Any, *arguments: Any, **keywords: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        stock(self, alone, *arguments, **keywords)
+        self.config = config
+
+    DotProductAttention.__init__ = build
+    try:
+        yield
+    finally:
+        DotProductAttention.__init__ = stock
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
