@@ -16,7 +16,7 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.protocol.slots import Division, divide
 from megatron_rl.protocol.wire import LEAST_TEMPERATURE, Plan
 from megatron_rl.sidecar.child import problems as check_sidecar
-from megatron_rl.sidecar.settings import SidecarSettings
+from megatron_rl.sidecar.settings import SidecarSettings, pick_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
 def _share_cores(settings: Settings) -> CoreShares:
     """Of this host, where ranks and the engines of the run's own sidecar compute on its cores."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size or 1)) if is_cpu else 0
+    num_ranks = _count_local_ranks(settings) if is_cpu else 0
     has_engines = is_cpu and settings.service.endpoint is None and rollout.engine == "vllm"
     num_workers = rollout.num_engines * rollout.tensor_parallel_size if has_engines else 0
     return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
@@ -105,13 +105,18 @@ def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares)
         num_threads = cores.threads_of_worker
     # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
     journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
-    return SidecarSettings(
+    sidecar = SidecarSettings(
         platform=platform,
         hf_model=settings.model.hf_model,
         seq_length=settings.training.seq_length,
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
     )
+    return pick_devices(sidecar, _count_local_ranks(settings))
+
+
+def _count_local_ranks(settings: Settings) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size or 1))
 
 
 def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:

@@ -186,7 +186,12 @@ class RolloutConfig:
         1, "Devices that an engine is divided over.", "--rollout-tensor-parallel-size", bound="at least 1"
     )
     devices: list[int] | None = own_flag(
-        None, "The engines' accelerators, in order; all that vLLM sees if not given.", "--rollout-devices"
+        None,
+        "The engines' accelerators, in order, counted among the visible ones; those after the ranks' if not given.",
+        "--rollout-devices",
+    )
+    start_minutes: float = own_flag(
+        10.0, "How long engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
     )
     num_threads: int | None = own_flag(
         None,
@@ -215,6 +220,11 @@ class RolloutConfig:
         "--rollout-max-in-flight",
         bound="at least 1",
     )
+    vllm_args: str = own_flag(
+        "",
+        "More flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
+        "--rollout-vllm-args",
+    )
     transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
         "How weights reach the engines: through files that they share with the trainer, or from device to device.",
@@ -224,7 +234,9 @@ class RolloutConfig:
         None, "The run's folder: token, address, journal, audit log and the engines' logs.", "--rollout-folder"
     )
     listen: str = own_flag(
-        "127.0.0.1:0", "Where the sidecar listens, HOST:PORT; port 0 takes a free port.", "--rollout-listen"
+        "127.0.0.1:0",
+        "Where the sidecar listens, HOST:PORT or [HOST]:PORT; port 0 is a free port, 0.0.0.0 and [::] all addresses.",
+        "--rollout-listen",
     )
     retain_journals: int = own_flag(
         2, "How many iterations' groups the journal keeps.", "--rollout-retain-journals", bound="at least 1"
@@ -327,9 +339,6 @@ class ServiceConfig:
         "--rollout-endpoint",
     )
     token_file: Path | None = own_flag(None, "The file with the token of `--rollout-endpoint`.", "--rollout-token-file")
-    start_minutes: float = own_flag(
-        10.0, "How long engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
-    )
     deadline_minutes: float = own_flag(
         60.0,
         "How long the groups of an iteration may take before the iteration fails.",

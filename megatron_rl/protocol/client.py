@@ -13,7 +13,7 @@ from megatron_rl.protocol import wire
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
-# After the deadline of an evaluation or an iteration, for its reason to arrive.
+# After the deadline of a publish, an evaluation or an iteration, for its reason to arrive.
 _GRACE_SECONDS = 10.0
 
 
@@ -51,6 +51,8 @@ class RolloutClient:
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(_POLL_SECONDS * 2, connect=5.0),
             transport=transport,
+            # A proxy of the environment would be handed the token.
+            trust_env=False,
         )
 
     def __enter__(self) -> "RolloutClient":
@@ -73,7 +75,8 @@ class RolloutClient:
 
     def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.EngineKind:
         """Return when every engine holds the version, with how the coarsest of them computes."""
-        answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=deadline_seconds)
+        seconds = deadline_seconds + _GRACE_SECONDS
+        answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=seconds)
         return msgspec.convert(answer.json()["kind"], wire.EngineKind)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:

@@ -187,6 +187,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """nccl, hccl: of the group that the trainer opens, itself and all workers of engines."""
     probe: bytes = b""
     """Tokens whose log-probs the trainer sends too, in the `ProbeAnswer` that the publish awaits; may be empty."""
+    deadline_seconds: float | None = None
+    """How long engines may load, and the trainer compute the probe's log-probs; the sidecar's own bound if None."""
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

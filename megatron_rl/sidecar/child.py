@@ -18,6 +18,7 @@ from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
+from megatron_rl.sidecar.listening import is_loopback, parse_place
 from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, list_flags
 from megatron_rl.sidecar.starting import News
 
@@ -79,8 +80,8 @@ def _problems_of_reach(listen: str) -> Iterator[str]:
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
-    host = listen.rpartition(":")[0]
-    if not is_alone and (host == "localhost" or host.startswith("127.")):
+    place = parse_place(listen)
+    if not is_alone and place is not None and is_loopback(place[0]):
         yield (
             f"--rollout-listen {listen} cannot be reached from the other hosts: write this host's address and a port, "
             "on a private network, or --rollout-endpoint of a running sidecar"
@@ -138,7 +139,7 @@ class OwnSidecar:
             self.check()
             if time.monotonic() > deadline:
                 raise SidecarFailed(
-                    f"the sidecar did not serve within {seconds / 60:g} minutes (--rollout-start-minutes); the end of "
+                    f"the sidecar did not serve within {seconds:g} s (--rollout-start-minutes); the end of "
                     f"its log, {self._handle.log}:\n{self._tail()}"
                 )
             time.sleep(_POLL_SECONDS)
@@ -227,4 +228,6 @@ def _words(flag: Flag, value: object) -> list[str]:
     if flag.is_switch:
         return [flag.name]
     items = value if isinstance(value, list | tuple) else [value]
-    return [flag.name, *(format_value(item) for item in items)]
+    texts = [format_value(item) for item in items]
+    # A value that looks like a flag must not be taken for one.
+    return [f"{flag.name}={texts[0]}"] if texts and texts[0].startswith("-") else [flag.name, *texts]

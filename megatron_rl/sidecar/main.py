@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -17,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
@@ -27,14 +26,16 @@ from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.listening import find_url, listen
 from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
 from megatron_rl.sidecar.starting import Starting
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
-from megatron_rl.sidecar.vllm.engine import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
+from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
+from megatron_rl.sidecar.vllm.server import ServerConfig, link_package, run_folder
 from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
@@ -123,8 +124,7 @@ async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
     folder = settings.folder
     listener = listen(*settings.address)
-    host, port = listener.getsockname()[:2]
-    address = f"http://{host}:{port}"
+    address = find_url(listener)
     # Before the address: its readers look for the token next.
     token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
@@ -175,12 +175,16 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
         num_threads=rollout.num_threads or _share_cores(rollout).threads_of_worker,
         python=str(rollout.python or sys.executable),
         transport=rollout.transport,
+        flags=tuple(split_flags(rollout.vllm_args)),
     )
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+    if config.flags:
+        check_with_vllm(config.python, config.flags, link_package(sockets))
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
-    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), logs=logs)
+    deadlines = Deadlines(start=rollout.start_minutes * 60)
+    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs)
 
 
 def _share_cores(rollout: RolloutConfig) -> CoreShares:
@@ -217,18 +221,6 @@ async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> No
             await task
         return
     await task
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket for the service. Its connections take over that what is written is sent at once: asyncio asks for that
-    only where it made the socket itself, and an answer's body would wait 40 ms for the receipt of its head.
-    """
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise UsageError(f"--rollout-listen {host}:{port} cannot be opened: {error}; write another port") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def _token(folder: Path) -> str:

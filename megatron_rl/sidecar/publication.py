@@ -147,7 +147,7 @@ class Steps:
         )
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
-        report = await self._take("load", engine, lambda: engine.load(weights))
+        report = await self._take("load", engine, lambda: engine.load(weights), weights.deadline_seconds)
         _must_equal("load", engine, report, weights)
         return report
 
@@ -162,7 +162,7 @@ class Steps:
         return probed.log_probs
 
     async def _answer(self, answer: AwaitAnswer, weights: Weights) -> ProbeAnswer:
-        seconds = self._deadlines.trainer
+        seconds = weights.deadline_seconds or self._deadlines.trainer
         try:
             async with asyncio.timeout(seconds):
                 return await answer()
@@ -171,8 +171,10 @@ class Steps:
                 f"the trainer did not send its log-probs of version {weights.version}'s probe within {seconds:g} s"
             ) from None
 
-    async def _take(self, step: str, engine: Engine, action: Callable[[], Awaitable[T]]) -> T:
-        seconds = getattr(self._deadlines, step)
+    async def _take(
+        self, step: str, engine: Engine, action: Callable[[], Awaitable[T]], given_seconds: float | None = None
+    ) -> T:
+        seconds = given_seconds or getattr(self._deadlines, step)
         begun = time.monotonic()
         with self._at(engine.name, step):
             try:

@@ -2,16 +2,18 @@
 
 import argparse
 import dataclasses
-import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from megatron_rl.config import devices
 from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
@@ -63,15 +65,15 @@ class SidecarSettings:
     @property
     def address(self) -> tuple[str, int]:
         """Where to listen."""
-        host, _, port = self.rollout.listen.rpartition(":")
-        return host, int(port)
+        place = parse_place(self.rollout.listen)
+        assert place is not None
+        return place
 
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
     """The kind of device of this host, found without imports: engines may have another environment."""
-    if glob.glob("/dev/davinci[0-9]*"):
-        return "npu"
-    return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
+    kinds: tuple[devices.Kind, ...] = ("npu", "cuda")
+    return next((kind for kind in kinds if devices.list_files(kind)), "cpu")
 
 
 def list_flags() -> list[Flag]:
@@ -96,6 +98,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
     )
+    settings = pick_devices(settings, num_ranks=0)
     architecture, unreadable = None, None
     try:
         architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
@@ -167,9 +170,11 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
     imports, and how far the kernel can confine it.
     """
     yield from _problems_of_engines(settings, architecture)
-    host, _, port = settings.rollout.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        yield f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
+    if parse_place(settings.rollout.listen) is None:
+        yield (
+            f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address, "
+            "one of IPv6 in brackets"
+        )
     yield from reward_spec.problems(settings.reward)
 
 
@@ -196,21 +201,54 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
             )
         if min(rollout.devices) < 0 or len(set(rollout.devices)) < len(rollout.devices):
             yield f"--rollout-devices {named} must be different numbers, none negative: write each device once"
+        visible = list_visible(settings)
+        if visible and max(rollout.devices) >= len(visible):
+            yield (
+                f"--rollout-devices {named} must be below {len(visible)}, the number of devices that are visible here: "
+                f"they are counted from 0 among those"
+            )
         if device == "cpu" and rollout.engine == "vllm":
             yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
+    elif visible := list_visible(settings):
+        # They would have been picked otherwise.
+        yield (
+            f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
+            "devices are visible here, and the run's ranks have the first: start fewer ranks or engines, show more "
+            f"devices ({devices.VARIABLES[device]}), or start a sidecar elsewhere (--rollout-endpoint)"
+        )
     if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
+    if rollout.vllm_args and rollout.engine != "vllm":
+        yield f"{vllm_flags.FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     if rollout.engine == "vllm":
         yield from _problems_of_vllm(settings, architecture)
     else:
         yield from _problems_of_script(rollout.script, architecture)
 
 
+def list_visible(settings: SidecarSettings) -> list[str]:
+    """The devices that this sidecar's engines may be given; none where none is known of."""
+    if settings.device == "cpu" or settings.rollout.engine == "scripted":
+        return []
+    return devices.list_visible_devices(settings.device)
+
+
+def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
+    """Give engines the devices after those of so many ranks, if none are named and there are enough."""
+    rollout = settings.rollout
+    if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
+        return settings
+    num_wanted = rollout.num_engines * rollout.tensor_parallel_size
+    picked = devices.pick_after_ranks(settings.device, num_ranks, num_wanted)
+    return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))
+
+
 def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
     rollout = settings.rollout
     if rollout.script is not None:
         yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
+    yield from vllm_flags.find_problems(rollout.vllm_args)
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if rollout.max_model_len is None and settings.seq_length is None:

@@ -52,6 +52,9 @@ from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.mapping import Mapping
 
+# What a sidecar does before and after its engines start: rewards are tried, the tokenizer is read.
+_SIDECAR_SECONDS = 60.0
+
 
 def train(
     settings: RunSettings,
@@ -92,7 +95,7 @@ def train(
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         # A rank may wait for engines to start, and then for an iteration's last group.
-        waiting = datetime.timedelta(minutes=settings.service.start_minutes + settings.service.deadline_minutes)
+        waiting = datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
@@ -198,7 +201,10 @@ def _connect(
     def find() -> Address | None:
         if session.rank != 0:
             return None
-        return read_given_address(settings) if sidecar is None else sidecar.address(settings.service.start_minutes * 60)
+        if sidecar is None:
+            return read_given_address(settings)
+        # An engine that does not start in time is the sidecar's to report, with its last words.
+        return sidecar.address(settings.rollout.start_minutes * 60 + _SIDECAR_SECONDS)
 
     address = session.broadcast(session.run_or_raise_everywhere(find))
     assert address is not None

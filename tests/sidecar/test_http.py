@@ -22,7 +22,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError, read_token
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.http import build_application
-from megatron_rl.sidecar.main import listen
+from megatron_rl.sidecar.listening import listen
 from megatron_rl.sidecar.service import RolloutService
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
 

@@ -375,6 +375,19 @@ def test_who_waits_for_what_is_in_the_status():
     asyncio.run(check())
 
 
+def test_the_deadline_of_a_publish_is_that_of_its_load():
+    factory = FakeFactory()
+
+    async def check():
+        config = SupervisorConfig(**{**vars(CONFIG), "deadlines": StepDeadlines(load=3600)})
+        async with supervised(factory, 2, config) as supervisor:
+            factory.fail("engine-1", "load", *["hang"] * 9)
+            with pytest.raises(PublishFailed, match=r"engine-1: load did not finish within 0\.2 s"):
+                await supervisor.publish(msgspec.structs.replace(weights(1), deadline_seconds=0.2))
+
+    asyncio.run(check())
+
+
 def test_a_stream_gives_every_engine_its_ranks_and_is_not_retried():
     factory = FakeFactory()
 

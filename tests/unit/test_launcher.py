@@ -184,6 +184,24 @@ def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(
     assert os.listdir(start.environment["PYTHONPATH"]) == ["megatron_rl"]
 
 
+def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
+    handed_on = {
+        "NCCL_DEBUG": "INFO", "HCCL_CONNECT_TIMEOUT": "7200", "VLLM_ATTENTION_BACKEND": "FLASHINFER",
+        "CUDA_VISIBLE_DEVICES": "4,5", "XDG_CACHE_HOME": "/scratch/cache", "TRITON_CACHE_DIR": "/scratch/triton",
+        "VLLM_CPU_KVCACHE_SPACE": "7", "HF_HOME": "/scratch/hf",
+    }  # fmt: skip
+    withheld = {"VLLM_API_KEY": "secret", "VLLM_PORT": "8000", "WANDB_API_KEY": "secret", "RANK": "3"}
+    for name, value in (handed_on | withheld).items():
+        monkeypatch.setenv(name, value)
+    environment = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log")).environment
+    assert {name: environment.get(name) for name in handed_on} == handed_on
+    assert not withheld.keys() & environment.keys()
+    # What the engine needs to be is not up to them.
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
+    folder = run_folder()
+    assert make_process_spec(CONFIG, "engine-0", folder, Path("log")).environment["VLLM_RPC_BASE_PATH"] == str(folder)
+
+
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match="must belong to you and have mode 700"):
@@ -205,3 +223,11 @@ def test_an_engine_sees_its_own_accelerators(device, variable):
     assert ("--weight-transfer-config", '{"backend": "nccl"}') in zip(start.command, start.command[1:], strict=False)
     assert "--enforce-eager" not in start.command
     assert ("VLLM_ASCEND_ENABLE_NZ" in start.environment) == (device == "npu")
+
+
+@pytest.mark.parametrize("names", ["4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d"])
+def test_an_engines_accelerators_are_counted_among_those_that_are_visible(names, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    config = dataclasses.replace(CONFIG, device="cuda", devices=(2, 3), tensor_parallel_size=2)
+    start = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    assert start.environment["CUDA_VISIBLE_DEVICES"] == ",".join(names.split(",")[2:])

@@ -1,6 +1,8 @@
 """The sidecar's command line, and what of it the trainer checks before it starts one."""
 
 import ast
+import asyncio
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.sidecar.main import _factory
 from megatron_rl.sidecar.settings import parse
+from megatron_rl.sidecar.vllm.engine import VllmFactory
 from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
 
@@ -178,6 +182,37 @@ def test_a_vllm_sidecar_needs_a_longest_sequence(model: Path) -> None:
 def test_engine_flags_that_do_not_fit_the_model_are_refused(words: str, message: str, model: Path) -> None:
     assert any(line.startswith(message) for line in problems(f"{VLLM} --hf-model {model} {words}"))
     assert parse(f"{VLLM} --hf-model {model} --rollout-tensor-parallel-size 2 --rollout-max-model-len 256".split())
+
+
+def test_engines_have_as_long_to_start_as_the_flag_says(model: Path, tmp_path: Path) -> None:
+    words = VLLM.replace("/nowhere/run", str(tmp_path / "run"))
+    settings = parse(f"{words} --hf-model {model} --rollout-start-minutes 45".split())
+
+    async def find_deadline() -> float:
+        async with contextlib.AsyncExitStack() as stack:
+            factory = _factory(settings, stack)
+            assert isinstance(factory, VllmFactory)
+            return factory._deadlines.start
+
+    assert asyncio.run(find_deadline()) == 45 * 60
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--max_num_seqs 4", "--max-num-seqs is set by --rollout-max-num-seqs: write that"),
+        ("--seed 3 -tp=2", "-tp is set by --rollout-tensor-parallel-size: write that"),
+        ("--logprobs-mode raw_logprobs", "--logprobs-mode is not free: drop it"),
+        ("fp8", "'fp8' must begin with a flag of vLLM"),
+        ("--kv-cache-dtype 'fp8", "cannot be read: No closing quotation"),
+    ],
+)
+def test_flags_of_vllm_that_are_not_free_are_refused(text: str, message: str, model: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse([*VLLM.split(), "--hf-model", str(model), f"--rollout-vllm-args={text}"])
+    assert message in str(raised.value)
+    with pytest.raises(UsageError, match="--rollout-vllm-args is for --rollout-engine vllm, not scripted"):
+        parse([*SCRIPTED.split(), "--reward", "exact", f"--rollout-vllm-args={text}"])
 
 
 def test_a_length_above_the_models_is_said_of_the_flag_that_was_written(model: Path) -> None:

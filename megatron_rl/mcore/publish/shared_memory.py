@@ -93,6 +93,7 @@ class SharedMemoryPublisher:
             dtype=self._dtype or self._weights.architecture.dtype,
             location=str(folder),
             probe=b"" if self._probe is None else self._probe.tokens(version),
+            deadline_seconds=self._deadline.total_seconds(),
         )
         # Engines load while the probe is computed here.
         told = in_background(lambda: self._send(message))

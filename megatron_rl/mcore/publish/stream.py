@@ -180,6 +180,7 @@ class StreamPublisher:
             probe=b"" if self._probe is None else self._probe.tokens(version),
             manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
             world_size=world_size,
+            deadline_seconds=self._deadline,
         )
         told = in_background(lambda: receiver.publish(message, self._deadline))
         opened = self._on_device(lambda: self._make_sender(self._transport, host, port, world_size, self._model))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import megatron_rl
+from megatron_rl.config import devices
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
@@ -32,10 +33,13 @@ _MAX_FOLDER_BYTES = 70
 # What engines inherit from the environment of the sidecar; the rest is set below or by the user.
 _INHERITED = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TZ",
-    "CUDA_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH",
-    "HF_HOME", "TRANSFORMERS_CACHE", "HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+    "ATB_HOME_PATH", "HF_HOME", "TRANSFORMERS_CACHE",
 )  # fmt: skip
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_INHERITED_FAMILIES = (
+    "NCCL_", "HCCL_", "GLOO_", "UCX_", "VLLM_", "CUDA_", "ASCEND_", "TRITON_", "TORCHINDUCTOR_", "XDG_",
+)  # fmt: skip
+# Of those what would change who may speak with the engine, or where its processes meet.
+_WITHHELD = ("VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_LOGGING_CONFIG_PATH")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +116,9 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
 
 
 def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
-    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    environment = {name: value for name, value in os.environ.items() if _is_inherited(name)}
     environment |= {
-        "PYTHONPATH": str(_package_folder(folder)),
+        "PYTHONPATH": str(link_package(folder)),
         "PYTHONUNBUFFERED": "1",
         # vLLM's own sockets, and the files of torch's rendezvous.
         "VLLM_RPC_BASE_PATH": str(folder),
@@ -130,17 +134,21 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         environment |= {
             "OMP_NUM_THREADS": str(config.num_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(config.cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": environment.get("VLLM_CPU_KVCACHE_SPACE", str(config.cache_gib)),
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
     elif config.devices:
-        environment[_VISIBLE_DEVICES[config.device]] = ",".join(map(str, config.devices))
+        environment[devices.VARIABLES[config.device]] = devices.name_devices(config.device, config.devices)
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
     return {**environment, **config.environment}
+
+
+def _is_inherited(name: str) -> bool:
+    return name in _INHERITED or (name.startswith(_INHERITED_FAMILIES) and name not in _WITHHELD)
 
 
 def _make_private(folder: Path) -> None:
@@ -158,7 +166,7 @@ def _make_private(folder: Path) -> None:
         )
 
 
-def _package_folder(folder: Path) -> Path:
+def link_package(folder: Path) -> Path:
     """Make a folder with this package alone: the engine's interpreter has all others itself."""
     packages = folder / "python"
     packages.mkdir(mode=0o700, exist_ok=True)

@@ -1,0 +1,50 @@
+"""Which accelerators of this host engines get: those that the environment shows and no rank computes on.
+
+A device has its number among those that are visible, as torch counts them: with CUDA_VISIBLE_DEVICES=4,5 there are 0
+and 1.
+"""
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
+
+Kind = Literal["cuda", "npu"]
+
+
+def list_visible_devices(kind: Kind, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The names of the visible devices, as the variable of this kind has them."""
+    given = environment.get(VARIABLES[kind])
+    if given is None:
+        return [str(number) for number in range(len(list_files(kind)))]
+    return list(_names(given))
+
+
+def list_files(kind: Kind) -> list[str]:
+    """The kernel's files of the devices on this host."""
+    return glob.glob(_FILES[kind])
+
+
+def _names(text: str) -> Iterator[str]:
+    """Up to the first one that names no device: CUDA ignores what follows it."""
+    for name in text.split(","):
+        name = name.strip()
+        if not name or name.startswith("-"):
+            return
+        yield name
+
+
+def pick_after_ranks(kind: Kind, num_ranks: int, num_wanted: int) -> list[int] | None:
+    """Devices for engines beside so many ranks, which have the first ones; None if there are too few."""
+    picked = list(range(num_ranks, num_ranks + num_wanted))
+    return picked if num_ranks + num_wanted <= len(list_visible_devices(kind)) else None
+
+
+def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:
+    """What the variable must say for a process to see these alone."""
+    visible = list_visible_devices(kind)
+    # Where none is known to be visible the numbers are those of the host.
+    return ",".join(visible[number] if visible else str(number) for number in numbers)

@@ -1,0 +1,70 @@
+"""Where the sidecar listens, and the address at which others reach it."""
+
+import ipaddress
+import socket
+
+from megatron_rl.errors import UsageError
+
+# Addresses that documentation alone uses (RFC 5737, RFC 3849): a route to them is the one to any other network.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+
+def parse_place(text: str) -> tuple[str, int] | None:
+    """Split HOST:PORT, the host of IPv6 in brackets; None if it is neither."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if ":" not in host:
+            return None
+    elif ":" in host:
+        return None
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        return None
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host that is written so can be reached from this one alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the service. Its connections take over that what is written is sent at once: asyncio asks for that
+    only where it made the socket itself, and an answer's body would wait 40 ms for the receipt of its head.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # An IPv6 place has its scope as well, which create_server does not type.
+        listener = socket.create_server(place[:2], family=family)  # type: ignore[arg-type]
+    except OSError as error:
+        written = f"[{host}]" if ":" in host else host
+        raise UsageError(f"--rollout-listen {written}:{port} cannot be opened: {error}; write another port") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def find_url(listener: socket.socket) -> str:
+    """The address at which other hosts reach what listens.
+
+    A socket that listens on all addresses of the host (0.0.0.0, ::) is reached at the one from which this host reaches
+    other networks.
+    """
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = _find_own_address(listener.family)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _find_own_address(family: socket.AddressFamily) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # This chooses a route and sends nothing.
+            probe.connect((_ELSEWHERE[family], 9))
+        except OSError:
+            # A host without a route has no other address that is known to lead to it.
+            return _LOOPBACK[family]
+        return probe.getsockname()[0]

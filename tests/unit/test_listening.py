@@ -1,0 +1,105 @@
+"""Where a sidecar listens, and the address that others are told."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.errors import UsageError
+from megatron_rl.protocol.client import RolloutClient, RolloutError
+from megatron_rl.sidecar.listening import find_url, is_loopback, listen, parse_place
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("host-7.cluster:65535", ("host-7.cluster", 65535)),
+        ("[::]:80", ("::", 80)),
+        ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+        ("::1:80", None),
+        ("[127.0.0.1]:80", None),
+        ("127.0.0.1", None),
+        (":80", None),
+        ("[]:80", None),
+        ("127.0.0.1:65536", None),
+        ("127.0.0.1:-1", None),
+        ("127.0.0.1:\uff18", None),
+    ],
+)
+def test_a_place_is_a_host_and_a_port(text: str, place: tuple[str, int] | None) -> None:
+    assert parse_place(text) == place
+
+
+@pytest.mark.parametrize(
+    ("host", "is_alone"),
+    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("host-7", False)],
+)
+def test_hosts_that_only_this_one_reaches_are_known(host: str, is_alone: bool) -> None:
+    assert is_loopback(host) == is_alone
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_the_address_that_is_told_reaches_the_listener(host: str) -> None:
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this host has no IPv6")
+    with listen(host, 0) as listener:
+        url = find_url(listener)
+        assert "//0.0.0.0:" not in url
+        assert "[::]" not in url
+        place = parse_place(url.removeprefix("http://"))
+        assert place is not None
+        with socket.create_connection(place, timeout=10):
+            pass
+
+
+def test_a_place_that_is_taken_is_said_as_it_is_written() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"--rollout-listen 127\.0\.0\.1:{port} cannot be opened"):
+            listen("127.0.0.1", port)
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """A proxy's address, and what it was handed."""
+    handed: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    handed.append(connection.recv(65536))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", handed
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def test_a_proxy_of_the_environment_is_not_handed_the_token(
+    proxy: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, handed = proxy
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, address)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    # Nobody listens there.
+    with RolloutClient("http://127.0.0.2:9", "the-token", patience=0.1) as client, pytest.raises(RolloutError):
+        client.take_lease("run")
+    assert handed == []
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
