@@ -7,7 +7,20 @@ import pytest
 
 from tests import stand_in_tree
 from tests.e2e import loop
-from tests.e2e.recipe_runs import ALONE, MODEL, WRAPPED, run, words_of
+from tests.e2e.recipe_runs import (
+    ALONE,
+    LAYOUTS,
+    MODEL,
+    WRAPPED,
+    check_layout,
+    find_world,
+    make_worlds,
+    run,
+    words_of,
+)
+
+# Source trees of Megatron-LM, with colons between them; the tests of each are skipped without.
+TREES = [Path(tree) for tree in os.environ.get("MEGATRON_LM_TREES", "").split(os.pathsep) if tree]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +68,21 @@ def test_recipes_on_two_ranks_train_as_the_stand_alone_script(world: loop.World,
     script = stand_in_tree.make_tree(world.folder / "trees" / place, shape)
     expected = run(world, f"{place}-alone", ALONE, 2, own=(), **changes)
     assert run(world, place, [*WRAPPED, str(script)], 2, **changes) == expected
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, loop.World]:
+    return make_worlds(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_the_script_of_a_tree_trains_as_the_stand_alone_script_and_is_timed(
+    worlds: dict[str, loop.World], tree: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tree}:{os.environ.get('PYTHONPATH', '')}")
+    check_layout(find_world(worlds, layout), layout, tree / "pretrain_gpt.py")
 
 
 @pytest.mark.slow
