@@ -229,7 +229,7 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     norms = "in a model without norms of queries and keys"
     yield model.qk_layernorm, norms, "optimizer", "apply_wd_to_qk_layernorm"
     yield is_interleaved, "without virtual pipeline stages", "transformer", "microbatch_group_size_per_vp_stage"
-    yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size"
+    yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size num_buckets"
     sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"
     yield ddp.use_distributed_optimizer, "without --use-distributed-optimizer", "ddp", sharded
     yield ddp.nccl_ub, "without --use-nccl-ub", "ddp", "disable_symmetric_registration"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron_rl import platforms
 from megatron_rl.arguments import resolve as config
 from megatron_rl.arguments.resolve import build_transformer_config
+from megatron_rl.mcore.model.gpt import settle_bucket_size
 from megatron_rl.types import Architecture, Experts
 
 MODEL = Architecture(
@@ -56,3 +57,12 @@ def test_flags_override_the_architecture_and_the_platform_overrides_both(monkeyp
     assert able.params_dtype == able.pipeline_dtype == torch.bfloat16
     on_cpu = build_transformer_config(MODEL, overrides, platforms.select("cpu"))
     assert (on_cpu.bias_dropout_fusion, on_cpu.moe_grouped_gemm, on_cpu.transformer_impl) == (False, False, "local")
+
+
+def test_a_number_of_buckets_becomes_their_size() -> None:
+    of_new_cores = SimpleNamespace(num_buckets=3, bucket_size=None)
+    settle_bucket_size(of_new_cores, 110)
+    assert of_new_cores.bucket_size == 36
+    for given in (SimpleNamespace(bucket_size=7), SimpleNamespace(num_buckets=None, bucket_size=7)):
+        settle_bucket_size(given, 110)
+        assert given.bucket_size == 7

@@ -6,6 +6,7 @@ fields of megatron-core's configurations are read when a model is trained is see
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_rl.arguments import command_line, flags, resolve
 from megatron_rl.config.flag import Flag, Kind
@@ -389,6 +391,8 @@ ROWS: dict[str, Row] = {
     "--clip-grad": Row("--clip-grad 0.5", "optimizer.clip_grad"),
     "--log-num-zeros-in-grad": Row("--log-num-zeros-in-grad", "optimizer.log_num_zeros_in_grad"),
 }
+if Version(importlib.metadata.version("megatron-core")) >= Version("0.18"):
+    ROWS["--ddp-num-buckets"] = Row("--ddp-num-buckets 3", "ddp.num_buckets")
 
 
 @pytest.fixture(scope="module")

@@ -143,12 +143,21 @@ def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig
     config = chunks[0].config
     # Megatron writes the size of buckets into it.
     ddp_config = copy.copy(ddp_config)
+    settle_bucket_size(ddp_config, sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters()))
     is_half = config.bf16 or config.fp16
     halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(halves)
     ]
+
+
+def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters: int) -> None:
+    """Turn a number of buckets into their size, as Megatron's own training does: its core knows sizes alone."""
+    # From 0.18 on.
+    num_buckets = getattr(ddp_config, "num_buckets", None)
+    if num_buckets is not None:
+        ddp_config.bucket_size = num_parameters // num_buckets
 
 
 def unwrap(module: torch.nn.Module) -> PackedGPTModel:
