@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from megatron_rl.arguments import command_line, flags
 from megatron_rl.arguments import resolve as config
 from megatron_rl.config.flag import index_by_name
+from megatron_rl.config.settings import Settings
 from tests import recipes
+from tests.launch_scripts import read_blocks
 
 # Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
 DIFFERENCES = {
@@ -57,8 +60,8 @@ class Configs:
 
 
 @pytest.fixture
-def their_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
-    """What megatron.training's own parser makes of a recipe."""
+def their_parser(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Configs]:
+    """megatron.training's own parser, and what follows from it."""
     from megatron.training import arguments as theirs
     from megatron.training import training
 
@@ -68,15 +71,28 @@ def their_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("RANK", "0")
 
-    def configs(name: str) -> Configs:
-        monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *recipes.words(name)])
-        parsed = theirs.validate_args(theirs.parse_args())
+    def parse(words: list[str]) -> Configs:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        # Launch scripts of others have flags of their own.
+        parsed = theirs.validate_args(theirs.parse_args(ignore_unknown_args=True))
         return Configs(
             theirs.core_transformer_config_from_args(parsed),
             training.get_megatron_optimizer_config(parsed)[0],
             training.get_megatron_ddp_config(parsed),
         )
+
+    return parse
+
+
+@pytest.fixture
+def their_configs(
+    monkeypatch: pytest.MonkeyPatch, their_parser: Callable[[list[str]], Configs]
+) -> Callable[[str], Configs]:
+    """What it makes of a recipe."""
+
+    def configs(name: str) -> Configs:
+        monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
+        return their_parser(recipes.words(name))
 
     return configs
 
@@ -130,6 +146,95 @@ def test_every_difference_that_is_allowed_occurs(
     for name in recipes.NAMES:
         found |= set(differences(getattr(their_configs(name), subject), getattr(our_configs(name), subject)))
     assert found == set(DIFFERENCES[subject])
+
+
+# In what the configurations of real launch scripts differ besides: the flag that a note of ours names for it.
+SAID = {
+    "hidden_dropout": "--hidden-dropout",
+    "attention_dropout": "--attention-dropout",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "inference_cuda_graph_scope": "--cuda-graph-impl",
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+    "deterministic_mode": "--deterministic-mode",
+    # The platform of these tests computes the same without.
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    **dict.fromkeys(
+        ("use_precision_aware_optimizer", "store_param_remainders", "megatron_fsdp_use_decoupled_grad"),
+        "--use-precision-aware-optimizer",
+    ),
+}
+OF_CONFIG_JSON = {"layernorm_epsilon", "window_size"}
+# Kernels of TransformerEngine, which flags name and this machine lacks.
+KERNELS = {
+    "megatron.core.models.common.embeddings.rope_utils": (
+        "fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd",
+    ),
+    "megatron.core.transformer.moe.moe_utils": (
+        "fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs", "fused_unpermute",
+    ),
+}  # fmt: skip
+# Values that forks have beside Megatron's; of tokenizers' nothing here depends on one.
+_TOKENIZERS = ("PretrainedFromHF", "LLama3Tokenizer", "MixtralTokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer")
+OF_FORKS = {("--moe-token-dispatcher-type", "alltoall_seq"), ("--moe-layer-freq", "-1")} | {
+    ("--tokenizer-type", name) for name in _TOKENIZERS
+}
+OF_SLIME = "taken as slime's, whose runs have --bf16, --use-distributed-optimizer"
+BLOCKS = [block for block in read_blocks() if not block.refused]
+
+
+def test_launch_scripts_of_other_projects_come_to_megatrons_configurations_but_for_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, their_parser: Callable[[list[str]], Configs]
+) -> None:
+    monkeypatch.setattr(config, "_settle_limits", lambda *_: {})
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(f"{module}.{name}", object())
+    unsaid, met = {}, set()
+    for number, block in enumerate(BLOCKS):
+        words = block.complete(tmp_path / str(number))
+        monkeypatch.setenv("WORLD_SIZE", str(block.ranks))
+        settings = command_line.parse([*words, "--platform", "cpu"])
+        theirs = their_parser(_complete_for_theirs(words, settings))
+        found = {
+            field
+            for subject, allowed in DIFFERENCES.items()
+            for field in differences(getattr(theirs, subject), getattr(settings, subject)).keys() - set(allowed)
+        }
+        notes = "\n".join(settings.notes)
+        left = {field for field in found - OF_CONFIG_JSON if SAID.get(field, "nothing") not in notes}
+        if left:
+            unsaid[block.name] = left
+        met |= found
+    assert not unsaid
+    assert met == SAID.keys() | OF_CONFIG_JSON
+    assert len(BLOCKS) >= 60
+
+
+def _complete_for_theirs(words: list[str], settings: Settings) -> list[str]:
+    """With what our parser takes from config.json, and without values that only forks know."""
+    architecture, transformer = settings.architecture, settings.transformer
+    described = {
+        "--num-layers": transformer.num_layers,
+        "--hidden-size": transformer.hidden_size,
+        "--ffn-hidden-size": transformer.ffn_hidden_size,
+        "--num-attention-heads": transformer.num_attention_heads,
+        "--max-position-embeddings": architecture.max_position_embeddings,
+        "--seq-length": settings.training.seq_length,
+        "--micro-batch-size": 1,
+    }
+    words = list(words)
+    if OF_SLIME in "\n".join(settings.notes):
+        # Its own parser sets them.
+        words += ["--bf16", "--use-distributed-optimizer"]
+    for flag, value in OF_FORKS:
+        if flag in words and words[words.index(flag) + 1] == value:
+            place = words.index(flag)
+            del words[place : place + 2]
+    return [*words, *(word for flag, value in described.items() if flag not in words for word in (flag, str(value)))]
 
 
 def test_every_flag_of_megatrons_parser_is_in_one_of_the_three_classes() -> None:
