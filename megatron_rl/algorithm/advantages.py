@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-# Keeps the deviation of a group from dividing by zero; what GRPO's authors chose.
+# Keeps a group whose deviation is zero from dividing by zero; the value that GRPO's authors chose.
 _EPSILON = 1e-6
 
 Advantage = Callable[[np.ndarray], np.ndarray]
@@ -17,20 +17,20 @@ def grpo(rewards_K: np.ndarray) -> np.ndarray:
 
 
 def mean(rewards_K: np.ndarray) -> np.ndarray:
-    """r - mean: what was hard is not weighed up (Dr. GRPO). Equal rewards give exactly zero."""
+    """r - mean: not divided by the deviation, so hard prompts get no extra weight (Dr. GRPO). Equal rewards give 0."""
     if is_all_equal(rewards_K):
         return np.zeros_like(rewards_K)
     return rewards_K - rewards_K.mean()
 
 
 def rloo(rewards_K: np.ndarray) -> np.ndarray:
-    """r less the mean of the others' (leave one out)."""
+    """r minus the mean of the group's other rewards (leave one out)."""
     count = len(rewards_K)
     return mean(rewards_K) * (count / (count - 1))
 
 
 def is_all_equal(rewards_K: np.ndarray) -> bool:
-    """Such a group teaches nothing: every advantage is zero."""
+    """Whether all rewards are equal: such a group teaches nothing, since every advantage is zero."""
     return bool((rewards_K == rewards_K[0]).all())
 
 

@@ -1,4 +1,4 @@
-"""What a micro-batch adds to the loss of its update, and what it says about itself.
+"""What a micro-batch adds to the loss of its update, and the statistics that it reports.
 
 Letters: N targets, S responses of the micro-batch.
 """
@@ -14,14 +14,14 @@ from megatron_rl.config.settings import AlgorithmConfig
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Scalars by name: those that add up, and those of which the largest counts."""
+    """Scalars by name: sums, which are added up, and maxima, of which the largest counts."""
 
     sums: Mapping[str, torch.Tensor]
     maxima: Mapping[str, torch.Tensor]
 
 
 def combine_statistics(many: Iterable[Statistics]) -> tuple[dict[str, float], dict[str, float]]:
-    """The sums and the maxima of all, in float64, in the order in which they come."""
+    """Combine the sums and the maxima of all, in float64, in the order given."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for one in many:
@@ -41,24 +41,24 @@ def _larger(a: float | None, b: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class RoleLogProbs:
-    """The log-probs of a micro-batch's targets under each role; of the policy with gradients."""
+    """The log-probs of a micro-batch's targets under each role; the policy's have gradients."""
 
     policy_N: torch.Tensor
     old_N: torch.Tensor
-    """The policy that sampled; the policy's own, without gradients, where it is the same."""
+    """Under the policy that sampled; if that is the policy itself, its own log-probs without gradients."""
     reference_N: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """GRPO, as the flags have it."""
+    """GRPO, as the flags configure it."""
 
     config: AlgorithmConfig
     max_tokens: int
     """The most tokens of a response."""
 
     def share(self, num_targets: int, num_responses: int) -> int:
-        """A micro-batch's share of the update's denominator."""
+        """Return a micro-batch's share of the update's denominator."""
         return count_share(self.config.aggregation, num_targets, num_responses, self.max_tokens)
 
     def loss(
@@ -69,7 +69,7 @@ class Objective:
         sequences_N: torch.Tensor,
         lengths_S: torch.Tensor,
     ) -> tuple[torch.Tensor, Statistics]:
-        """The sum over the micro-batch, to be divided by the update's denominator, and its statistics."""
+        """Return the micro-batch's sum of losses, not yet divided by the update's denominator, and its statistics."""
         config, old_N = self.config, log_probs.old_N
         clip = Clip(config.clamp_eps_lower, config.clamp_eps_upper)
         ratio_N = (log_probs.policy_N - old_N).exp()
@@ -102,10 +102,10 @@ def _measure(
         "ratio": ratio_N.sum(dtype=torch.float64),
         "clipped_low": clip.is_low(ratio_N, advantages_N).sum(),
         "clipped_high": clip.is_high(ratio_N, advantages_N).sum(),
-        # The old policy sampled the tokens: the mean of this is its entropy's, without a bias.
+        # The old policy sampled the tokens, so the mean of this estimates its entropy without bias.
         "entropy": -old_N.sum(dtype=torch.float64),
         "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
-        # Of the engine's tokens: how far the trainer's policy is from the one that sampled.
+        # On the engine's tokens: how far the trainer's policy is from the one that sampled them.
         "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),
     }
     if divergence_N is not None:

@@ -1,1 +1,1 @@
-"""From prompts and responses to the packs that a micro-batch is made of."""
+"""From prompts and responses to packs, one per micro-batch."""

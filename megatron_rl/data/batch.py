@@ -23,7 +23,7 @@ class Batch:
     """The slot's number in its iteration."""
     pack: Pack
     engine_log_probs_N: torch.Tensor
-    """What the engine sampled with, fp32."""
+    """The engine's log-probs of the tokens that it sampled, fp32."""
     advantages_S: torch.Tensor
     lengths_S: torch.Tensor
     """Tokens of each response."""
@@ -38,7 +38,7 @@ class Batch:
         return len(self.engine_log_probs_N)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device."""
+        """Return the same batch on a device."""
         return dataclasses.replace(
             self,
             pack=self.pack.to(device),
@@ -59,10 +59,10 @@ class Batcher:
     is_shared: bool = True
     """Whether the responses of a group share one copy of their prompt."""
     prepare: Callable[[Layout], object] | None = None
-    """Makes what the attention looks up of a layout, here and not in the first layer."""
+    """Prepares what the attention looks up of a layout, so that the first layer need not."""
 
     def batch(self, slot: Slot) -> Batch:
-        """The slot's groups in one pack, in their order."""
+        """Pack the slot's groups, in their order."""
         responses = [response for part in slot.parts for response in part.responses]
         groups: list[tuple[Tokens, list[Tokens]]] = [
             (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])

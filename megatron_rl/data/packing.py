@@ -1,4 +1,4 @@
-"""Groups of a prompt and its responses, laid out in the one buffer that a micro-batch is.
+"""Groups of a prompt and its responses, laid out in the one buffer of a micro-batch.
 
 Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted).
 """
@@ -46,7 +46,7 @@ class Pack:
 
 
 def separated(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[tuple[Tokens, list[Tokens]]]:
-    """Each response in a group of its own, behind its own copy of the prompt."""
+    """Put each response in a group of its own, behind its own copy of the prompt."""
     return [(prompt, [response]) for prompt, responses in groups for response in responses]
 
 
@@ -56,15 +56,15 @@ def pack_groups(
     padding_token: int = 0,
     vocab_size: int | None = None,
 ) -> Pack:
-    """Each group once: its prompt, then its responses behind it; every token of a response is a target.
+    """Lay out each group once, its prompt and then its responses; every token of a response is a target.
 
-    With `vocab_size` a token outside it is an error here: a rank that does not hold it would embed it as zeros.
+    With `vocab_size`, a token outside the vocabulary raises here: later it would silently be embedded as zeros.
     """
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)
     segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
     rows, tokens, sequences = _targets(layout, segments)
-    # Padding is a segment that nothing sees. A buffer is never empty: every rank has a row to compute.
+    # Padding is a segment that no token attends to. A buffer is never empty: every rank has a row to compute.
     padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
     if padding:
         layout = Layout((*layout.lengths, padding), (*layout.parents, ROOT))
@@ -84,12 +84,12 @@ def pack_groups(
 
 
 def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_token: int = 0) -> Pack:
-    """Plain sequences, nothing shared: every token but the first is a target."""
+    """Pack plain sequences that share nothing: every token but the first is a target."""
     return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
 
 
 def _targets(layout: Layout, segments: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, tokens and response numbers of the targets: all tokens of the segments that have a parent."""
+    """Return rows, tokens and response numbers of the targets: all tokens of the segments that have a parent."""
     rows: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     numbers: list[np.ndarray] = []

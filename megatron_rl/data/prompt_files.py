@@ -1,4 +1,4 @@
-"""Files of prompts: JSONL and Parquet, row by row, every fault named by file and line."""
+"""Files of prompts: JSONL and Parquet, read row by row; errors name file and line."""
 
 import codecs
 import dataclasses
@@ -18,16 +18,16 @@ from megatron_rl.rewards.types import ANSWER, GIVEN
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 
-# All that handles a column after this, rewards included, does so by recursion.
+# Whatever handles a column after this, rewards included, recurses into it.
 _DEEPEST = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file: its prompt as it is there, and the columns that rewards get."""
+    """One row of a file: its prompt as written there, and the columns that rewards get."""
 
     identity: str
-    """FILE:LINE, counted from 1; the same wherever the file lies."""
+    """FILE:LINE, with lines counted from 1; it does not depend on the folder that the file lies in."""
     path: Path
     line: int
     prompt: str | list[JSON]
@@ -35,12 +35,12 @@ class Row:
     columns: JSON
 
     def error(self, reason: str) -> InputError:
-        """What is wrong with this row."""
+        """Make an error that names this row."""
         return _error(self.path, self.line, reason)
 
 
 def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
-    """The rows of all files, in the order given; `flag` is the one that named them."""
+    """Read the rows of all files, in the order given; `flag` is the one that named the files."""
     if config.prompt_key == config.answer_key:
         raise UsageError(f"--prompt-key and --answer-key are both {config.prompt_key}: they name two columns")
     return [
@@ -49,12 +49,12 @@ def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts"
 
 
 def _names(paths: Sequence[Path], flag: str) -> list[str]:
-    """What each file is called in identities: its name, with as many folders before it as tell all files apart."""
+    """Name each file for identities: its own name, behind as many of its folders as tell all files apart."""
     files = [os.path.realpath(path) for path in paths]
     for number, path in enumerate(paths):
         if files[number] in files[:number]:
             raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
-    # Names are hashed and sent as UTF-8, which that of a file need not be.
+    # Names are hashed and sent as UTF-8, and a file's name need not be valid UTF-8.
     parts = [Path(os.fsencode(file).decode(errors="backslashreplace")).parts for file in files]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -76,7 +76,7 @@ def _file_rows(path: Path, name: str, config: DataConfig) -> Iterator[Row]:
 
 
 def _contents(path: Path) -> Iterator[tuple[int, object]]:
-    """What the rows of a file are, with their lines."""
+    """Yield the contents of a file's rows, with their line numbers."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
         return _jsonl(path)
@@ -127,7 +127,7 @@ def _row(path: Path, name: str, line: int, content: object, config: DataConfig, 
             path, line, f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}"
         )
     if config.prompt_key not in content:
-        # Where rows before this one have it, the flag is right.
+        # If earlier rows have the column, the flag is right.
         remedy = "name the prompt's with --prompt-key" if is_first else "correct the row, or leave it out"
         near = suggest_nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
         raise _error(path, line, f"has no column {config.prompt_key}{near}; {remedy}")
@@ -136,7 +136,7 @@ def _row(path: Path, name: str, line: int, content: object, config: DataConfig, 
 
 
 def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
-    """What rewards get of a row; its prompt reaches them by itself."""
+    """Return the columns that rewards get of a row; they get its prompt separately."""
     key = config.answer_key
     if key != ANSWER:
         if key not in content:
@@ -160,7 +160,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
 
 
 def _not_json(value: object, depth: int = 0) -> str | None:
-    """What in a value is nothing that JSON can say, or that cannot travel; None where all is well."""
+    """Say what in a value JSON cannot express, or the wire cannot carry; None if all is well."""
     if value is None or isinstance(value, str | bool):
         return None
     if isinstance(value, int):
@@ -203,7 +203,7 @@ def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:
 
 
 def _kind(value: object) -> str:
-    """The type of a value, for people."""
+    """Name the type of a value, for people."""
     named = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
     return named.get(type(value)) or ("an object" if isinstance(value, dict) else f"a {type(value).__name__} value")
 

@@ -1,4 +1,4 @@
-"""The prompts of a run: which there are, in which order they are taken, and which are held out."""
+"""The prompts of a run: which ones are trained on, in which order, and which are held out."""
 
 import hashlib
 import itertools
@@ -18,7 +18,7 @@ from megatron_rl.protocol.wire import Prompt, decode_tokens
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a source has come, and what it must be a source of for that to mean anything."""
+    """How many prompts a source has given, and what identifies the data and order that this number refers to."""
 
     num_taken: int
     seed: int
@@ -30,9 +30,9 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class PromptSource:
     """The prompts to train on, taken in an order that is a function of data set, seed and epoch.
 
-    - Every row is taken exactly once an epoch; a take may end one epoch and begin the next.
+    - Every row is taken exactly once per epoch; a take may end one epoch and begin the next.
     - What is taken depends on how many prompts were taken before, and not on how many at a time.
-    - A source that is restored goes on as the one that was never stopped.
+    - A source that is restored goes on as if it had never been stopped.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PromptSource:
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
         """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
-        """What a person should know of the data, each said once."""
+        """What a person should know about the data; each note is printed once."""
         self.fingerprint = _fingerprint(self._prompts)
         """Of the rows to train on: their identities and tokens, in order."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
@@ -83,7 +83,7 @@ class PromptSource:
 
     @property
     def epochs(self) -> float:
-        """How many times the data set was gone through."""
+        """How many passes over the data set have been made."""
         return self._num_taken / self.num_rows
 
     def take(self, count: int) -> list[Prompt]:
@@ -106,7 +106,7 @@ class PromptSource:
         return state
 
     def restore(self, state: object) -> None:
-        """Go on from that state; an InputError says what differs if it is another data set's, or another order's."""
+        """Go on from that state; raise an InputError that says what differs if data set or order are not the same."""
         try:
             saved = msgspec.convert(state, PromptState)
         except msgspec.ValidationError as error:
@@ -155,11 +155,11 @@ class PromptSource:
 def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
     """Read, tokenize, filter and divide the prompts of a run.
 
-    `longest` is the most tokens that leave room for a response: what the length of a sequence is above one's.
+    `longest` is the most tokens of a prompt: the length of a sequence less the longest response.
     """
     _check(config)
     assert config.prompts is not None
-    # All files before any tokenizer: a fault in the last one is said in seconds.
+    # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
     rows = read_rows(config.prompts, config)
     eval_rows = read_rows(config.eval_prompts, config, "--eval-prompts") if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
@@ -196,7 +196,7 @@ def _check(config: DataConfig) -> None:
 def _fitting(
     rows: Sequence[Row], tokenizer: PromptTokenizer, config: DataConfig, longest: int, flag: str, notes: list[str]
 ) -> list[Prompt]:
-    """The prompts that are short enough; what is left out is noted."""
+    """Return the prompts that are short enough; add a note of how many are left out."""
     limit = config.max_prompt_tokens
     prompts = []
     for row, prompt in zip(rows, tokenizer.prompts(rows), strict=True):
@@ -223,14 +223,14 @@ def _fitting(
 
 
 def _drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """That many prompts. A row is drawn by seed and identity alone: filters and other rows hardly change which."""
+    """Draw `count` prompts by seed and row identity alone: filters and other rows hardly change which are drawn."""
     return sorted(prompts, key=lambda prompt: _digest(f"held out\0{seed}\0{prompt.row}"))[:count]
 
 
 def _not_held_out(
     prompts: Sequence[Prompt], held_out: Sequence[Prompt], config: DataConfig, notes: list[str]
 ) -> list[Prompt]:
-    """The prompts to train on: those whose tokens are not also a held-out prompt's."""
+    """Return the prompts to train on: those whose tokens differ from every held-out prompt's."""
     tokens = {prompt.tokens for prompt in held_out}
     kept = [prompt for prompt in prompts if prompt.tokens not in tokens]
     num_drawn = 0 if config.eval_prompts else len(held_out)
@@ -248,7 +248,7 @@ def _not_held_out(
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch. RandomState is numpy's only generator whose numbers no version may change."""
+    """Return the order of an epoch. Of numpy's generators only RandomState gives the same numbers in every version."""
     words = np.frombuffer(_digest(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
     return np.random.RandomState(words).permutation(count)
 

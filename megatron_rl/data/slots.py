@@ -1,10 +1,10 @@
 """The rollout-consumer data loader: the micro-batches of an iteration, given to Megatron's schedules as they come.
 
-Every rank has its own and asks for the slots of its replica; all of them get the same bytes. `next()` blocks until the
-slot is there: inside the schedule, where a rank would otherwise read its next micro-batch. Invariants:
+Every rank has its own loader and asks for the slots of its replica; all ranks of a replica get the same bytes. `next()`
+blocks until the slot is there, inside the schedule, where a rank reads its next micro-batch. Invariants:
 
-- a rank asks for its slots in their order, one ahead of the one that is computed;
-- a batch is made once, however many chunks and passes go through it;
+- a rank asks for its slots in order, one ahead of the one that is computed;
+- a batch is made once, however many chunks and passes use it;
 - what was not sampled from this version is refused here too, whatever the sidecar has checked.
 """
 
@@ -27,12 +27,12 @@ FetchSlot = Callable[[int], Slot]
 
 
 class SlotRefused(MegatronRLError):
-    """A slot holds what was not sampled from this version: nothing of it is trained on."""
+    """A slot holds a response that was not sampled from this version: nothing of the slot is trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What everything that is trained on in an iteration must be of."""
+    """The run, version and fingerprint that all data of an iteration must have been sampled with."""
 
     run: str
     version: int
@@ -65,7 +65,7 @@ class IterationSlots:
         self._futures: list[Future[Batch]] = []
         self._lock = threading.Lock()
         self.num_given = 0
-        """How many of the batches were asked for."""
+        """How many of the batches have been given out."""
 
     def __len__(self) -> int:
         return self.division.slots_per_replica
@@ -97,7 +97,7 @@ class IterationSlots:
             self.batch(index)
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Ask for no more slots."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _ask_up_to(self, last: int) -> None:
@@ -125,12 +125,12 @@ class UpdateSlots:
         return (self._slots.batch(index) for index in self.indices)
 
     def wait_for_first(self) -> None:
-        """A rank that waits inside the schedule keeps the others in its collectives: the first wait is out here."""
+        """Wait for the first slot before the schedule starts: inside it, a waiting rank holds others in collectives."""
         self._slots.batch(self.indices[0])
 
 
 def check_slot(slot: Slot, identity: Identity) -> None:
-    """SlotRefused unless every token of every response was sampled from the weights of this version."""
+    """Raise SlotRefused unless every token of every response was sampled from the weights of this version."""
     name = f"slot ({slot.replica}, {slot.index}) of iteration {identity.version}"
     found = Identity(slot.run, slot.version, slot.fingerprint)
     if found != identity:

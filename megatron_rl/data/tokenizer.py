@@ -1,4 +1,4 @@
-"""From rows to prompts: the tokenizer of the model, its chat template, and what both may not give."""
+"""From rows to prompts: the tokenizer of the model, its chat template, and checks of what both return."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _ROWS_AT_A_TIME = 1024
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
-    """Makes prompts of rows. Text gets the special tokens that the tokenizer gives it, a chat those of its template."""
+    """Makes prompts of rows. The tokenizer adds special tokens to text; in a chat they come from the template."""
 
     folder: Path
     tokenizer: Any
@@ -26,7 +26,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, config: DataConfig) -> "PromptTokenizer":
-        """The tokenizer of a Hugging Face folder; nothing is asked of the network, and no code of the folder runs."""
+        """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -35,13 +35,13 @@ class PromptTokenizer:
             raise InputError(f"--hf-model {folder} must be a folder: write the one of model and tokenizer")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        # The files of a tokenizer are read by code of many hands, which raises what it likes.
+        # Many libraries take part in reading a tokenizer's files: any exception may come out of them.
         except Exception as error:
             raise InputError(
                 f"--hf-model {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
                 f"files into the folder"
             ) from None
-        # Without its files some classes of tokenizers are made all the same, and know their special tokens alone.
+        # Without their files some tokenizer classes load all the same, and know only their special tokens.
         if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens):
             raise InputError(
                 f"--hf-model {folder} holds no vocabulary of a tokenizer: put the model's tokenizer files into the "
@@ -50,7 +50,7 @@ class PromptTokenizer:
         return cls(folder, tokenizer, vocab_size, config)
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:
-        """The rows as prompts, in their order, each with index 0."""
+        """Yield the rows as prompts, in their order, each with index 0."""
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
             batch = rows[start : start + _ROWS_AT_A_TIME]
             texts = [self._text(row) for row in batch]
@@ -74,11 +74,11 @@ class PromptTokenizer:
         return [{"role": "system", "content": system}, *messages]
 
     def _tokens(self, rows: Sequence[Row], texts: Sequence[str | list[JSON]]) -> list[np.ndarray]:
-        """The tokens of each prompt, checked."""
+        """Return the tokens of each prompt, checked."""
         tokens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(rows)
         plain = [number for number, text in enumerate(texts) if isinstance(text, str)]
         chats = [number for number, text in enumerate(texts) if not isinstance(text, str)]
-        # What a template writes has its special tokens already.
+        # A template's output already has its special tokens.
         for numbers, written, adds_special_tokens in (
             (plain, [texts[number] for number in plain], True),
             (chats, [self._rendered(rows[number], texts[number]) for number in chats], False),
@@ -103,7 +103,7 @@ class PromptTokenizer:
             ) from None
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A template is a program: it refuses a chat with an error of its own, or breaks with any other.
+        # A template is a program: it may refuse a chat with its own error, or fail with any other.
         except Exception as error:
             raise row.error(
                 f"is a chat that the chat template refuses: {_one_line(error)}; correct its messages"

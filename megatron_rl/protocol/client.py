@@ -13,7 +13,7 @@ from megatron_rl.protocol import wire
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
-# After the deadline of a publish, an evaluation or an iteration, for its reason to arrive.
+# How much longer than the deadline of a publish, an evaluation or an iteration to wait for the reason of its failure.
 _GRACE_SECONDS = 10.0
 
 
@@ -22,7 +22,7 @@ class RolloutError(MegatronRLError):
 
 
 class IterationFailed(RolloutError):
-    """`sidecar.iteration.IterationFailed`, as it reaches a rank: all of them get the same reason."""
+    """`sidecar.iteration.IterationFailed`, as it reaches a rank: all ranks get the same reason."""
 
 
 class OtherWorkers(RolloutError):
@@ -70,11 +70,11 @@ class RolloutClient:
         return self._lease
 
     def use_lease(self, number: int) -> None:
-        """Speak for the holder of this lease."""
+        """Send this lease with every request."""
         self._lease = number
 
     def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.EngineKind:
-        """Return when every engine holds the version, with how the coarsest of them computes."""
+        """Return, once every engine holds the version, how the least precise of them computes."""
         seconds = deadline_seconds + _GRACE_SECONDS
         answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=seconds)
         return msgspec.convert(answer.json()["kind"], wire.EngineKind)
@@ -99,7 +99,7 @@ class RolloutClient:
         )
 
     def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
-        """Have prompts answered by the version that engines hold, and scored; wait until that is done or the deadline.
+        """Have prompts answered by the version that engines hold, and scored; wait for that until the deadline.
 
         An iteration may run meanwhile: its groups go first. The next publish must wait.
         """
@@ -113,8 +113,10 @@ class RolloutClient:
         return wire.decode(answer, wire.Evaluated)
 
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> str:
-        """Report that all of the iteration was trained on. Returns the audit log's head: keep it elsewhere, and
-        `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged."""
+        """Report that all of the iteration was trained on, and return the audit log's head.
+
+        Keep the head elsewhere, and `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
+        """
         content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
         return self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()["head"]
 

@@ -1,7 +1,7 @@
-"""The probe of a version: tokens whose log-probs engines and the trainer both give, and how far these may differ.
+"""The probe of a version: tokens whose log-probs engines and the trainer both compute, and how far these may differ.
 
-The tokens are drawn anew for every version, evenly from the vocabulary, so that over many versions all of a model
-is tested. The log-probs are of temperature 1, of every token but the first.
+The tokens are drawn anew for every version, uniformly from the vocabulary, so that over many versions all of a model
+is tested. Log-probs are taken at temperature 1, of every token but the first.
 """
 
 import math
@@ -14,26 +14,26 @@ from megatron_rl.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
 
-# The largest mean difference accepted between two programs that compute with the same weights: at least five times
-# what was measured on random weights, which are worse than trained ones. An accelerator may compute float32 from
-# factors with fewer bits.
+# The largest mean difference that is accepted between two programs with the same weights: at least five times what was
+# measured on random weights, on which programs differ more than on trained ones. An accelerator may multiply float32
+# numbers with fewer bits.
 _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
 _COARSER = ("float32", "float16", "bfloat16")
 _QUANTIZED = 4.0
-# A few tokens that go to other experts move the mean of a probe farther than that of an iteration.
+# Tokens that are routed to other experts move the mean of a probe farther than the mean of an iteration.
 _EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
 
 
 class Difference(NamedTuple):
-    """Between two programs' log-probs of the same tokens."""
+    """The difference between two programs' log-probs of the same tokens."""
 
     mean: float
     largest: float
 
 
 def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:
-    """Enough tokens for each expert of a layer to be chosen by some, if experts are chosen evenly."""
+    """Return enough tokens for each expert of a layer to be chosen by some, if experts are chosen evenly."""
     if num_experts == 0:
         return LEAST_TOKENS
     return max(LEAST_TOKENS, math.ceil(2 * num_experts * math.log(num_experts + 1) / num_active))
@@ -52,12 +52,12 @@ def measure_difference(engine: Sequence[float], trainer: Sequence[float]) -> Dif
 
 
 def find_coarsest_dtype(*dtypes: str) -> str:
-    """The dtype with the fewest bits of precision."""
+    """Return the dtype with the fewest bits of precision."""
     return max(dtypes, key=_COARSER.index)
 
 
 def find_bound(kind: EngineKind, *dtypes: str) -> float:
-    """The largest mean difference accepted, given the dtypes in which the trainer computes and weights travel."""
+    """Return the largest mean difference accepted; `dtypes` are the trainer's and that of the published weights."""
     dtype = find_coarsest_dtype(kind.dtype, *dtypes)
     is_device = dtype == "float32" and kind.device != "cpu"
     experts = _EXPERTS if kind.has_experts else 1.0
@@ -65,7 +65,7 @@ def find_bound(kind: EngineKind, *dtypes: str) -> float:
 
 
 def find_allowance(kind: EngineKind) -> float:
-    """The factor by which an iteration's log-probs may be farther from the trainer's than by rounding alone."""
+    """Return how many times farther than by rounding alone an iteration's log-probs may be from the trainer's."""
     return (_EXPERTS_OF_ITERATION if kind.has_experts else 1.0) * _quantized(kind)
 
 

@@ -14,14 +14,14 @@ from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response,
 
 
 def derive_group_seed(run: str, version: int, prompt_index: int) -> int:
-    """The seed of a group's first response. vLLM gives response i the seed + i, so groups' seeds must lie far apart."""
+    """Derive the seed of a group's first response. vLLM gives response i this seed + i: groups' must lie far apart."""
     text = f"{run}\0{version}\0{prompt_index}".encode()
     # Below 2**62, so that adding the number of a sample stays within a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 def derive_evaluation_seed(run: str, version: int, prompt_index: int) -> int:
-    """The same for prompts that are only evaluated; differs from the seeds of training."""
+    """Derive the first seed for a prompt that is only evaluated; it differs from the seeds of training."""
     return derive_group_seed(f"{run}\0evaluation", version, prompt_index)
 
 
@@ -35,12 +35,12 @@ class GroupRefused(MegatronRLError):
 
 
 def tag_version(version: int) -> str:
-    """What `Span.version` holds for tokens that were sampled under this version."""
+    """Return the `Span.version` of tokens that were sampled under this version."""
     return str(version)
 
 
 def derive_first_seed(asked: Asked, prompt_index: int) -> int:
-    """The seed of the first response to a prompt of an iteration or an evaluation."""
+    """Derive the seed of the first response to a prompt of an iteration or an evaluation."""
     seed_of = derive_evaluation_seed if isinstance(asked, Evaluation) else derive_group_seed
     return seed_of(asked.run, asked.version, prompt_index)
 

@@ -1,6 +1,6 @@
 """How a plan divides an iteration's groups into slots; the same arithmetic in the trainer, the sidecar and the audit.
 
-A unit is what one claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
+A unit is what a single claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
 
 - every replica has the same number of slots, num_prompts * group_size / (num_replicas * micro_batch_size);
 - updates divide prompts and slots into equal runs by index, and a unit lies in one update;
@@ -43,7 +43,7 @@ class Division:
     groups_per_unit: int
     slots_per_unit: int
     units_per_update: int
-    """Of one replica."""
+    """In each replica."""
 
     @property
     def prompts_per_update(self) -> int:
@@ -51,7 +51,7 @@ class Division:
 
     @property
     def slots_per_update(self) -> int:
-        """Of one replica: the micro-batches of one run of its schedule."""
+        """Slots of one replica: the micro-batches of one run of its schedule."""
         return self.units_per_update * self.slots_per_unit
 
     @property
@@ -73,7 +73,7 @@ class Division:
         return index // self.slots_per_update
 
     def unit(self, replica: int, index: int) -> Place:
-        """The first slot of the unit that a slot belongs to."""
+        """Return the first slot of the unit that a slot belongs to."""
         return Place(replica, index - index % self.slots_per_unit)
 
     def slots(self, unit: Place) -> list[Place]:
@@ -81,7 +81,7 @@ class Division:
         return [Place(unit.replica, unit.slot + part) for part in range(self.slots_per_unit)]
 
     def bound_prompts(self, unit: Place) -> range:
-        """With order "prompt", the prompts of a unit.
+        """Return the prompts of a unit, with order "prompt".
 
         The j-th unit of update u of replica r, with R replicas, n prompts an update and g groups a unit, holds the
         prompts u * n + (j * R + r) * g and the g - 1 after it: the units of all replicas advance together, so prompts
@@ -93,13 +93,13 @@ class Division:
         return range(first, first + self.groups_per_unit)
 
     def bound_unit(self, prompt: int) -> Place:
-        """With order "prompt", the unit that a prompt belongs to."""
+        """Return the unit that a prompt belongs to, with order "prompt"."""
         update, rest = divmod(prompt, self.prompts_per_update)
         number, replica = divmod(rest // self.groups_per_unit, self.plan.num_replicas)
         return Place(replica, update * self.slots_per_update + number * self.slots_per_unit)
 
     def problem(self, claim: Claim) -> str | None:
-        """Why a claim does not fit this plan; None if it does."""
+        """Say why a claim does not fit this plan; None if it does."""
         name = f"slot ({claim.replica}, {claim.index})"
         if not self.holds(*claim.place):
             replicas, slots = self.plan.num_replicas, self.slots_per_replica

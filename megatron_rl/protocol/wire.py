@@ -17,7 +17,7 @@ MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
 
-# vLLM samples with this where less is asked for, and says so in its log only.
+# vLLM raises a lower temperature to this one, and says so only in its log.
 LEAST_TEMPERATURE = 0.01
 
 FinishReason = Literal["stop", "length"]
@@ -119,13 +119,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tokens: bytes
     log_probs: bytes
-    """Of each token under the sampling distribution, at the sampling temperature; fp32."""
+    """The log-prob of each token under the sampling distribution, at the sampling temperature; fp32."""
     finish_reason: FinishReason
     seed: int
     engine: str
     spans: list[Span]
     fingerprint: str
-    """Of the weights it was sampled with, as the engine digested them."""
+    """The fingerprint of the weights it was sampled with, as the engine digested them."""
     reward: float = 0.0
     components: dict[str, float | None] = {}
 
@@ -159,7 +159,7 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to a slot request: the groups of one micro-batch of one replica; none for an empty one."""
+    """The answer to a slot request: the groups of one micro-batch of one replica; none if it is empty."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -184,7 +184,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     manifest: list[tuple[str, str, list[int]]] = []
     """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
     world_size: int = 0
-    """nccl, hccl: of the group that the trainer opens, itself and all workers of engines."""
+    """nccl, hccl: the size of the group that the trainer opens: itself and all workers of engines."""
     probe: bytes = b""
     """Tokens whose log-probs the trainer sends too, in the `ProbeAnswer` that the publish awaits; may be empty."""
     deadline_seconds: float | None = None
@@ -198,7 +198,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: str = "cpu"
     is_quantized: bool = False
     has_experts: bool = False
-    """Rounding decides where two experts score almost alike."""
+    """If two experts score almost alike, rounding decides between them."""
     has_model: bool = True
     """False for scripted engines, whose tokens are drawn at random: nothing can be compared."""
 
@@ -212,9 +212,9 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     fingerprint: str
     log_probs: bytes
     dtype: str
-    """What the trainer computes in."""
+    """The precision that the trainer computes in."""
     bound: float | None = None
-    """Of the mean difference; follows from the precision if not given."""
+    """The largest mean difference accepted; None: it follows from the precisions."""
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -223,7 +223,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mean: float
     largest: float
     bound: float | None
-    """Of the mean; None where tokens were drawn at random."""
+    """The largest mean accepted; None if tokens were drawn at random."""
 
     @property
     def is_accepted(self) -> bool:
@@ -279,7 +279,7 @@ def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allow
 
 
 def encode_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Tokens as little-endian int32."""
+    """Encode tokens as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
@@ -289,7 +289,7 @@ def decode_tokens(data: bytes) -> np.ndarray:
 
 
 def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
-    """Log-probs as little-endian float32."""
+    """Encode log-probs as little-endian float32."""
     return np.asarray(log_probs, dtype="<f4").tobytes()
 
 

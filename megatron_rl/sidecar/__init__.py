@@ -1,1 +1,1 @@
-"""The process that supervises the engines and is the rollout service."""
+"""The process that runs the rollout service and supervises the engines."""

@@ -1,4 +1,4 @@
-"""The sidecar that rank 0 starts with the trainer's flags, and ends."""
+"""The sidecar that rank 0 starts, with the trainer's flags, and ends."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ class Address:
 
 
 def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int | None) -> Iterator[str]:
-    """Each mistake that the sidecar of a run would end for; prompt and response have at most `longest` tokens.
+    """Yield each mistake that would end the run's sidecar; prompt and response have at most `longest` tokens.
 
     `sidecar` is None if one is running already; `longest` is None if the lengths are not known.
     """
@@ -76,7 +76,7 @@ def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int |
 
 
 def _problems_of_reach(listen: str) -> Iterator[str]:
-    """Ranks on other hosts must be able to reach a sidecar on this one."""
+    """Yield a problem if ranks on other hosts cannot reach a sidecar on this one."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get(
         "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
     )
@@ -89,7 +89,7 @@ def _problems_of_reach(listen: str) -> Iterator[str]:
 
 
 def read_given_address(settings: Settings) -> Address:
-    """The address of the sidecar that flags name."""
+    """Return the address of the sidecar that flags name."""
     endpoint, folder = settings.service.endpoint, settings.rollout.folder
     assert endpoint is not None
     path = settings.service.token_file or (folder / _TOKEN if folder is not None else None)
@@ -104,13 +104,16 @@ def read_given_address(settings: Settings) -> Address:
 
 
 class OwnSidecar:
-    """A process that ends with this one, however this one ends. The kernel wants it started from the main thread."""
+    """A process that ends with this one, however this one ends. The kernel ties it to the thread that starts it.
+
+    So it must be started from the main thread.
+    """
 
     def __init__(self, settings: SidecarSettings, trials: Sequence[Prompt] = ()):
-        """Before it starts engines it tries its rewards on these rows."""
+        """The sidecar tries its rewards on the rows of `trials` before it starts engines."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
-        # What an earlier one left that could not tidy up.
+        # Left by an earlier sidecar that could not tidy up.
         for name in (_ADDRESS, starting.FILE_NAME, starting.TRIALS_FILE):
             (folder / name).unlink(missing_ok=True)
         if trials:
@@ -146,7 +149,7 @@ class OwnSidecar:
         return Address(path.read_text().strip(), read_token(self._folder / _TOKEN))
 
     def check(self) -> None:
-        """Raise if it has ended: its last error, as the same kind of error."""
+        """Raise if the sidecar has ended: its last error, as the same kind of error."""
         ended, code = self._handle.poll(), self._handle.exit_code
         if ended is None or code is None:
             return
@@ -158,7 +161,7 @@ class OwnSidecar:
 
     @contextlib.contextmanager
     def watched(self, failed: Callable[[MegatronRLError], object], say: Callable[[str], object]) -> Iterator[None]:
-        """Within this context say how far the sidecar is, and at once that it ended, whatever the caller waits for."""
+        """Within this context report the sidecar's progress, and call `failed` at once if it ends."""
         over = threading.Event()
         news = News(self._folder / starting.FILE_NAME)
 

@@ -1,4 +1,4 @@
-"""One evaluation: the groups of all its prompts, apart from every iteration, or the reason why it failed."""
+"""One evaluation: the groups of all its prompts, separate from every iteration, or the reason why it failed."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ class EvaluationRun:
         return self._failure is None and self.evaluation == evaluation
 
     async def answer(self, patience: float) -> bytes | None:
-        """The encoded `wire.Evaluated`; None when it was not finished within `patience` seconds."""
+        """Return the encoded `wire.Evaluated`; None if it was not finished within `patience` seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), patience)
         if self._failure is not None:
@@ -66,7 +66,7 @@ class EvaluationRun:
             self._end(reason)
 
     def missing(self) -> str:
-        """What is missing until it can end, in words."""
+        """Say in words what is missing until it can end."""
         num_prompts = len(self.evaluation.prompts)
         return f"{num_prompts - len(self._groups)} of {num_prompts} groups are not finished"
 

@@ -2,20 +2,20 @@
 
 Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from the order of the events. Invariants:
 
-1. A slot's first request asks for the next finished groups. Requests that find too few wait in their order, and a
-   finished group serves the one that has waited longest.
+1. A slot's first request asks for the next finished groups. Requests that find too few wait in order, and a finished
+   group serves the request that has waited longest.
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
    order "prompt" it takes the prompts that `Division.bound_prompts` binds to it, in whatever order they finished.
 3. With several updates a slot takes only groups of its own update.
-4. No slot waits while what it would take is finished.
+4. No slot waits while the groups that it would take are finished.
 5. A slot that was answered is always answered with the same bytes.
-6. No group is claimed twice; when every slot was answered, every group was claimed.
+6. No group is claimed twice; when every slot has been answered, every group has been claimed.
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
    over. What cannot be recorded has not happened, and the iteration has failed.
-9. A group is waiting, running, finished or claimed, and finishes once. That it is what was submitted was checked when
-   it was made.
+9. A group is waiting, running, finished or claimed, and finishes once. Its maker has already checked that it is what
+   was submitted.
 10. An iteration that failed answers nothing but its failure.
 """
 
@@ -67,7 +67,7 @@ class GroupState(enum.StrEnum):
 
 @dataclasses.dataclass
 class _Pool:
-    """The groups and the units that may take them: those of an update, or, in prompt order, of one unit."""
+    """Finished groups, and the units that may take them: those of one update or, in prompt order, one unit alone."""
 
     # Both are sets in the order of insertion.
     finished: dict[int, None] = dataclasses.field(default_factory=dict)
@@ -116,7 +116,7 @@ class Iteration:
 
     @property
     def is_over(self) -> bool:
-        """Whether it failed, or the trainer has trained on all of it."""
+        """Whether the iteration failed, or the trainer has trained on all of it."""
         return self.failure is not None or self._is_complete
 
     def is_same(self, submission: Submission) -> bool:
@@ -124,7 +124,7 @@ class Iteration:
         return self.failure is None and self.submission == submission
 
     def restore(self, groups: Iterable[Group], claims: Iterable[Claim]) -> None:
-        """Take over what a journal kept, in its order and before any other event; it is not recorded again."""
+        """Take over a journal's groups and claims, in order and before any other event; record nothing again."""
         for group in groups:
             self._check_finished(group)
             self._finish(group)
@@ -138,7 +138,7 @@ class Iteration:
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
-        """The next prompt to sample, which counts as running from now on; None once all are taken."""
+        """Return the next prompt to sample, which counts as running from now on; None once all are taken."""
         for prompt in self._wanted:
             if self._states[prompt] is GroupState.WAITING:
                 self._move(prompt, GroupState.RUNNING)
@@ -146,9 +146,9 @@ class Iteration:
         return None
 
     def finished(self, group: Group) -> list[Place]:
-        """Take a finished group; returns the slots that were asked for earlier and can be answered now.
+        """Take a finished group; return the slots that were asked for earlier and can be answered now.
 
-        Raises GroupFinishedTwice, and changes nothing, if it was there already.
+        Raise GroupFinishedTwice, and change nothing, if the group had finished before.
         """
         self._check_failure()
         self._check_finished(group)
@@ -170,7 +170,7 @@ class Iteration:
             self._is_complete = True
 
     def claim(self, replica: int, index: int, version: int | None = None) -> bytes | None:
-        """The encoded `wire.Slot` of this place; while it cannot be answered, None, and the request waits."""
+        """Return the encoded `wire.Slot` of this place; None, with the request queued, while it cannot be answered."""
         unit = self._checked_unit(replica, index, version)
         place = Place(replica, index)
         if place not in self._answers:
@@ -188,11 +188,11 @@ class Iteration:
         return dict(self._counts)
 
     def asked(self) -> list[Place]:
-        """The units that wait, by their first slots; those of an update in the order of requests."""
+        """Return the units that wait, named by their first slots; those of one update in the order of requests."""
         return [unit for pool in self._pools.values() for unit in pool.asked]
 
     def missing(self) -> str:
-        """What is missing until the iteration can end, in words."""
+        """Say in words what is missing until the iteration can end."""
         unfinished = self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
@@ -289,7 +289,7 @@ class Iteration:
         return None
 
     def _take(self, claim: Claim) -> None:
-        # Encoded now and kept as bytes only: they are the answer, and groups are not held twice.
+        # Encoded now and kept only as bytes, which are the answer: groups are not held twice.
         groups = [self._groups[prompt] for prompt in claim.prompts]
         for place, parts in zip(self.division.slots(claim.place), self._parts(groups), strict=True):
             self._answers[place] = wire.encode(

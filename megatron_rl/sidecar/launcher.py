@@ -1,12 +1,12 @@
-"""Where an engine's processes run: here on this host; other launchers implement the same two protocols.
+"""Where an engine's processes run: here, on this host. Other launchers implement the same two protocols.
 
 Invariants of local processes:
 
-- an engine's processes are one process group, and a session, of their own;
+- an engine's processes form a process group and a session of their own;
 - each ends when the process that started it ends (`sidecar/parent.py`), so that nothing outlives the sidecar, however
   it was killed;
 - what an engine prints is kept in files of bounded number and size, and its last lines are at hand for errors. An
-  engine that is started again begins a new file: the one that says why it died stays.
+  engine that is restarted begins a new file: the file that says why it died stays.
 """
 
 import collections
@@ -26,11 +26,11 @@ from typing import IO, Protocol
 from megatron_rl.sidecar import parent
 
 LOG_BYTES = 8 << 20
-# More than the deaths in a row after which an engine is given up, so that the log of the first stays.
+# More than the deaths in a row after which an engine is given up, so that the log of its first death stays.
 LOG_FILES = 8
 LOG_LINES = 1000
-# When an engine's processes have ended, the one that tracks its shared memory removes what they left, hundreds of
-# megabytes. It must not be killed before that, and a busy host runs it late.
+# When an engine's processes have ended, its tracker of shared memory removes what they left, hundreds of megabytes. The
+# tracker must not be killed before that, and a busy host runs it late.
 GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 # As much as a pipe holds.
@@ -39,31 +39,31 @@ _PIPE_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """What is to be started."""
+    """A process to start."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    """All of it: nothing else is inherited."""
+    """The whole environment: nothing is inherited."""
     log: Path
     """Where its output goes."""
     address: str
-    """The path of the unix socket at which it will answer."""
+    """The path of the unix socket at which the process will answer."""
 
 
 class Handle(Protocol):
-    """Something that was started."""
+    """A process that was started, with all that it started itself."""
 
     address: str
     log: Path
     """Where its output is kept."""
 
     def poll(self) -> str | None:
-        """How it ended; None while it runs."""
+        """Say how the process ended; None while it runs."""
         ...
 
     def kill(self) -> None:
-        """End it with all it started; returns when nothing of it is left."""
+        """End it and all that it started; return when nothing of them is left."""
         ...
 
     def log_lines(self) -> list[str]:
@@ -123,7 +123,7 @@ class LocalHandle:
     def kill(self) -> None:
         shared_memory = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
-            # The number is surely its own only until it has been waited for.
+            # Once it has been waited for, the number may be another process's.
             if self._process.poll() is None:
                 self._process.kill()
         self._process.wait()
@@ -133,7 +133,7 @@ class LocalHandle:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for path in shared_memory:
-            # Python does not track what compiled code made.
+            # Python's tracker does not know what compiled code made.
             path.unlink(missing_ok=True)
         self._log.close()
 
@@ -153,7 +153,7 @@ class Log:
         self._unfinished = b""
         self._file: IO[bytes] | None = None
         self._size = 0
-        # `last_lines` reads what is in the pipe itself: its answer is never older than an event.
+        # `last_lines` reads the pipe itself, so that it never misses what was printed before an event.
         self._lock = threading.Lock()
         os.set_blocking(source.fileno(), False)
         self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
@@ -197,7 +197,7 @@ class Log:
         return bool(data)
 
     def _write(self, line: bytes) -> None:
-        # A full disk costs the log and not the engine, which would stop at a pipe that is not read.
+        # A full disk must cost only the log: if the pipe were not read, the engine would block on it.
         with contextlib.suppress(OSError):
             if self._file is None or self._size >= self._max_bytes:
                 self._file, self._size = self._rotate(self._file), 0
@@ -216,7 +216,7 @@ class Log:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """The files through which the processes of a group share memory; not those in folders, such as weights."""
+    """Find the files through which a group's processes share memory; not those in folders, such as weights."""
     found = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):

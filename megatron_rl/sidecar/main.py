@@ -50,7 +50,7 @@ _log = logging.getLogger("megatron_rl.sidecar")
 def main(words: list[str]) -> int:
     """Run until told to end; the exit code says how it went."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    # A line for each request to an engine is many a second, and the audit log has it all.
+    # httpx logs every request to an engine, many per second, and the audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(run(parse(words)))
@@ -90,7 +90,7 @@ async def run(settings: SidecarSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None]:
-    """While engines start within, write down how far they are; at the end too, where all of them are ready."""
+    """While engines start within the context, write down how far they are, and once more when all are ready."""
     begun = time.monotonic()
     noted = Starting()
 
@@ -104,7 +104,7 @@ async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None
         # A start that fails ends all engines, and says why itself.
         if engines and engines != noted.engines:
             noted = Starting(engines=engines)
-            # Nobody needs it but whoever watches: a full disk is for others to say.
+            # This only informs whoever watches: other writers report a full disk.
             with contextlib.suppress(OSError):
                 noted.write(path)
 
@@ -125,7 +125,7 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     folder = settings.folder
     listener = listen(*settings.address)
     address = find_url(listener)
-    # Before the address: its readers look for the token next.
+    # The token is written before the address: whoever reads the address looks for the token next.
     token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
@@ -188,7 +188,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
 
 
 def _share_cores(rollout: RolloutConfig) -> CoreShares:
-    """A sidecar that no run has started has its host's cores for its engines."""
+    """Share out the cores for a sidecar started on its own: all of the host's are its engines'."""
     return share_cores(count_cores(), num_ranks=0, num_workers=rollout.num_engines * rollout.tensor_parallel_size)
 
 
@@ -224,7 +224,7 @@ async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> No
 
 
 def _token(folder: Path) -> str:
-    """The run's token, made once: a sidecar that is started again keeps it."""
+    """Return the run's token, made once: a sidecar that is restarted keeps it."""
     path = folder / TOKEN_FILE
     if not path.exists():
         _write_private(path, secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Makes groups: samples each until it is what was asked for, scores it and hands it on, or says why it cannot."""
+"""Makes groups: samples each until it is what was asked for, scores it and hands it on, or says why that failed."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
 
-# How often a group is sampled before the iteration fails for it.
+# How often a group is sampled before the iteration fails.
 _MAX_ATTEMPTS = 3
 
 
@@ -64,7 +64,7 @@ class GroupMaker:
         finished: Callable[[wire.Group], None],
         missing: Callable[[], str],
     ) -> str | None:
-        """Hand each group to `finished` as soon as it is made; returns None, or why some were not made.
+        """Hand each group to `finished` as soon as it is made; return None, or why some were not made.
 
         `missing` describes what is missing when the deadline has passed.
         """
@@ -83,7 +83,7 @@ class GroupMaker:
     async def _make_groups(
         self, asked: Asked, next_prompt: Callable[[], wire.Prompt | None], finished: Callable[[wire.Group], None]
     ) -> int:
-        """Returns how many were cancelled: a task group does not report a task that ends cancelled."""
+        """Make the groups and return how many were cancelled, which a task group does not report."""
         in_flight = asyncio.Semaphore(self._engines.max_in_flight)
         begun: list[asyncio.Task[None]] = []
         try:
@@ -143,7 +143,7 @@ class GroupMaker:
 
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
-"""The texts of several sequences of tokens."""
+"""Turns several sequences of tokens into texts."""
 
 
 class PoolScorer:
@@ -154,7 +154,7 @@ class PoolScorer:
         self._decode = decode
 
     async def score(self, group: wire.Group) -> wire.Group:
-        """The same group with rewards and their components."""
+        """Return the same group with rewards and their components."""
         # In a thread: a long group is many milliseconds of decoding, and the event loop has other groups to serve.
         result = await self._pool.score(await asyncio.to_thread(self._build_request, group))
         responses = [

@@ -1,7 +1,7 @@
-"""Processes that end with the one that started them, whatever ended that one. Linux only; nothing but the standard
-library, so that an engine can have it in its first millisecond.
+"""Processes that end with their parent, whatever ended it. Linux only; nothing but the standard library, so that an
+engine can import this in its first millisecond.
 
-A process learns its parent's number from the environment: when it is gone already, asking the kernel names another.
+A process learns its parent's number from the environment: if the parent is already gone, the kernel names another.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tie() -> None:
-    """End this process when its parent ends, and every process that comes from it, by fork, when its own does.
+    """End this process when its parent ends, and likewise every process that is forked from it.
 
-    One that is spawned has to call this itself.
+    A spawned process has to call this itself.
     """
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)

@@ -1,13 +1,13 @@
-"""One attempt to bring a version to a set of engines, each by itself from bar to bar, where they wait for each other.
+"""One attempt to bring a version to a set of engines: each takes the steps by itself, and all wait at every bar.
 
     pause | load | commit, verify, probe | open
 
-None is tagged with the version before all have loaded it, and none takes groups before all have come to the last bar:
-an engine that fails leaves no engine READY. Invariants:
+No engine is tagged with the version before all have loaded it, and none takes groups before all have come to the last
+bar: if one fails, none is READY. Invariants:
 
 - each step has a deadline; a step that fails names the engines and why;
-- the fingerprints that engines digested, those they are tagged with, and that of the token that they sample with the
-  probe, are the announced one;
+- three fingerprints are the announced one: that of the weights an engine digested, that of its tag, and that of the
+  token that it samples with the probe;
 - what an engine holds after a load is bit for bit what it was given, as far as it can compare the two;
 - the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any; engines with the
   same weights give the same ones.
@@ -40,7 +40,7 @@ class StepDeadlines:
     verify: float = 60
     probe: float = 120
     trainer: float = 600
-    """For the trainer's log-probs of the probe, once engines have given theirs."""
+    """Seconds to wait for the trainer's log-probs of the probe, once engines have given theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Proof:
     engine: str
     report: WeightReport
     difference: Difference | None = None
-    """Between its log-probs of the probe and the trainer's; None where they were not compared."""
+    """Between its log-probs of the probe and the trainer's; None if they were not compared."""
     bound: float | None = None
-    """Of the mean difference."""
+    """The largest mean difference that is accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Published:
     """The trainer's log-probs of the probe."""
     kinds: tuple[EngineKind, ...]
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What each step took on the engine that took longest."""
+    """How long each step took on the slowest engine."""
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
-    """The least precise kind that fits all of these engines together."""
+    """Combine the engines' kinds into the least precise one."""
     return EngineKind(
         dtype=probe.find_coarsest_dtype(*(kind.dtype for kind in kinds)),
         device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
@@ -118,7 +118,7 @@ class Steps:
     async def publish(
         self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
     ) -> Published:
-        """Take all steps; `before` is what engines were last brought to, if that is known."""
+        """Take all steps; `before` is the version that engines were last brought to, if known."""
         self._seconds = {}
         tokens = decode_tokens(weights.probe).tolist()
         await self._all(engines, lambda engine: self._take("pause", engine, engine.pause))
@@ -154,7 +154,7 @@ class Steps:
     async def _commit(
         self, engine: Engine, weights: Weights, report: WeightReport, tokens: Sequence[int]
     ) -> list[float]:
-        """Have a loaded engine be of the version; returns its log-probs of the probe."""
+        """Tag a loaded engine with the version, and return its log-probs of the probe."""
         await self._take("commit", engine, lambda: engine.commit(report))
         _must_equal("verify", engine, await self._take("verify", engine, engine.verify), weights)
         probed = await self._take("probe", engine, lambda: engine.probe(tokens))
@@ -186,7 +186,7 @@ class Steps:
                 self._seconds[step] = max(self._seconds.get(step, 0.0), time.monotonic() - begun)
 
     async def _all(self, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
-        """Wait for all engines, also when some fail: what they do is not called off in the middle."""
+        """Wait for all engines, even if some fail: no engine is interrupted in the middle of a step."""
         results = await asyncio.gather(*map(action, engines), return_exceptions=True)
         done: dict[str, T] = {}
         errors: dict[str, Exception] = {}
@@ -210,7 +210,7 @@ class Steps:
             del self.current[name]
 
     def _check_probes(self, probes: Mapping[str, list[float]], weights: Weights, before: Published | None) -> None:
-        # An earlier probe of the same weights says which engine is wrong; two engines alone only differ.
+        # An earlier probe of the same weights tells which engine is wrong; two engines alone only differ.
         errors = _off_the_known(probes, weights, before, self._probe_tolerance) if before else {}
         if errors := errors or _off_the_middle(probes, weights, self._probe_tolerance):
             raise StepFailed(errors)
@@ -219,7 +219,7 @@ class Steps:
 def _off_the_known(
     probes: Mapping[str, list[float]], weights: Weights, before: Published, tolerance: float
 ) -> dict[str, Exception]:
-    """Engines whose log-probs are not those of the same version before."""
+    """Find engines whose log-probs differ from an earlier probe of the same version."""
     if (weights.version, weights.fingerprint) != (before.weights.version, before.weights.fingerprint):
         return {}
     return {
@@ -232,7 +232,7 @@ def _off_the_known(
 
 
 def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, tolerance: float) -> dict[str, Exception]:
-    """Engines whose log-probs are not those of most engines."""
+    """Find engines whose log-probs differ from the median of all engines."""
     errors: dict[str, Exception] = {}
     middle = [statistics.median(values) for values in zip(*probes.values(), strict=True)]
     for name, found in probes.items():

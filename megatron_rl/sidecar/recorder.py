@@ -1,6 +1,6 @@
 """What the service remembers of a run: groups and claims in the journal, all events in the audit log.
 
-The journal is written first, so that it can give back all that the audit log reports.
+The journal is written first, so that everything that the audit log reports can be restored from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ class RunRecorder:
         """Engines whose weights the log has reported."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
-        """All engines hold a version."""
+        """Record that all engines hold a version."""
         self._reported = set()
         self.joined(weights, proofs)
 
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
-        """These engines hold a version too."""
+        """Record that these engines hold the version too."""
         self.audit.publish(weights.version, weights.fingerprint, [_build_report(proof) for proof in proofs])
         self._reported |= {proof.engine for proof in proofs}
 
@@ -47,7 +47,7 @@ class RunRecorder:
             self.audit.not_proven(weights.version, weights.fingerprint, engine, reason)
 
     def judged(self, version: int, mismatch: wire.Mismatch) -> None:
-        """What the trainer measured, before it completes or refuses the iteration."""
+        """Record what the trainer measured, before it completes or refuses the iteration."""
         self.audit.mismatch(version, mismatch)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
@@ -68,25 +68,25 @@ class RunRecorder:
         journal.forget_recovered()
 
     def finished(self, group: wire.Group) -> None:
-        """A group was taken into the iteration."""
+        """Record that a group was taken into the iteration."""
         journal, submission = self._current()
         journal.append_group(group)
         self._group(submission, group)
 
     def claimed(self, claim: Claim) -> None:
-        """A claim is about to be answered."""
+        """Record a claim that is about to be answered."""
         journal, submission = self._current()
         journal.append_claim(claim)
         self.audit.claim(submission.version, claim)
 
     def completed(self, version: int) -> None:
-        """The trainer has trained on all of it."""
+        """Record that the trainer has trained on the whole iteration."""
         _, submission = self._current()
         num_groups = submission.plan.num_prompts
         self.audit.complete(version, num_groups, num_groups * submission.plan.group_size)
 
     def failed(self, version: int, reason: str) -> None:
-        """The iteration ended without an update."""
+        """Record that the iteration ended without an update."""
         self.audit.fail(version, reason)
 
     def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
@@ -94,7 +94,7 @@ class RunRecorder:
         self.audit.evaluate(evaluation, groups)
 
     def head(self) -> tuple[str, int]:
-        """The audit log's last line: its hash, and its number."""
+        """Return hash and number of the audit log's last line."""
         return self.audit.head, self.audit.last
 
     def close(self) -> None:

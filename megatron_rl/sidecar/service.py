@@ -1,7 +1,7 @@
 """The rollout service: takes an iteration's prompts and hands back slots of finished, scored, on-policy groups.
 
-The objects that it is made of hold its promises: the iteration (`sidecar/iteration.py`) decides what each slot
-holds, the pool finds an engine for each group, the scorer rewards it, the journal and the audit log remember it.
+Its parts keep its promises: the iteration (`sidecar/iteration.py`) decides what each slot holds, the pool finds an
+engine for each group, the scorer rewards it, the journal and the audit log remember it.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class RolloutService:
         lease_seconds: float = 60.0,
         run: str | None = None,
     ):
-        """With `run`, whose records are kept here, no other run is served."""
+        """With `run`, no other run is served: this service keeps that run's records."""
         self.engines = engines
         self._recorder = recorder
         self._lease_seconds = lease_seconds
@@ -132,7 +132,7 @@ class RolloutService:
                 f"{self._lease_seconds:.0f} s after its last request"
             )
         self.lease = mine = Lease(run, lease.number + 1, now)
-        # The trainer that would have answered it is gone.
+        # The trainer that would have answered the probe is gone.
         self._probe.call_off(f"lease {lease.number} is over: another trainer has taken this sidecar")
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
@@ -141,7 +141,7 @@ class RolloutService:
             await self.evaluation.stop(f"the run {run!r} was started again, and another trainer holds the lease now")
         if self.lease is not mine:
             raise Conflict("another trainer took this sidecar at the same moment")
-        # Even if it is over and has a version that this trainer will ask for: the trainer submits its own.
+        # Even an iteration that is over, and of a version that this trainer will ask for: the trainer submits its own.
         self.iteration = None
         return mine.number
 
@@ -166,7 +166,7 @@ class RolloutService:
         self._must_not_evaluate("publishing")
         async with self._publishing:
             start = time.monotonic()
-            # What the engines hold is not known until all of them have it.
+            # Until all engines hold the version, it is not known what each of them holds.
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
@@ -229,14 +229,14 @@ class RolloutService:
         self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
 
     async def evaluated(self, version: int, patience: float) -> bytes | None:
-        """Wait for the encoded `wire.Evaluated`, for at most `patience` seconds; then None."""
+        """Wait for the encoded `wire.Evaluated`; return None after `patience` seconds without it."""
         if self.evaluation is None or self.evaluation.version != version:
             which = f"the last was of version {self.evaluation.version}" if self.evaluation else "there was none"
             raise Conflict(f"version {version} is not being evaluated, {which}: POST /v1/evaluations first")
         return await self.evaluation.answer(patience)
 
     async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
-        """Wait for the slot's bytes, for at most `patience` seconds; then None.
+        """Wait for the slot's bytes; return None after `patience` seconds without them.
 
         A rank may ask before another has submitted the iteration.
         """
@@ -255,8 +255,10 @@ class RolloutService:
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
-        """End an iteration that the trainer has trained on. Returns hash and number of the audit log's last line: with
-        the hash, the trainer can prove later that nothing up to that line was changed."""
+        """End an iteration that the trainer has trained on; return hash and number of the audit log's last line.
+
+        With the hash, the trainer can prove later that nothing up to that line was changed.
+        """
         iteration = self._find_iteration(version)
         try:
             if mismatch is not None and not iteration.is_over:
@@ -321,7 +323,7 @@ class RolloutService:
             )
 
     async def _submitted(self, version: int, patience: float) -> Iteration | None:
-        """Wait until the iteration is submitted, for at most `patience` seconds; then None."""
+        """Wait until the iteration is submitted; return None if it is not within `patience` seconds."""
         deadline, lease = time.monotonic() + patience, self.lease
         while self.iteration is None or self.iteration.version < version:
             remaining = deadline - time.monotonic()
@@ -358,7 +360,7 @@ class RolloutService:
         try:
             return iteration.claim(replica, index, iteration.version)
         except AppendFailed as error:
-            # The iteration has failed by itself; all others that wait for it learn it here.
+            # The iteration itself has already failed; this tells everyone else who waits for it.
             self._fail(iteration, str(error))
             raise
 
@@ -371,7 +373,7 @@ class RolloutService:
         if not self._has_failed:
             self._has_failed = True
             iteration.failed(reason)
-            # The log may be what failed; the trainer gets the reason anyway.
+            # It may be the log that failed; the trainer gets the reason anyway.
             with contextlib.suppress(OSError, MegatronRLError):
                 self._recorder.failed(iteration.version, iteration.failure or reason)
         for place in list(self._waiting):

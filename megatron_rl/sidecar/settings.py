@@ -1,4 +1,4 @@
-"""The sidecar's command line: our flags of the rollout and of rewards, without megatron."""
+"""The sidecar's command line: our flags for rollout and rewards, parsed without megatron."""
 
 import argparse
 import dataclasses
@@ -71,7 +71,7 @@ class SidecarSettings:
 
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
-    """The kind of device of this host, found without imports: engines may have another environment."""
+    """Find this host's kind of device, without imports: engines may have another environment."""
     kinds: tuple[devices.Kind, ...] = ("npu", "cuda")
     return next((kind for kind in kinds if devices.list_files(kind)), "cpu")
 
@@ -114,7 +114,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
 
 
 def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The values by subject and field, and what is wrong with the words."""
+    """Return the values by subject and field, and what is wrong with the words."""
     known = list_flags()
     values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     namespace, rest = _parser(known).parse_known_args(list(words))
@@ -157,14 +157,14 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
         if flag.is_switch:
             keywords = {"action": "append_const", "const": ()}
         elif flag.nargs is not None:
-            # Several of a list are one list.
+            # A list flag that is given several times makes one list.
             keywords = {"action": "extend", "nargs": flag.nargs}
         parser.add_argument(*flag.names, dest=flag.name, help=flag.help.replace("%", "%%"), **keywords)
     return parser
 
 
 def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    """Each mistake that a sidecar with these settings would end for; the architecture is that of --hf-model.
+    """Yield each mistake that would end a sidecar with these settings; the architecture is that of --hf-model.
 
     Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
     imports, and how far the kernel can confine it.
@@ -179,7 +179,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None) -> It
 
 
 def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    """Each mistake in what a trainer fills in, or checks, by itself."""
+    """Yield each mistake in settings that a trainer would fill in or check itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
     length = settings.seq_length
@@ -265,7 +265,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:
-    # Imported here: a start with vLLM does without numpy's random numbers.
+    # Imported here: a start with vLLM does not need numpy's random numbers.
     from megatron_rl.sidecar.engines.scripted import read_script
 
     try:

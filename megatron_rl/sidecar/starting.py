@@ -1,4 +1,4 @@
-"""How far a sidecar is that starts: it writes this down, and the trainer that started it reads it."""
+"""The progress of a sidecar's start: the sidecar writes it down, and the trainer that started it reads it."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from megatron_rl.rewards.types import RewardRequest
 
 FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
-# As many as tell a number for each from one for all.
+# Two: enough to tell a reward per completion from a single one for all.
 _MADE_UP = ("42", "This is a trial, and no answer.")
-# What takes longer than this without news is said to go on.
+# After this long without news, say what is waited for.
 _SILENCE_SECONDS = 15.0
 
 
 class Starting(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that are started, and the seconds after which each was ready; None for one that is not."""
+    """The engines that were started, and after how many seconds each was ready; None for one that is not yet."""
 
     engines: dict[str, float | None] = {}
 
@@ -30,7 +30,7 @@ class Starting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path) -> Starting | None:
-    """What is written down by now; None before it is."""
+    """Read what has been written down; None if nothing has yet."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Starting)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -42,13 +42,13 @@ class _Trials(msgspec.Struct, frozen=True):
 
 
 def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Hand the sidecar that is started next rows to try rewards on; open to the owner of the run's folder only."""
+    """Leave rows for the sidecar that is started next to try rewards on; only the folder's owner can read them."""
     path.touch(mode=0o600)
     path.write_bytes(encode(_Trials(list(prompts))))
 
 
 def take_trials(path: Path) -> list[RewardRequest]:
-    """The rows with made-up completions; none if there is no file. It is removed: they are for one sidecar."""
+    """Read the rows, add made-up completions, and remove the file, which is for one sidecar; [] if there is none."""
     try:
         prompts = decode(path.read_bytes(), _Trials).prompts
     except FileNotFoundError:
@@ -77,7 +77,7 @@ class News:
         self._is_begun = False
 
     def lines(self, now: float) -> Iterable[str]:
-        """What was not said before; at times that nothing is new, what is waited for."""
+        """Yield what is new; if nothing has been for some time, what is waited for."""
         starting = read(self._path)
         if starting is None or not starting.engines:
             if not self._is_begun and self._is_silent(now):
@@ -101,7 +101,7 @@ class News:
             )
 
     def _is_silent(self, now: float) -> bool:
-        """Whether it is time to say something; asked once it is not any more."""
+        """Whether it is time to say something; True starts the wait anew."""
         is_silent = now - self._last >= _SILENCE_SECONDS
         if is_silent:
             self._last = now

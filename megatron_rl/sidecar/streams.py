@@ -2,7 +2,7 @@
 
 The trainer is rank 0 of one group; the workers of the engines follow, engine after engine. vllm-ascend registers its
 HCCL backend under the same name and takes the same calls. None of this has run on NCCL or HCCL.
-The sidecar tells the engines to join and to receive, so vLLM's client of them has nothing to do in the trainer.
+The sidecar tells the engines to join and to receive, so the trainer needs no vLLM client that calls the engines.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StreamPlace:
-    """Where an engine's workers stand in the group."""
+    """The ranks of an engine's workers in the group."""
 
     first_rank: int
     world_size: int
-    """Of the group: the trainer's sender and all workers."""
+    """The size of the group: the trainer's sender and all workers."""
     packed_in_update: bool = False
     """vllm-ascend 0.23 wants `packed` with each update, vLLM 0.32 with the group."""
 
@@ -46,7 +46,7 @@ def assign_places(num_workers: Sequence[int], packed_in_update: bool = False) ->
 
 
 def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
-    """The calls that join the group; each publish makes its own, since a restarted engine is in no old one."""
+    """Yield the calls that join the group; each publish makes a new one, since a restarted engine is in no old one."""
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
         raise InputError(f"the location of {weights.transport} weights must be host:port, not {weights.location!r}")
@@ -64,7 +64,7 @@ def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall
 
 
 def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
-    """The calls that receive the tensors while the trainer sends them, then leave the group."""
+    """Yield the calls that receive the tensors while the trainer sends them, and then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
     if place.packed_in_update:
@@ -118,7 +118,7 @@ def open_sender(transport: str, host: str, port: int, world_size: int, tensors: 
 
 
 class _ToldBySidecar:
-    """Takes the place of vLLM's client of the engines: the sidecar makes these calls."""
+    """Replaces vLLM's client of the engines and does nothing: the sidecar makes these calls."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -130,7 +130,7 @@ class _ToldBySidecar:
 
 
 def _make_source(tensors: Tensors) -> Any:
-    # Imported here: the sidecar does without torch.
+    # Imported here: the sidecar runs without torch.
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     from megatron_rl.weights.fingerprint import DTYPES

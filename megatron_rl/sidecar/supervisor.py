@@ -4,11 +4,11 @@ Invariants:
 
 - an engine takes groups only in the state READY, and READY means: it answers, holds the current version, and has
   sampled a token from it;
-- a publish brings all engines that are there to a version, or leaves none of them READY;
-- an engine that dies is started again with growing pauses, and brought to the current version from the copy that the
+- a publish brings all engines that are up to a version, or leaves none of them READY;
+- an engine that dies is restarted with growing pauses, and brought to the current version from the copy that the
   transport keeps; without a copy it waits for the next publish;
 - an engine that fails too often in a row is given up; when none is left, waiting requests fail with the reason;
-- an engine that is not up is being started, by its task or by a publish, or is given up.
+- an engine that is not up is either being started, by its task or by a publish, or has been given up.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class SupervisedEngine(Engine, Protocol):
     def num_workers(self) -> int: ...
 
     async def start(self) -> None:
-        """Return when it answers, in the state WAITING; EngineLost if it ends first."""
+        """Return when it answers, in the state WAITING; raise EngineLost if it ends first."""
         ...
 
     async def close(self) -> None:
@@ -76,7 +76,7 @@ class SupervisedEngine(Engine, Protocol):
         ...
 
     def last_words(self) -> str:
-        """What is known of why it ended."""
+        """Say what is known of why it ended."""
         ...
 
 
@@ -115,7 +115,7 @@ class Member:
     name: str
     engine: SupervisedEngine
     address: str | None = None
-    """Of an engine that somebody else started."""
+    """The socket of an engine that somebody else started."""
     num_failures: int = 0
     num_restarts: int = 0
     started: float = 0.0
@@ -123,7 +123,7 @@ class Member:
     is_leaving: bool = False
     is_given_up: bool = False
     task: asyncio.Task[None] | None = None
-    """What starts it, or starts it again."""
+    """The task that starts or restarts it."""
     check: asyncio.Task[None] | None = None
 
 
@@ -136,7 +136,7 @@ class Supervisor:
         self._members: dict[str, Member] = {}
         self._num_made = 0
         self._published: Published | None = None
-        """What engines were last brought to; current unless another publish has begun since."""
+        """The version that engines were last brought to; current unless another publish has begun since."""
         self._is_current = False
         self._steps = Steps(config.deadlines, config.probe_tolerance)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
@@ -146,7 +146,7 @@ class Supervisor:
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
 
     async def start(self, num_engines: int) -> None:
-        """Start engines, all at once. The first error ends all."""
+        """Start engines, all at the same time; the first error ends them all."""
         members = [self._make() for _ in range(num_engines)]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -160,7 +160,7 @@ class Supervisor:
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """The responses of a group, from whichever engine gives them."""
+        """Return the responses of a group, from whichever engine gives them."""
         return await self.pool.generate(request)
 
     @property
@@ -174,7 +174,7 @@ class Supervisor:
         `answer` waits for the trainer's log-probs of the probe; without it engines are compared with each other.
         """
         async with self._lock:
-            # An engine that comes back meanwhile, or after a failure, must not load what was current before.
+            # An engine that comes back meanwhile, or after a failure, must not load the previous version.
             self._is_current = False
             await self._let_leave()
             try:
@@ -429,7 +429,7 @@ class Supervisor:
         return [member.engine for member in self._members.values()]
 
     def _none_left(self) -> str | None:
-        """Why no engine will be READY before the next publish; None while one is or may become so."""
+        """Say why no engine will be READY before the next publish; None while one is, or may become so."""
         if self._lock.locked():
             return None
         for member in self._members.values():
@@ -443,19 +443,19 @@ class Supervisor:
         )
 
     def _run_for(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
-        """Run it in the background; requests that wait for an engine are looked at again when it is done."""
+        """Run `work` in the background; when it is done, requests that wait for an engine are tried again."""
         member.task = asyncio.create_task(work)
         member.task.add_done_callback(lambda _: self.pool.engines_changed())
 
 
 def _is_coming(member: Member) -> bool:
-    """Whether it may come up by itself."""
+    """Whether the engine may come up without a publish."""
     is_starting = member.engine.state is EngineState.STARTING
     return is_starting or (member.task is not None and not member.task.done())
 
 
 def _must_be_up(member: Member) -> None:
-    """Raise EngineLost unless it is up: a loss during its task is left to that task."""
+    """Raise EngineLost unless the engine is up: a loss during its task is left to that task."""
     if member.engine.state not in _UP:
         raise EngineLost(member.error)
 

@@ -1,1 +1,1 @@
-"""The loop: what is made of settings, the trainer, and what keeps ranks from waiting for one that is gone."""
+"""The loop: the parts built from settings, the trainer, and what ends all ranks when one is gone."""

@@ -63,10 +63,10 @@ def train(
     startup: Startup | None = None,
     recipe: Recipe = STAND_ALONE,
 ) -> int:
-    """One rank of a run, from start to end; returns the exit code. `schedule` takes the place of what --schedule names.
+    """Run one rank from start to end and return the exit code. `schedule` replaces the one that --schedule names.
 
-    `watch` is there where the ranks have watched each other since their processes began, and `startup` where it
-    counts from then on.
+    An entry that made `watch` and `startup` when its process began passes them: ranks watch each other, and the
+    start is timed, from then on.
     """
     watch, startup = watch or Watch.of_environment(), startup or Startup()
     is_first = int(os.environ.get("RANK", "0")) == 0
@@ -80,7 +80,7 @@ def train(
         if is_first:
             if settings.observe.progress != "none":
                 startup.show(sys.stdout)
-            # What is wrong with folders, data and weights shows before a process is started.
+            # Mistakes in folders, data and weights are found before any process is started.
             check_folders(settings)
             startup.say("prompts: they are read and tokenized")
             prompts = _load_prompts(settings)
@@ -124,9 +124,9 @@ def build(
     schedule: Schedule | None = None,
     recipe: Recipe = STAND_ALONE,
 ) -> Trainer:
-    """One rank's parts of a run, in the order in which they can be had. What is open at the end is on the stack.
+    """Build one rank's parts of a run, each after the parts that it needs. `stack` closes what stays open.
 
-    Only rank 0 has prompts, and the sidecar that it has started, if it has: that starts while the policy is built.
+    Only rank 0 has prompts and, if it started one, a sidecar, which starts up while the policy is built.
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
@@ -168,7 +168,7 @@ def build(
 
 
 def _check_continuation(settings: RunSettings) -> None:
-    """An InputError if the run's folder is that of another run than the checkpoint's, or of its beginning only."""
+    """Raise an InputError if the folder's metrics end before the checkpoint: another run's, or only its beginning."""
     config, path = settings.checkpoint, settings.folder / metrics.FILE_NAME
     if config.load is None or config.finetune or not path.exists():
         return
@@ -185,7 +185,7 @@ def _check_continuation(settings: RunSettings) -> None:
 
 
 def _build_reference(settings: Settings, session: Session, recipe: Recipe) -> Reference | None:
-    """Where the divergence counts for nothing there is none."""
+    """Build the reference; None if the divergence from it has weight 0."""
     if settings.algorithm.kl_beta == 0:
         return None
     folder = settings.algorithm.ref_model or settings.model.hf_model
@@ -303,13 +303,13 @@ def _sampling(settings: RunSettings, temperature: float) -> Sampling:
 
 
 def _num_updates(settings: RunSettings) -> int:
-    """Of the whole run."""
+    """Return the number of updates of the whole run."""
     assert settings.training.train_iters is not None
     return settings.training.train_iters * settings.sizes.plan.num_updates
 
 
 def _name(settings: RunSettings) -> str:
-    """The run's."""
+    """Return the run's name."""
     return settings.folder.resolve().name
 
 
@@ -330,7 +330,7 @@ def _leave(trainer: Trainer, watch: Watch, reason: MegatronRLError) -> None:
 
 
 def _report(settings: RunSettings, trainer: Trainer) -> None:
-    """What the run came to, and where it lies."""
+    """Print the run's results and where its files are."""
     if trainer.reporter is None:
         return
     trainer.reporter.close()
@@ -363,7 +363,7 @@ def _load_prompts(settings: RunSettings) -> PromptSource:
 
 
 def _check_weights(settings: Settings) -> None:
-    """An InputError unless the folders hold the architecture's tensors."""
+    """Raise an InputError unless the folders hold the architecture's tensors."""
     reference = settings.algorithm.ref_model if settings.algorithm.kl_beta else None
     for folder in (settings.model.hf_model, reference):
         if folder is not None:
@@ -372,7 +372,7 @@ def _check_weights(settings: Settings) -> None:
 
 
 def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
-    """The store, once this rank is connected to it; from then on at the latest the ranks watch each other."""
+    """Connect to the store and return it; from then on, if not earlier, the ranks watch each other."""
     if watch.is_connected:
         return _store_of_rank_0(watch, timeout)
     store, _, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -382,7 +382,7 @@ def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
 
 
 def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
-    """At a port that rank 0 tells the others: the one that all of them know is where they watch each other."""
+    """Open the store at a port that rank 0 tells the others: at MASTER_PORT they watch each other."""
     host = os.environ["MASTER_ADDR"]
     if watch.rank == 0:
         listener = listen(host, 0)

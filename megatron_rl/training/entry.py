@@ -1,6 +1,6 @@
-"""What every entry of a run has around it: one line an error, exit codes, ranks that notice when another is gone.
+"""What every entry point of a run shares: one line per error, exit codes, ranks that notice when another is gone.
 
-Importing this needs no torch: ranks watch each other while that is imported.
+Importing this needs no torch, so that ranks already watch each other while torch is imported.
 """
 
 import sys
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from megatron_rl.arguments.run import RunSettings
     from megatron_rl.mcore.recipe import Recipe
 
-# Less than what a rank that is gone is noticed within.
+# Less than lifelines.NOTICED_SECONDS, within which the loss of a rank is noticed.
 _PATIENCE_SECONDS = 15.0
 _SILENCE_SECONDS = 5.0
 
 
 class Entry:
-    """One rank's process, from its start to its exit code. `name` stands before what it says."""
+    """One rank's process, from its start to its exit code. `name` is the prefix of what it prints."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class Entry:
         self._watch = Watch()
 
     def run(self, action: Callable[["Entry"], int]) -> int:
-        """What `action` returns, or the exit code of its error: docs/operations.md lists them."""
+        """Return what `action` returns, or the exit code of its error (docs/operations.md lists them)."""
         try:
             # Before anything that takes time: from here on the other ranks notice when this one is gone.
             self._watch = Watch.of_environment()
@@ -39,7 +39,7 @@ class Entry:
             for problem in error.problems:
                 self.say(problem)
             tell_launcher("\n".join(error.problems))
-            # Rank 0 finds the same in the command line, and what is wrong on its host.
+            # Rank 0 finds the same mistakes in the command line, and those of its host too: it may speak first.
             self._watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
             return error.exit_code
         except KeyboardInterrupt as interrupt:
@@ -50,7 +50,7 @@ class Entry:
         return code
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
-        """What `parse` makes of the command line; what is wrong with it is said once by all ranks together."""
+        """Return what `parse` makes of the command line; all ranks together report each mistake once."""
         from megatron_rl.arguments.saying import said_once
 
         said: list[str] = []
@@ -64,9 +64,10 @@ class Entry:
             return parse()
 
     def late(self) -> threading.Timer:
-        """A timer that has started, where somebody wants to know: most of a start is imports.
+        """Start a timer that says that imports are still running, and return it for the caller to cancel.
 
-        On a busy machine, or from a network's disk, they take long. Whoever starts it cancels it.
+        Most of a start is imports: on a busy machine, or from a network disk, they take long. Where no progress is
+        asked for, the timer does not run.
         """
         timer = threading.Timer(_SILENCE_SECONDS, _say_late)
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""How good the policy is on prompts that it is not trained on: sampled by the engines, between publish and submit."""
+"""How good the policy is on held-out prompts: engines sample responses to them between publish and submit."""
 
 import statistics
 from typing import Any
@@ -9,7 +9,7 @@ from megatron_rl.protocol.wire import Evaluated, Evaluation, Prompt, Sampling
 
 
 class Evaluator:
-    """Rank 0's. The other ranks wait for it to submit the iteration meanwhile."""
+    """Evaluates on rank 0; meanwhile the other ranks wait for it to submit the iteration."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class Evaluator:
         self._deadline_seconds = deadline_seconds
 
     def is_due(self, version: int, is_last: bool) -> bool:
-        """Every so many iterations, and at the end."""
+        """Whether to evaluate now: every `interval` iterations, and at the end."""
         interval = self._config.interval
         return interval is not None and (is_last or version % interval == 0)
 
     def evaluate(self, version: int, fingerprint: str) -> Evaluated:
-        """The responses to all held-out prompts."""
+        """Have the engines respond to all held-out prompts, and return the responses."""
         return self._client.evaluate(
             Evaluation(
                 run=self._run,
@@ -47,12 +47,12 @@ class Evaluator:
         )
 
     def summary(self, evaluated: Evaluated) -> dict[str, Any]:
-        """The mean reward, and the share of prompts of which a response passes."""
+        """Return the mean reward, and the share of prompts for which some response passes."""
         return summary(evaluated, self._config.pass_reward)
 
 
 def summary(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
-    """pass is pass@k of all k responses to a prompt, mean what one of them gets."""
+    """Summarise: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a single response."""
     rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
     lengths = [len(response.tokens) // 4 for group in evaluated.groups for response in group.responses]
     return {

@@ -33,9 +33,9 @@ class Learned:
 
     updates: list[UpdateOutcome]
     measures: Measures
-    """Of this rank's replica, on the one rank that speaks for it; on every rank of its part of auxiliary losses."""
+    """This rank's replica's, on the replica's reporting rank; every rank has its own part of the auxiliary losses."""
     mismatch: Mismatch
-    """Of all replicas' tokens, on every rank."""
+    """Over all replicas' tokens; the same on every rank."""
 
 
 class Learner:
@@ -57,7 +57,7 @@ class Learner:
         self._updating = updating
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
-        """One update after the other, each over its own slots; none whose tokens are beyond the bound."""
+        """Make one update after the other, each over its own slots; raise before one that is beyond the bound."""
         statistics: list[Statistics] = []
         parts: list[Part] = []
         updates = []
@@ -103,7 +103,7 @@ class Learner:
 
 
 def _check(statistics: list[Statistics]) -> Part | None:
-    """What this replica's tokens differ by, on the rank that speaks for it; an error where a loss is not finite."""
+    """Return the mismatch of this replica's tokens, on its reporting rank; raise if a loss is not finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])
         if not math.isfinite(loss):

@@ -1,8 +1,8 @@
 """A connection between rank 0 and every other rank, for as long as their processes live.
 
-The kernel closes a process's connections when it ends, whatever ends it, and keepalive breaks those to a host that is
-gone: a rank that is lost is noticed within NOTICED_SECONDS. One that is slow, or stopped, keeps its connections. Needs
-nothing but the standard library, so that it is there before the imports that take seconds.
+However a process ends, the kernel closes its connections, and keepalive breaks those to a host that is gone: the loss
+of a rank is noticed within NOTICED_SECONDS. A rank that is only slow, or stopped, keeps its connections. This needs
+only the standard library, so that it works before the imports that take seconds.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import socket
 import threading
 from typing import Any, Protocol
 
-# Until the first question to a peer that says nothing, between questions, and how many stay without an answer.
+# Seconds of silence before the first keepalive probe, seconds between probes, and how many may go unanswered.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 4}
-# A peer that is gone without closing its connection, with its host or the network, is noticed after so long.
+# The time to notice a peer that did not close its connection because its host or the network is gone.
 NOTICED_SECONDS = _KEEPALIVE[socket.TCP_KEEPIDLE] + (_KEEPALIVE[socket.TCP_KEEPINTVL] * _KEEPALIVE[socket.TCP_KEEPCNT])
 _POLL_SECONDS = 0.1
 _MOST_BYTES = 1 << 20
@@ -24,14 +24,14 @@ Message = list[Any]
 
 
 class Peer(Protocol):
-    """Whoever listens to the other ranks, from a thread of the connections."""
+    """Hears the other ranks; called from the connections' thread."""
 
     def heard(self, message: Message) -> None:
-        """A rank says this."""
+        """Take a message from a rank."""
         ...
 
     def lost(self, rank: int) -> None:
-        """The connection to a rank broke; it may have said before that it is done."""
+        """The connection to a rank broke; the rank may have said before that it is done."""
         ...
 
 
@@ -39,16 +39,16 @@ class Lines(Protocol):
     """The connections of a rank."""
 
     def tell(self, *message: Any) -> None:
-        """Say it to whoever is connected, and to whoever connects later."""
+        """Send the message to all that are connected, and to those that connect later."""
         ...
 
     def wait_until_told(self, seconds: float) -> bool:
-        """Wait, but not longer, until everybody is connected; whether that is so."""
+        """Wait at most this long until everybody is connected; return whether they are."""
         ...
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have never been there, of those that this one is connected to."""
+        """The ranks that this one expects and that have never connected."""
         ...
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Hub:
             selector.register(connection, selectors.EVENT_READ, line)
 
     def _read(self, line: "_Line") -> bool:
-        """Hear what is there; False at the end of the connection, and of one that no rank made."""
+        """Pass on what has arrived; False if the connection has ended, or was not made by a rank."""
         messages = line.receive()
         for message in messages or ():
             if self._lines[line] is not None:
@@ -135,7 +135,7 @@ class Hub:
         line.close()
         with self._lock:
             rank = self._lines.pop(line)
-        # Whoever never said a rank is not one.
+        # A connection that never named a rank was not made by one.
         if rank is not None and not self._closed.is_set():
             self._peer.lost(rank)
 
@@ -187,7 +187,7 @@ class Spoke:
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(self._address, timeout=NOTICED_SECONDS)
-                # On one host a port that nobody listens on may be given to the caller itself.
+                # On one host, connecting to a port that nobody listens on may connect the socket to itself.
                 if connection.getsockname() != connection.getpeername():
                     return self._begin(connection)
                 connection.close()
@@ -211,21 +211,21 @@ class _Line:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        # What was sent and never acknowledged breaks a connection as silence does.
+        # Data that is never acknowledged breaks the connection, as silence does.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * NOTICED_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A process that is forked off would keep the connection of one that is gone.
+        # A forked process would keep the connection open when this one is gone.
         os.register_at_fork(after_in_child=connection.close)
         self._connection = connection
         self._unfinished = b""
 
     def send(self, message: Message) -> None:
-        """Say it; a peer that is gone is noticed by whoever receives."""
+        """Send the message; that a peer is gone is noticed in `receive`."""
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """What the other end says next; None when the connection is broken, or speaks another language."""
+        """Return the other end's next messages; None if the connection broke, or what came is not a message."""
         try:
             data = self._connection.recv(1 << 16)
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
@@ -242,16 +242,16 @@ class _Line:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that the other ranks reach at `host`: open no further than they need."""
+    """Open a socket that the other ranks reach at `host`, on that address alone if it is known here."""
     try:
         return socket.create_server((_bound(host), port))
     except OSError:
-        # The name is of this host to the others only: what they reach is not known here.
+        # Only to the others is `host` a name of this machine: which of its addresses they reach is not known here.
         return socket.create_server(("", port))
 
 
 def _bound(host: str) -> str:
-    """The address to listen on; every one where this host calls itself by its loopback and others have to reach it."""
+    """Return the address to listen on: "", for all, if `host` is the loopback here and other hosts must reach it."""
     address = socket.gethostbyname(host)
     is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return "" if address.startswith("127.") and not is_alone else address

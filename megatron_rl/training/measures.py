@@ -1,4 +1,4 @@
-"""What a replica says of an iteration, and what the run says of all replicas: the metrics of an iteration."""
+"""What each replica measures of an iteration, and the iteration's metrics, computed from all replicas' measures."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from megatron_rl.protocol.wire import GroupPart
 
 
 class Measures(msgspec.Struct):
-    """Sums, least and largest values by name; those of several ranks add up."""
+    """Sums, least and largest values by name; `merge` combines those of several ranks."""
 
     sums: dict[str, float] = {}
     least: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Measures(msgspec.Struct):
 
 
 def measure_batches(batches: Iterable[Batch]) -> Measures:
-    """What the slots of a replica held."""
+    """Measure what the slots of a replica held."""
     measures = Measures()
     for batch in batches:
         measures.add("tokens.computed", batch.pack.num_tokens)
@@ -84,7 +84,7 @@ class UpdateOutcome:
 
 
 def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
-    """The metrics of an iteration, of all replicas' measures."""
+    """Compute the metrics of an iteration from all replicas' measures."""
     sums = measures.sums
     responses, targets = sums["responses"], sums["targets"]
     mean = sums["reward"] / responses

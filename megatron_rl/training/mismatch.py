@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs may be from those that tokens were sampled with before that ends a run."""
+"""How far the trainer's log-probs may be from those of the engines before the run ends."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from megatron_rl.protocol.probe import find_allowance, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""What the mean difference is when all is well, with room."""
+"""The mean difference when all is well, with some room."""
 _ERROR = 5.0
 
 
 class MismatchBeyond(MegatronRLError):
-    """An iteration's tokens are not of the policy that is to be trained on them."""
+    """An iteration's tokens were not sampled by the policy that is to be trained on them."""
 
     exit_code = ExitCode.RUN
 
@@ -40,26 +40,26 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class MismatchBounds:
-    """Of the mean difference: what flags give, or what follows from who computes."""
+    """Bounds of the mean difference: given by a flag, or derived from the precisions of trainer and engines."""
 
     dtypes: tuple[str, ...]
-    """In which the trainer computes, and weights travel."""
+    """The precision in which the trainer computes, and that in which weights are published."""
     temperature: float
     given: float | None = None
 
     def error(self, kind: EngineKind) -> float | None:
-        """What ends a run; None where tokens are drawn by chance."""
+        """Return the bound beyond which a run ends; None if engines draw tokens by chance."""
         if not kind.has_model:
             return None
         if self.given is not None:
             return self.given
         healthy = HEALTHY[find_coarsest_dtype(kind.dtype, *self.dtypes)] * find_allowance(kind)
-        # Log-probs are of logits over the temperature, and so are their differences.
+        # Log-probs come from logits divided by the temperature, which scales their differences too.
         return _ERROR * healthy / min(1.0, self.temperature)
 
 
 def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBounds:
-    """As the flags have it, for a trainer that computes in this dtype."""
+    """Build the bounds from the flags, for a trainer that computes in `trainer_dtype`."""
     return MismatchBounds(
         dtypes=(trainer_dtype, settings.publish.dtype or settings.architecture.dtype),
         temperature=settings.sampling.temperature,
@@ -68,7 +68,7 @@ def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBou
 
 
 def find_warning_bound(settings: Settings) -> float:
-    """The mean difference to warn about: none for engines that draw tokens by chance, unless one is given."""
+    """Return the mean difference to warn beyond: infinite for engines that draw by chance, unless a flag gives one."""
     if settings.observe.mismatch_warning is not None:
         return settings.observe.mismatch_warning
     if settings.rollout.engine == "scripted":
@@ -77,7 +77,7 @@ def find_warning_bound(settings: Settings) -> float:
 
 
 def combine_parts(parts: Iterable[Part], bound: float | None) -> Mismatch:
-    """Of all replicas. NaN is the largest of all."""
+    """Combine the parts of all replicas; NaN counts as the largest."""
     known = list(parts)
     num_tokens = sum(part.num_tokens for part in known)
     largest = max((part.largest for part in known), key=lambda value: (value != value, value))

@@ -25,7 +25,7 @@ _FOLLOW_SECONDS = 0.5
 
 
 class Reporter:
-    """Writes down what an iteration came to."""
+    """Writes down the results of each iteration."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reporter:
         self._mismatch_warning = find_warning_bound(settings)
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
-        """Show while an iteration runs what the sidecar says of it, where there is a display to show it."""
+        """While an iteration runs, show the sidecar's counts of it, if the display shows counts."""
         if self._progress.shows_counts:
             threading.Thread(target=self._follow, args=(status,), name="follow", daemon=True).start()
 
@@ -56,7 +56,7 @@ class Reporter:
             try:
                 now = status()
             except MegatronRLError:
-                # The loop itself meets the same, and says so.
+                # The loop meets the same error, and reports it.
                 continue
             if (iteration := now.get("iteration")) is not None:
                 groups, waiting = iteration["groups"], now["slots_waited_for"]
@@ -80,7 +80,7 @@ class Reporter:
         self._metrics.close()
 
     def iteration(self, version: int, metrics: dict[str, Any], slots: IterationSlots) -> None:
-        """An iteration is over; its slots are those of this rank's replica."""
+        """Report an iteration that is over; its slots are those of this rank's replica."""
         self._warn(metrics)
         self._write_samples(version, slots)
         self.write(version, metrics)
@@ -146,10 +146,9 @@ def reporter_of(
     decode: Decode,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """A reporter that goes on from a version: what an earlier attempt wrote of it and of later ones is dropped. Where a
-    run begins anew, copies are kept first.
+    """Build a reporter that goes on from a version; what an earlier attempt wrote from that version on is dropped.
 
-    `others` take the place of the sinks that flags ask for.
+    A run that begins anew keeps copies first. `others` replace the sinks that flags ask for.
     """
     progress = progress_of(settings.observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)

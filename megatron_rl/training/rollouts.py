@@ -35,7 +35,7 @@ def start_at_once(slots: IterationSlots, session: Session) -> None:
 
 
 def wait_for_all(slots: IterationSlots, session: Session) -> None:
-    """Wait until all groups are there: nothing is overlapped, to be compared with."""
+    """Wait until all groups are there, so that nothing overlaps: the baseline to compare with."""
     slots.wait_for_all()
     session.barrier()
 
@@ -72,13 +72,13 @@ class Rollouts:
         self._prompts = prompts
         self._waiting = waiting
         self.audit_head = ""
-        """What the sidecar's log ended with when the last iteration was complete; on rank 0."""
+        """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
 
     @contextlib.contextmanager
     def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
-        """The slots of this rank's replica: an iteration is over when it is complete."""
+        """Submit an iteration and yield the slots of this rank's replica; `complete` ends the iteration."""
         identity = Identity(self._run, version, fingerprint)
-        # Every rank learns of a failure; and none asks for a slot, which has a deadline, while rank 0 still evaluates.
+        # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
         self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = IterationSlots(
             lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
@@ -93,7 +93,7 @@ class Rollouts:
             yield slots
         except MismatchBeyond as error:
             refused = error.mismatch
-            # Every rank found it, and the first that ends ends all: not before it is written down.
+            # Every rank raises this, and the first one to end ends all: have it recorded before that.
             self._session.run_or_raise_everywhere(
                 lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None
             )
@@ -102,7 +102,7 @@ class Rollouts:
             slots.close()
 
     def complete(self, version: int, mismatch: Mismatch) -> None:
-        """An iteration was trained on, and this was measured of its tokens."""
+        """Tell the sidecar that an iteration was trained on, and the mismatch measured of its tokens."""
         if self._session.rank == 0:
             self.audit_head = self._client.complete(version, mismatch)
 
@@ -124,7 +124,7 @@ class Rollouts:
 
 
 def build_batcher(settings: Settings, device: torch.device) -> Batcher:
-    """What the settings say of packs."""
+    """Build the batcher that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Batcher(
         ADVANTAGES[settings.algorithm.advantage],

@@ -1,4 +1,4 @@
-"""When a run is saved, what goes with model and optimizer, and what a run that goes on must match."""
+"""When a run is saved, what is saved beside model and optimizer, and what a resumed run must match."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,7 +39,7 @@ class Saver:
         self.last_hf: Path | None = None
 
     def load(self, say: Callable[[str], None]) -> int:
-        """The version that the run goes on from: that of --load, or 0."""
+        """Load the checkpoint of --load, if there is one, and return the version that the run goes on from."""
         loaded = self._checkpointer.load()
         if loaded is None:
             return 0
@@ -52,7 +52,7 @@ class Saver:
         return loaded.version
 
     def is_due(self, version: int, is_last: bool) -> bool:
-        """Whether the run is saved after so many iterations."""
+        """Whether the run is to be saved after `version` iterations."""
         interval = self._settings.checkpoint.save_interval
         return version > 0 and (is_last or (interval is not None and version % interval == 0))
 
@@ -64,7 +64,7 @@ class Saver:
             return
         if config.save_hf is not None:
             hf_folder = iteration_folder(config.save_hf, version)
-            # Left by this run before it was killed, or went back, and not of the checkpoint that is written now.
+            # What this run left there before it was killed, or went back, does not match the checkpoint written now.
             self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if config.save is not None:
             self._checkpointer.save(version, self._extra(audit_head))
@@ -77,7 +77,7 @@ class Saver:
         self._checkpointer.finish()
 
     def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
-        """A run that was killed between a checkpoint and its Hugging Face folder does not come by there again."""
+        """Write the Hugging Face folder that is missing if the run was killed between a checkpoint and its folder."""
         save_hf, num_iterations = self._settings.checkpoint.save_hf, self._settings.training.train_iters
         assert num_iterations is not None
         if save_hf is None or not self.is_due(version, is_last=version >= num_iterations):

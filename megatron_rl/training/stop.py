@@ -1,9 +1,9 @@
-"""SIGTERM: the iteration that runs is finished and saved, or given up after a time of grace.
+"""On SIGTERM the running iteration is finished and saved, or given up after a grace period.
 
 Before the first iteration there is nothing to finish: the process ends at once.
 
-Python runs its handlers in the main thread, which may be in a collective for minutes; the number of the signal is read
-by a thread of its own.
+Python runs signal handlers in the main thread, which may be in a collective for minutes. So a separate thread reads the
+signal's number from the wakeup descriptor.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError
 
 
 class Stopped(MegatronRLError):
-    """Why the other ranks end with one that was asked to, and ends before its iteration is over."""
+    """A rank was asked to stop, and ends before its iteration is over; the other ranks end with it."""
 
     exit_code = ExitCode.OUT_OF_GRACE
 
@@ -35,7 +35,7 @@ class StopRequest:
     def __init__(self, grace_seconds: float):
         self._grace_seconds = grace_seconds
         self.tidy: Callable[[MegatronRLError], object] = lambda reason: None
-        """What is done last where the process ends at once; not more than some seconds' work."""
+        """Called last if the process has to end at once; it must take no more than a few seconds."""
         self._asked = threading.Event()
         self._has_begun = False
         self._lock = threading.Lock()
@@ -55,12 +55,12 @@ class StopRequest:
         return self._asked.is_set()
 
     def begin(self) -> None:
-        """From now on there is an iteration to finish. Does not return where the process is ending already."""
+        """Say that from now on there is an iteration to finish. Does not return if the process is already ending."""
         with self._lock:
             self._has_begun = True
 
     def over(self) -> None:
-        """All that had to be finished is."""
+        """Say that everything is finished: the grace period ends nothing any more."""
         self._over.set()
 
     def _listen(self) -> None:
@@ -86,7 +86,7 @@ class StopRequest:
 
 
 class ExitLimits:
-    """After which iteration a run ends before its last one, as Megatron's scripts do: saved, and with exit code 0.
+    """Limits at which a run ends early, as Megatron's scripts do: saved, and with exit code 0.
 
     An iteration is never left half done.
     """
@@ -107,7 +107,7 @@ class ExitLimits:
 
 
 def build_exit_limits(settings: Settings, count_seconds: Callable[[], float]) -> ExitLimits:
-    """What the flags say; `count_seconds` says how long the run has taken."""
+    """Build the limits that flags set; `count_seconds` says how long the run has taken."""
     return ExitLimits(settings.loop.exit_interval, settings.loop.exit_minutes, count_seconds)
 
 

@@ -45,7 +45,7 @@ class Trainer:
         version: int,
         num_iterations: int,
     ):
-        """It goes on from a version until there have been so many iterations."""
+        """Training goes on from `version` until `num_iterations` have been done in all."""
         self._session = session
         self._policy = policy
         self._publisher = publisher
@@ -65,7 +65,7 @@ class Trainer:
         self._num_iterations = num_iterations
 
     def train(self) -> int:
-        """Returns the version that was reached: less than asked for after SIGTERM, or at one of the limits."""
+        """Run the loop and return the version reached: less than asked for after SIGTERM, or at a limit."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
         self._stop.begin()
@@ -92,7 +92,7 @@ class Trainer:
         return version
 
     def tidy(self) -> None:
-        """What a run that is ended does at last: the terminal as it was, and no weights left in memory."""
+        """Clean up a run that is being ended: restore the terminal, leave no published weights in memory."""
         try:
             if self.reporter is not None:
                 self.reporter.close()
@@ -112,7 +112,7 @@ class Trainer:
             return self._publisher.publish(version)
 
     def _compare_reference(self, version: int, fingerprint: str) -> bool:
-        """Whether the reference, moved if that is due, is the policy that was published."""
+        """Move the reference if that is due; return whether it is the policy that was published."""
         if self._reference is None:
             return False
         self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
@@ -128,7 +128,7 @@ class Trainer:
             return self._evaluator.summary(evaluated)
 
     def _evaluate_last(self, version: int) -> None:
-        """What the last update came to."""
+        """Publish and evaluate the policy after the last update, if evaluation is due."""
         is_due = self._evaluator is not None and self._evaluator.is_due(version, is_last=True)
         if not self._session.broadcast(is_due):
             return
@@ -140,7 +140,7 @@ class Trainer:
     def _report(
         self, version: int, fingerprint: str, slots: IterationSlots, learned: Learned, evaluation: dict | None
     ) -> bool:
-        """Write the iteration down; returns whether any rank was asked to stop, or has come to a limit."""
+        """Write the iteration down; return whether any rank was asked to stop, or has reached a limit."""
         self._finish_iteration(version)
         reason = self._limits.find_reason(version + 1)
         handed_in = self._session.gather((learned.measures, self._stop.is_asked or reason is not None))

@@ -1,8 +1,8 @@
-"""A rank that fails, or is lost, ends all of them, with one reason: none is left waiting for one that is gone.
+"""A rank that fails or is lost ends all ranks, with one reason: none is left waiting for it.
 
-Every rank has a connection to rank 0 (`lifelines.py`), made before anything else. The first reason that reaches rank 0
-is the run's; it tells all of them, and each ends its process when it is told, whatever it is doing. That a rank is lost
-is said by its connection, which breaks.
+Before anything else, every rank connects to rank 0 (`lifelines.py`). The first reason that reaches rank 0 is the run's:
+rank 0 tells all ranks, and each ends its process when told, whatever it is doing. A rank is lost when its connection
+breaks.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from megatron_rl.training.lifelines import Hub, Lines, Message, Spoke, listen
 
 _LOST = "its process is gone without a word: it was killed, or its host cannot be reached"
 _KEY = "megatron_rl/watch"
-# A broken connection is what a rank sees of another's failure; the other's own reason is on its way.
+# Another rank's failure may first show as a broken connection; that rank's own reason is on its way.
 _REASON_SECONDS = 1.0
 # Rank 0 answers at once, unless it is gone too.
 _ANSWER_SECONDS = 3.0
 _MISSING_SECONDS = 20.0
-# Ranks that are started together are there in a moment; imports that follow leave other threads little time.
+# Ranks started together connect in a moment; the imports that follow leave the connecting thread little time.
 _GREETING_SECONDS = 2.0
-# Ranks of one run are started together: those that are not there yet hear of a failure for so long.
+# Ranks of one run are started together: one that connects late can still hear of a failure for this long.
 _LATE_SECONDS = 10.0
 
 
@@ -51,20 +51,20 @@ class Failure(NamedTuple):
     speaker: int
     """The rank that says so: the one that failed, or that noticed."""
     place: str
-    """Where it says so: whoever writes to the same place need not say it again."""
+    """Where the speaker prints it: a rank that prints to the same place need not repeat it."""
 
     def __str__(self) -> str:
         return f"{self.reason} (rank {self.rank})"
 
 
 class Watch:
-    """A context around everything that ranks do together; from its making on a rank hears of the others' failures."""
+    """A context around everything that ranks do together; once connected, a rank hears of the others' failures."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
         self.tidy: Callable[[], None] = lambda: None
-        """What is done last in a process that is ended; not more than a moment's work."""
+        """Called last in a process that is being ended; it must take no more than a moment."""
         self._lines: Lines | None = None
         self._lock = threading.Lock()
         self._first: Failure | None = None
@@ -75,7 +75,7 @@ class Watch:
 
     @classmethod
     def of_environment(cls) -> "Watch":
-        """Of the rank that the environment says this process is. Without torchrun it is connected from now on."""
+        """Make the watch of the rank that the environment names. Without torchrun it is connected from now on."""
         watch = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         if watch.world_size > 1 and not meets_in_an_agent() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             watch.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -84,7 +84,7 @@ class Watch:
         return watch
 
     def connect(self, host: str, port: int) -> None:
-        """Rank 0 listens there, and the others connect to it, as soon as it does."""
+        """Listen there, on rank 0; on the others, connect to rank 0 as soon as it listens."""
         if self.rank == 0:
             try:
                 listener = listen(host, port)
@@ -99,7 +99,7 @@ class Watch:
         waiting.start()
 
     def connect_through(self, store: Store) -> None:
-        """Where torchrun's store is at MASTER_PORT, rank 0 says in it where it listens."""
+        """Connect where MASTER_PORT is torchrun's store: rank 0 says in the store where it listens."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank != 0:
             own_host, _, own_port = store.get(_KEY).decode().rpartition(":")
@@ -108,14 +108,14 @@ class Watch:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as to_the_store:
             to_the_store.connect((host, port))
             own = to_the_store.getsockname()[0]
-        # Who reaches the store by the loopback is on its host, which the others know by its name.
+        # If rank 0 reaches the store by the loopback, it is on the store's host, which the others know by name.
         own = host if own.startswith("127.") else own
         listener = listen(own, 0)
         self._lines = Hub(listener, self.world_size - 1, self)
         store.set(_KEY, f"{own}:{listener.getsockname()[1]}")
 
     def _name_missing(self, lines: Lines, place: str) -> None:
-        """Whoever has never been there may come yet, and cannot be told from one that ended before it came."""
+        """Name the ranks that have not connected: each may still come, or may have ended before it connected."""
         if not lines.wait_until_told(_MISSING_SECONDS):
             ranks = ", ".join(map(str, lines.missing))
             print(
@@ -136,7 +136,7 @@ class Watch:
         self._lines.tell("store", port)
 
     def store_port(self, seconds: float) -> int | None:
-        """Where rank 0 says that torch's store is; None if it has not within this time."""
+        """Return the port of torch's store that rank 0 names; None if it names none within this time."""
         return self._store_port if self._has_store.wait(seconds) else None
 
     def __enter__(self) -> "Watch":
@@ -150,22 +150,22 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """This rank has nothing more to do with the others."""
+        """Tell the others that this rank is done, and stop listening to them."""
         if self._lines is not None:
             self._lines.tell("done", self.rank)
             self._lines.close()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank, and by that all: with the reason of the rank that failed first."""
+        """End this rank, and with it all ranks, for the reason of the rank that failed first."""
         if not isinstance(error, MegatronRLError | KeyboardInterrupt):
             self._decided.wait(_REASON_SECONDS)
             print("".join(traceback.format_exception(error)), file=sys.stderr)
         self._end(self.tell(error))
 
     def tell(self, error: BaseException, patience: float = 0.0) -> Failure:
-        """Tell the other ranks why this one ends; the reason that all of them end for.
+        """Tell the other ranks why this one ends; return the reason for which all of them end.
 
-        Rank 0 has so many seconds of patience to say first what it finds itself.
+        For `patience` seconds rank 0 may be first to say what it finds itself.
         """
         if isinstance(error, KeyboardInterrupt):
             own = self._failure("interrupted", self.rank, ExitCode.INTERRUPTED)
@@ -182,7 +182,7 @@ class Watch:
         self._decided.wait(_ANSWER_SECONDS)
         return self._first or own
 
-    # What the connections say, in a thread of theirs.
+    # Called by the connections, in their own thread.
 
     def heard(self, message: Message) -> None:
         match message:
@@ -203,7 +203,7 @@ class Watch:
 
     def _failed(self, failure: Failure) -> None:
         if self.rank == 0:
-            # Not in this thread: it has to let in those who are late.
+            # Not in this thread, which must still accept ranks that connect late.
             threading.Thread(target=lambda: self._obey(self._decide(failure)), daemon=True).start()
             return
         self._first = self._first or failure
@@ -227,8 +227,8 @@ class Watch:
         return self._first
 
     def _end(self, failure: Failure) -> NoReturn:
-        """At once: what waits in a collective cannot be asked to leave it."""
-        # Whoever else wants to end this process waits for it to end.
+        """End the process at once: a thread that waits in a collective cannot be asked to leave it."""
+        # Never released: another thread that wants to end this process waits until it has ended.
         self._lock.acquire()
         if failure.speaker == self.rank or failure.place != _place_of_errors():
             print(f"megatron_rl: the run ended: {failure}", file=sys.stderr)
@@ -242,17 +242,17 @@ class Watch:
 
 
 def tell_launcher(reason: str) -> None:
-    """Have torchrun print this as the root cause, the last that it prints: it takes the earliest of all ranks'."""
+    """Have torchrun print this as the root cause, at the very end: it takes the earliest error of all ranks."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # In whole seconds: before those of ranks that end for it in the same one.
+        # Whole seconds: one less, to be before the ranks that end because of this one within the same second.
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
 
 
 def _place_of_errors() -> str:
-    """What standard error is: the same terminal, file or pipe of the same host has the same text."""
+    """Return a text that identifies standard error: equal for the same terminal, file or pipe of the same host."""
     try:
         found = os.fstat(2)
     except OSError:
@@ -261,5 +261,5 @@ def _place_of_errors() -> str:
 
 
 def meets_in_an_agent() -> bool:
-    """Whether torchrun keeps the store, and the port of it."""
+    """Whether torchrun hosts the store, and so holds its port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""The policy's own log-probs of a version's probe: engines that hold the version give the same."""
+"""The policy's own log-probs of a version's probe: engines that hold the version must give the same."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,7 +23,7 @@ class ReplicasDiffer(MegatronRLError):
 
 
 class AnswerReceiver(Protocol):
-    """What passes the answer on to where engines are compared with it: the rollout client."""
+    """Passes the answer on to the sidecar, which compares the engines with it: the rollout client."""
 
     def probed(self, answer: ProbeAnswer) -> None: ...
 
@@ -40,8 +40,8 @@ class Probe:
         multiple_of: int = 1,
         bound: float | None = None,
     ):
-        """`chunks` are not wrapped: parameters that are gathered late must have been. `longest` is the most tokens of a
-        sequence, and `bound` what engines' log-probs may differ by on average, if it is not to be chosen here."""
+        """`chunks` are not wrapped: parameters that are gathered late must have been gathered. `longest` is the most
+        tokens of a sequence. `bound` limits the mean difference of log-probs; if None, it follows from precisions."""
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
@@ -54,7 +54,7 @@ class Probe:
         self._dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
 
     def tokens(self, version: int) -> bytes:
-        """What engines are asked."""
+        """Return the tokens whose log-probs engines are asked for."""
         return encode_tokens(self._tokens(version))
 
     def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
@@ -66,13 +66,13 @@ class Probe:
         return probe.draw_tokens(version, self._vocab_size, self._num_tokens)
 
     def _log_probs(self, version: int) -> list[list[float]]:
-        """Those of each replica."""
+        """Compute the log-probs of each replica."""
         config = get_model_config(self._chunks[0])
         pack = pack_sequences([self._tokens(version)], self._multiple_of).to(self._session.device)
         # An interleaved schedule wants as many micro-batches as there are stages.
         is_interleaved = len(self._chunks) > 1
         count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
-        # Parameters are there; nobody is to gather them in the middle of the pass.
+        # The parameters are already gathered: the pass must not gather them again.
         sync, config.param_sync_func = config.param_sync_func, None
         try:
             results = compute_log_probs(self._chunks, [pack] * count)

@@ -1,7 +1,7 @@
 """The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
 
-A version that all engines have taken leaves the files of the one before to nobody, and the version after it is written
-over them: memory that was never given back need not be found, and cleared, at every publish.
+Once all engines hold version v, the files of v-1 are reused for v+1. Memory that the run keeps need not be found and
+cleared again at every publish.
 """
 
 import datetime
@@ -62,7 +62,7 @@ class SharedMemoryPublisher:
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
     ):
-        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        """Without a `probe` the engines' log-probs are compared only with each other."""
         self.engines = EngineKind()
         self._probe = probe
         self._weights = weights
@@ -72,7 +72,7 @@ class SharedMemoryPublisher:
         self._dtype = dtype
         self._deadline = deadline
         self._folder = folder
-        # What the engines sample with, and what no engine reads any more.
+        # The folder of the version that engines sample with, and one that no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
         session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
@@ -100,7 +100,7 @@ class SharedMemoryPublisher:
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         self.engines = self._session.gather_or_raise_everywhere(told.result)[0]
-        # An engine that is restarted loads the current version; nobody wants the one before.
+        # An engine that is restarted loads the current version: nobody reads the previous one again.
         if self._current != folder:
             self._spare = self._current
         self._current = folder
@@ -119,9 +119,9 @@ class SharedMemoryPublisher:
 
 
 def _own_folder(folder: Path) -> None:
-    """Make the folder and its parent for this user alone; one that somebody else made first is not used.
+    """Make the folder and its parent for this user alone; refuse one that somebody else made first.
 
-    What the run left there when it was killed is removed: nobody else would.
+    Remove what the run left there when it was killed: nobody else would.
     """
     shutil.rmtree(folder, ignore_errors=True)
     for path in (folder.parent, folder):
@@ -135,7 +135,7 @@ def _own_folder(folder: Path) -> None:
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
-    """In a thread that does not keep the process from ending: what waits in it for a dead peer cannot be called off."""
+    """Run it in a daemon thread: a wait for a dead peer cannot be called off, and must not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

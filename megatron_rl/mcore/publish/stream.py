@@ -1,8 +1,8 @@
 """The trainer's half of a publish that streams: rank 0 sends the tensors to the engines' devices while they load them.
 
 The sidecar tells the engines to join the sender's group and to receive; rank 0 sends with the library of the engines,
-so both ends speak alike. Every publish makes a group of its own: an engine that was started again has no place in an
-old one.
+so both ends speak the same protocol. Every publish makes a group of its own: an engine that was restarted has no place
+in an old one.
 """
 
 import concurrent.futures
@@ -53,7 +53,7 @@ class Sender(Protocol):
 
 
 class WholeModel:
-    """The tensors of all stages, one stage after the other: rank 0 receives them, on the others a pass yields nothing.
+    """The tensors of all stages, one stage after the other. A pass yields them on rank 0, and nothing on other ranks.
 
     A pass is a collective of all ranks.
     """
@@ -94,7 +94,7 @@ class WholeModel:
 
 
 MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
-"""Of the transport, the address and port to listen on, the group's size, and what to send; waits for the workers."""
+"""Takes the transport, the address and port to listen on, the group's size and what to send; waits for the workers."""
 
 
 class StreamPublisher:
@@ -112,7 +112,7 @@ class StreamPublisher:
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
     ):
-        """Without a `probe` engines' log-probs are compared with each other's alone."""
+        """Without a `probe` the engines' log-probs are compared only with each other."""
         self.engines = EngineKind()
         self._probe = probe
         self._weights = weights
@@ -135,7 +135,7 @@ class StreamPublisher:
         else:
             self._send(version, *joined)
         self._session.barrier()
-        # The engines wait for it, with all of the weights: what was sent is off the device's queues.
+        # The engines have all weights and wait for this: nothing of the sending is left on the device's queues.
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         taken = self._session.gather_or_raise_everywhere(
@@ -196,15 +196,15 @@ class StreamPublisher:
         return opened.result(), told
 
     def _send(self, version: int, sender: Sender, told: Future[EngineKind]) -> None:
-        """Return when all tensors are on their way to where they are received, and sent."""
+        """Send all tensors and return when that is done; raise what the sidecar says if the engines fail."""
         sent = self._on_device(sender.send_weights)
         futures: list[Future[Any]] = [sent, told]
         concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
         if told.done() and not told.exception():
-            # Engines may have taken what this thread is still to hear of.
+            # The engines may have taken everything before the sending thread reports that it is done.
             concurrent.futures.wait([sent], _REASON_SECONDS)
         if sent.done() and sent.exception() is not None:
-            # What the sidecar says of a failure tells more than what breaks off here because of it.
+            # The sidecar's reason for a failure says more than the error that follows from it here.
             concurrent.futures.wait([told], _REASON_SECONDS)
         if told.done():
             told.result()
@@ -223,7 +223,7 @@ class StreamPublisher:
 
     def _on_device(self, action: Callable[[], T]) -> Future[T]:
         def run() -> T:
-            # Which device is current every thread knows for itself.
+            # Each thread has its own current device.
             self._session.platform.set_device(self._session.device.index or 0)
             return action()
 
@@ -235,11 +235,11 @@ def _not_taken(version: int, seconds: float) -> RolloutError:
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Where engines beside that sidecar reach this host, and a port that is free."""
+    """Return the address at which engines beside that sidecar reach this host, and a free port."""
     host = urlsplit(endpoint).hostname or "127.0.0.1"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the system says from which address it would be.
+        # Nothing is sent: the system only says which source address it would use.
         probe.connect((host, 9))
         own = probe.getsockname()[0]
     with socket.socket(family) as listener:

@@ -1,7 +1,7 @@
-"""The auxiliary losses of routers: how much a micro-batch's count in its update, and what they came to.
+"""The auxiliary losses of routers: how much each micro-batch's weigh in its update, and their values.
 
-Megatron adds their gradients on the way back, times a factor that all of its routers share. An update's auxiliary
-gradient is the mean over its micro-batches, each weighed by its share of the denominator that divides the update's
+Megatron adds their gradients in the backward pass, times a factor that all routers share. An update's auxiliary
+gradient is the mean over its micro-batches, each weighted by its share of the denominator that divides the update's
 gradients at the end.
 """
 
@@ -13,14 +13,15 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) -> None:
-    """Multiply the auxiliary losses of the micro-batch that a chunk made `output` of by its share.
+    """Multiply the auxiliary losses of one micro-batch by its share; `output` is what a chunk made of it.
 
-    A micro-batch goes back through a chunk in one piece, from its output on, whatever is computed anew on the way: the
-    factor is set there. The schedule's own, set when a micro-batch goes forward, is the same for all of them.
+    The backward pass of a micro-batch through a chunk starts at its output and is never interleaved with another's,
+    even with recomputation: so the factor is set there. The schedule sets its own factor in the forward pass, the same
+    for all micro-batches.
     """
     if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         return
-    # The gradient buffers divide by as many.
+    # The gradient buffers divide by this number.
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     factor = torch.full((1,), float(share * replicas), device=output.device)
     if config.grad_scale_func is not None:
@@ -29,12 +30,12 @@ def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) 
 
 
 def take_losses() -> dict[str, float]:
-    """This rank's part of each auxiliary loss since it was last taken, without its coefficient.
+    """Return and clear this rank's part of each auxiliary loss, without its coefficient.
 
-    Sums over micro-batches of means over layers; the parts of all ranks add up to the sums over all replicas.
+    A part is a sum over micro-batches of means over layers; all ranks' parts add up to the sum over all replicas.
     """
     recorded = _take_recorded()
-    # Each rank has its own tokens' part of the one, and their mean of the other.
+    # Of the first a rank holds its own tokens' part, of the second the mean over its tokens.
     num_means = {"load_balancing_loss": 1, "z_loss": parallel_state.get_tensor_and_context_parallel_world_size()}
     return {
         f"moe_{name}": sum(recorded[name]) / len(recorded[name]) / count
@@ -44,7 +45,7 @@ def take_losses() -> dict[str, float]:
 
 
 def _take_recorded() -> dict[str, list[float]]:
-    """What Megatron's routers have recorded, a value a layer; from then on they start anew."""
+    """Return what Megatron's routers have recorded, one value per layer, and clear it."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         entries = moe_utils.get_moe_metrics_tracker().metrics
         recorded = {name: entry.values.tolist() for name, entry in entries.items()}

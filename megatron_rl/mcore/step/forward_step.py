@@ -1,4 +1,4 @@
-"""A micro-batch, from its slot to the loss: what Megatron's schedules call, and how they are called.
+"""A micro-batch from its slot to the loss: what Megatron's schedules call, and how the schedules are called.
 
 Letters: N targets.
 """
@@ -26,12 +26,12 @@ from megatron_rl.mcore.step.piggyback import Piggyback
 M_co = TypeVar("M_co", covariant=True)
 
 Model = Sequence[torch.nn.Module]
-"""This rank's stages of one: several with virtual pipeline stages."""
+"""This rank's stages of a model: several with virtual pipeline stages."""
 
 Report = dict[str, Any]
-"""What a micro-batch says of itself."""
+"""What is reported of a micro-batch."""
 
-# What the schedules and the finalization of gradients use, as they would look it up themselves.
+# The process groups that the schedules and the finalization of gradients would otherwise look up themselves.
 _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
 
 
@@ -47,42 +47,42 @@ class MicroBatches(Protocol[M_co]):
 
 
 class ForwardStep:
-    """What a schedule calls for each micro-batch and chunk; here log-probs of its targets, and no loss."""
+    """What a schedule calls for each micro-batch and chunk; this one computes log-probs of targets, and no loss."""
 
     communicator: Piggyback | None = None
-    """Takes the place of what Megatron sends and receives between pipeline stages with."""
+    """Replaces the communicator that Megatron sends and receives with between pipeline stages."""
 
     def __init__(self, temperature: float = 1.0):
         self._temperature = temperature
 
     def forward_step(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """The next micro-batch through a chunk: hidden states for the next one, or log-probs; and their loss."""
+        """Run the next micro-batch through a chunk; return its hidden states or log-probs, and the loss function."""
         micro_batch: Pack | Batch = next(data_iterator)
         pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
         return model(pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
-        """On the last stage, of a micro-batch's log-probs."""
+        """Return no loss, and the micro-batch's log-probs; called on the last stage."""
         return output_tensor.new_zeros(()), {"log_probs": output_tensor.detach()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Who plays which role in one update: the number of a frozen model from 1, or 0 for the policy."""
+    """Who plays which role in one update: 0 is the policy, 1 and up the frozen models, then the known log-probs."""
 
     old: int = 0
     reference: int | None = None
     frozen: Sequence[Model] = ()
     """Models that are run beside the policy."""
     known: Sequence[Mapping[int, torch.Tensor]] = ()
-    """Or the log-probs of models that were run before, by slot."""
+    """The log-probs of models that were run before, by slot."""
 
 
 class PolicyStep(ForwardStep):
-    """A micro-batch of an update through the policy, and through the frozen models beside it; its GRPO loss.
+    """Runs a micro-batch of an update through the frozen models and the policy, and computes its GRPO loss.
 
     Each stage runs a micro-batch through its part of the frozen models, without gradients, and then of the policy. What
-    the frozen ones send to the next stage goes in the policy's messages (`piggyback.py`); nothing of theirs comes back.
+    the frozen ones send to the next stage goes in the policy's messages (`piggyback.py`); they have no backward pass.
     """
 
     def __init__(self, policy: Model, cast: Cast, objective: Objective, temperature: float, scale: float):
@@ -95,7 +95,7 @@ class PolicyStep(ForwardStep):
             self.communicator = Piggyback(get_model_config(policy[0]), len(cast.frozen))
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """The next micro-batch through a chunk of the frozen models and of the policy."""
+        """Run the next micro-batch through a chunk of the frozen models and of the policy."""
         batch = next(data_iterator)
         frozen_outputs = self._forward_frozen(batch.pack, model)
         output_tensor = model(batch.pack, self._temperature)
@@ -108,9 +108,9 @@ class PolicyStep(ForwardStep):
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone
         self, batch: Batch, frozen_outputs: list[torch.Tensor], output_tensor: torch.Tensor
     ) -> tuple[torch.Tensor, Report]:
-        """The sum of a micro-batch's losses, of its log-probs under each role, and its statistics.
+        """Return the sum of a micro-batch's losses, computed from its log-probs under each role, and its statistics.
 
-        Nothing is divided here: `training/learner.py` divides once an update, by the denominator over all replicas.
+        Nothing is divided here: `training/learner.py` divides once per update, by the denominator of all replicas.
         """
         cast, sequences_N = self._cast, batch.pack.target_sequences_N
         known = (of_model[batch.index] for of_model in cast.known)
@@ -127,7 +127,7 @@ class PolicyStep(ForwardStep):
         return loss * self._scale, {"statistics": statistics}
 
     def _forward_frozen(self, pack: Pack, model: torch.nn.Module) -> list[torch.Tensor]:
-        """What the same chunk of each frozen model makes of a micro-batch."""
+        """Run the micro-batch through the same chunk of each frozen model."""
         chunk = unwrap(model)
         hidden = chunk.decoder.input_tensor
         inputs: list[torch.Tensor | None] = [None] * len(self._cast.frozen)
@@ -140,7 +140,7 @@ class PolicyStep(ForwardStep):
     def _run_frozen(self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None) -> torch.Tensor:
         unwrap(chunk).set_input_tensor([hidden])
         output = chunk(pack, self._temperature)
-        # It would keep what came from the stage before until the next micro-batch.
+        # Otherwise the chunk would keep the previous stage's hidden states until the next micro-batch.
         unwrap(chunk).set_input_tensor([None])
         return output
 
@@ -148,14 +148,14 @@ class PolicyStep(ForwardStep):
 def run_schedule(
     step: ForwardStep, model: Model, micro_batches: MicroBatches, forward_only: bool = False
 ) -> list[Report]:
-    """Micro-batches through Megatron's own schedule. Reports of all of them on the last pipeline stage, else none.
+    """Run micro-batches through Megatron's own schedule; return their reports on the last pipeline stage, else none.
 
     Every `main_grad` receives the gradient of the sum of losses, over all replicas, unless `forward_only`.
     """
     config = get_model_config(model[0])
     config.finalize_model_grads_func = None if forward_only else finalize_model_grads
-    # Without it an overlapped reduction starts after as many micro-batches as the first call had, and what the later
-    # ones add is lost.
+    # Without it an overlapped reduction always starts after as many micro-batches as the first call had, and the
+    # gradients of later ones are lost.
     config.no_sync_func = _no_sync(model)
     iterators = [iter(micro_batches) for _ in model]
     is_interleaved = len(model) > 1
@@ -164,42 +164,43 @@ def run_schedule(
         data_iterator=iterators if is_interleaved else iterators[0],
         model=list(model) if is_interleaved else model[0],
         num_microbatches=len(micro_batches),
-        # Stages tell each other the length of what they send; this one is only divided by the parallel sizes.
+        # Stages tell each other the length of each message; this number only has to be divisible by the parallel sizes.
         seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
         micro_batch_size=1,
         forward_only=forward_only,
         p2p_communicator=step.communicator,
-        # The schedules take both from outside, or neither.
+        # The schedules take both communicator and groups from their caller, or neither.
         pg_collection=None if step.communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
     )
 
 
 def loss_scale(num_micro_batches: int) -> int:
-    """What undoes that the schedule divides by the micro-batches, and the gradient buffers by the replicas.
+    """Return the factor that undoes the schedule's division by micro-batches and the gradient buffers' by replicas.
 
-    Context-parallel ranks need no undoing: the schedule multiplies by them what the buffers divide by them.
+    Context-parallel ranks cancel out: the schedule multiplies by their number, and the buffers divide by it.
     """
     return num_micro_batches * parallel_state.get_data_parallel_world_size()
 
 
 def compute_log_probs(model: Model, micro_batches: MicroBatches, temperature: float = 1.0) -> list[torch.Tensor]:
-    """Of each micro-batch's targets, without gradients; on the last pipeline stage, elsewhere nothing."""
-    # The schedules leave that to their caller.
+    """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
+    # The schedules leave no_grad to their caller.
     with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
         reports = run_schedule(ForwardStep(temperature), model, micro_batches, forward_only=True)
     return [report["log_probs"] for report in reports]
 
 
 def is_reporter() -> bool:
-    """Whether this rank speaks for its replica: the one of its ranks that sees losses, or the first of several."""
+    """Whether this rank reports for its replica: it sees losses, and is the first of the ranks that do."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
 
 
 @contextlib.contextmanager
 def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
-    """An interleaved pass that overlaps its messages from the start waits for its last one while gradients go back.
+    """Turn off the overlap of warm-up messages for a forward-only pass.
 
-    Where none do it ends without, and the message may be lost: then the next stage waits for good.
+    With it, an interleaved pass waits for its last message only in the backward pass. Without a backward pass that
+    message may be lost, and the next stage would wait forever.
     """
     is_overlapped, config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm_warmup_flush, False
     try:
@@ -209,7 +210,7 @@ def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
 
 
 def _no_sync(model: Model) -> Any:
-    """What keeps gradients from being reduced before the last micro-batch, in the form that the schedules want."""
+    """Return, as the schedules want it, what keeps gradients from being reduced before the last micro-batch."""
     functions = [chunk.no_sync for chunk in model if isinstance(chunk, DistributedDataParallel)]
     if not functions:
         return None

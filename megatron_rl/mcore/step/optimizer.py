@@ -33,16 +33,16 @@ class UpdateResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is a norm to speak of."""
+        """Whether the norm of the gradients is finite."""
         return math.isfinite(self.gradient_norm)
 
 
 class NonFiniteGradient(MegatronRLError):
-    """Gradients that no update can be made of."""
+    """Gradients that are not finite: no update can be made of them."""
 
 
 def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Megatron's optimizer of the chunks that `wrap` returned, and what the schedules need to know of it."""
+    """Build Megatron's optimizer of the chunks that `wrap` returned, and tell the schedules what they need of it."""
     optimizer = get_megatron_optimizer(
         copy.copy(settings.optimizer),
         list(wrapped),
@@ -55,7 +55,7 @@ def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParalle
 
 
 def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_updates: int) -> OptimizerParamScheduler:
-    """Megatron's scheduler of learning rate and weight decay, over all of a run's updates, one step an update."""
+    """Build Megatron's scheduler of learning rate and weight decay: a step per update, over all updates of the run."""
     schedule = settings.schedule
     return OptimizerParamScheduler(
         optimizer,
@@ -69,7 +69,7 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_update
 
 
 def resolve_schedule(settings: Settings, num_updates: int) -> dict[str, Any]:
-    """What the flags say of the schedule and a checkpoint remembers of it, under the scheduler's own names."""
+    """Resolve what flags say of the schedule, and a checkpoint remembers of it, under the scheduler's own names."""
     schedule, config = settings.schedule, settings.optimizer
     decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
     warmup: float = schedule.lr_warmup_iters
@@ -97,8 +97,8 @@ def apply_update(
 ) -> UpdateResult:
     """Multiply the accumulated gradients by `scale`, clip them, step, and clear them for the next update.
 
-    A gradient that is not finite raises on every rank before anything is changed, but for what a smaller loss scale of
-    float16 may avoid: then nothing is changed either, and the scheduler waits.
+    A gradient that is not finite raises on every rank before anything is changed. The exception is float16 with a loss
+    scale that can still shrink: then the update is skipped, and the scheduler does not step.
     """
     learning_rate = _learning_rate(optimizer)
     loss_scale = float(optimizer.get_loss_scale())
@@ -126,17 +126,17 @@ def apply_update(
 
 
 def force_param_sync(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Bring parameters up to date that are otherwise gathered during the next forward pass."""
+    """Gather the parameters that would otherwise be gathered during the next forward pass."""
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """One scale for experts that have an optimizer of their own and for the rest: the loss is multiplied by one.
+    """Let experts that have an optimizer of their own share one loss scale with the rest.
 
-    Megatron gives each its own, and after an overflow in one alone what the loss was multiplied by is not what the
-    other divides by.
+    The loss is multiplied by a single scale. Megatron gives each optimizer its own: after an overflow in only one of
+    them, the other would divide by a scale that the loss was not multiplied by.
     """
     chained = getattr(optimizer, "chained_optimizers", ())
     scalers = [one.grad_scaler for one in chained if getattr(one, "grad_scaler", None)]
@@ -145,7 +145,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     prepare, update = optimizer.prepare_grads, scalers[0].update
     for one in chained:
         one.grad_scaler = scalers[0]
-    # Each optimizer would adapt it before the next one divides.
+    # Each optimizer would adapt the scale before the next one has divided by it.
     scalers[0].update = lambda found_inf: None
 
     def prepared() -> bool:
@@ -186,13 +186,13 @@ def _adapts_loss_scale(optimizer: MegatronOptimizer) -> bool:
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:
-    """That of the parameters without a rate of their own; ranks without parameters know it too."""
+    """Return the rate of the parameters without one of their own; ranks without parameters know it too."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return float(optimizer.param_groups[0]["lr"] if rate is None else rate)
 
 
 def _connect(optimizer: MegatronOptimizer, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """What Megatron's own training loop sets on the model's configuration, `no_sync_func` aside: the runner does."""
+    """Set what Megatron's training loop sets on the model's configuration; `run_schedule` sets `no_sync_func`."""
     config = get_model_config(wrapped[0])
     config.grad_scale_func = optimizer.scale_loss
     ddp = wrapped[0].ddp_config
@@ -210,7 +210,7 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _await_output_weight(chunk: DistributedDataParallel) -> None:
-    """Megatron waits for a weight where its module is called; the output layer's is multiplied without that."""
+    """Wait for the output layer's weight: Megatron waits when a module is called, which this one never is."""
     inner = unwrap(chunk)
     if not inner.post_process:
         return

@@ -1,4 +1,4 @@
-"""The model that is trained: its stages, its optimizer, its weights as others see them."""
+"""The model that is trained, and the reference: their stages, the optimizer, their weights as others see them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from megatron_rl.mcore.step.optimizer import (
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """This rank's part of it."""
+    """This rank's part of the policy."""
 
     chunks: list[PackedGPTModel]
     wrapped: list[DistributedDataParallel]
@@ -43,7 +43,7 @@ class Policy:
 
 
 def build_policy(settings: Settings, session: Session, num_updates: int, recipe: Recipe = STAND_ALONE) -> Policy:
-    """The policy with the weights of --hf-model, its optimizer untouched."""
+    """Build the policy with the weights of --hf-model and a fresh optimizer."""
     chunks = recipe.build_model(settings)
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
@@ -54,47 +54,47 @@ def build_policy(settings: Settings, session: Session, num_updates: int, recipe:
 
 
 class Reference:
-    """This rank's part of it, without gradients, and the identity of its weights as they would be published."""
+    """This rank's part of the reference, without gradients, and the fingerprint its weights would be published with."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], weights: ModelWeights, dtype: str | None, interval: int | None = None
     ):
-        """`chunks` are frozen and have their weights; every `interval` versions they are to take the policy's."""
+        """`chunks` are frozen and have their weights; every `interval` versions they take the policy's."""
         self.chunks = chunks
         self._weights = weights
         self._dtype = dtype or weights.architecture.dtype
         self._interval = interval
         self.start = self.fingerprint = weights.fingerprint(dtype)
-        """Of the weights that it began with, and of those that it has."""
+        """Fingerprints of the weights that it began with, and of those that it has now."""
         self.version: int | None = None
-        """Of the policy that it last took the weights of."""
+        """The version of the policy whose weights it last took."""
 
     @property
     def models(self) -> list[PackedGPTModel]:
-        """The model inside the wrappers."""
+        """The chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
     def move_if_due(self, policy: Sequence[torch.nn.Module], version: int, fingerprint: str) -> None:
-        """Take the policy's weights, which are gathered and have that fingerprint, if it is time to."""
+        """Take the policy's weights if that is due; they must be gathered and have that fingerprint."""
         if self._interval is not None and version > 0 and version % self._interval == 0:
             copy_weights(policy, self.chunks)
             self.version, self.fingerprint = version, fingerprint
 
     def is_policy(self, policy: ModelWeights, version: int, fingerprint: str) -> bool:
-        """Whether it has the weights of the policy, which is of that version and fingerprint, to the last bit."""
+        """Whether its weights equal, to the last bit, those of the policy of that version and fingerprint."""
         if fingerprint != self.fingerprint or version == self.version:
             return fingerprint == self.fingerprint
-        # Weights that are rounded to be published may differ where what is published does not.
+        # Weights are rounded when published: different ones may have the same published fingerprint.
         exact = policy.dtype
         return exact == self._dtype or policy.fingerprint(exact) == self._weights.fingerprint(exact)
 
     def resume(self, version: int) -> None:
-        """Go on from weights that were loaded since, those of a version of the policy."""
+        """Go on from newly loaded weights, which are those of a version of the policy."""
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
 def build_reference(settings: Settings, session: Session, folder: Path, recipe: Recipe = STAND_ALONE) -> Reference:
-    """The reference with the weights of a Hugging Face folder, of the policy's architecture."""
+    """Build the reference with the weights of a Hugging Face folder; it has the policy's architecture."""
     chunks = recipe.build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)

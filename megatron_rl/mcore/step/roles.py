@@ -15,13 +15,13 @@ from megatron_rl.mcore.step.policy import Policy, Reference
 
 
 class Roles(Protocol):
-    """The models that losses are made of."""
+    """The models whose log-probs losses are made of."""
 
     temperature: float
-    """Log-probs are of logits over it, under every role."""
+    """Logits are divided by it before log-probs are taken, under every role."""
 
     def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
-        """Who plays which role in an update; `reference_is_policy` as the iteration starts."""
+        """Say who plays which role in an update; `reference_is_policy` holds at the start of the iteration."""
         ...
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
@@ -32,12 +32,12 @@ class Roles(Protocol):
 class TriModel:
     """All roles in one pass of the pipeline: a micro-batch is trained the moment it arrives.
 
-    A role that has another's weights is not computed: old at an iteration's first update, when it is the policy; the
-    reference while `reference_is_policy`, when it is old.
+    A role that has another's weights is not computed. At an iteration's first update, old is the policy. While
+    `reference_is_policy`, the reference is old.
     """
 
     def __init__(self, policy: Model, reference: Model | None, old: Model | None, temperature: float):
-        """`old` is room for the policy's weights, without which an iteration has one update."""
+        """`old` is a model to copy the policy's weights into; only an iteration with a single update needs none."""
         self._policy = policy
         self._reference = reference
         self._old = old
@@ -56,7 +56,7 @@ class TriModel:
         return Cast(old=1, reference=2, frozen=[self._room(), reference])
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
-        # After a pass, which has gathered the parameters that are gathered late.
+        # This comes after a pass, which has gathered the parameters that are gathered late.
         if self._reference is None or not reference_is_policy:
             copy_weights(self._policy, self._room())
 
@@ -66,10 +66,10 @@ class TriModel:
 
 
 class SeparateRoles:
-    """Each role in passes of its own: what a fused pass is compared with.
+    """Each role in passes of its own: the baseline to compare the fused pass with.
 
     A role that has the policy's weights is not computed: old at an iteration's first update, the reference as long as
-    `reference_is_policy`. The frozen roles' passes take the whole of an update's slots, so they wait for all of them.
+    `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all of them.
     """
 
     def __init__(self, policy: Model, reference: Model | None, temperature: float):
@@ -98,7 +98,7 @@ class SeparateRoles:
         self._old = self._log_probs(self._policy, later)
 
     def _log_probs(self, model: Model, micro_batches: UpdateSlots) -> dict[int, torch.Tensor]:
-        """By slot; on the last pipeline stage, elsewhere nothing."""
+        """Compute log-probs by slot; only the last pipeline stage returns any."""
         results = compute_log_probs(model, micro_batches, self.temperature)
         return dict(zip(micro_batches.indices, results, strict=False))
 
@@ -106,7 +106,7 @@ class SeparateRoles:
 def build_roles(
     settings: Settings, session: Session, policy: Policy, reference: Reference | None, num_updates: int
 ) -> Roles:
-    """The roles as --tri-model has them; one update an iteration needs no room for an old policy."""
+    """Build the roles as --tri-model says; with one update per iteration no old policy is kept."""
     chunks = None if reference is None else reference.chunks
     temperature = settings.sampling.temperature
     if settings.loop.tri_model == "separate":

@@ -10,7 +10,7 @@ from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights
 
 
 class EngineState(enum.StrEnum):
-    """Where an engine is between its start and its end."""
+    """How far an engine is between its start and its end."""
 
     STARTING = "starting"
     WAITING = "waiting"
@@ -44,7 +44,7 @@ class GroupRequest:
     seed: int
     sampling: Sampling
     can_wait: bool = False
-    """Others go first: an evaluation uses what training leaves free."""
+    """Whether other groups go first: an evaluation uses what training leaves free."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,9 @@ class WeightReport:
 
     version: int
     fingerprint: str
-    """Of the tensors that it loaded, by their digests."""
+    """Made of the digests of the tensors that it loaded."""
     num_compared: int = dataclasses.field(default=0, compare=False)
-    """Parameters that a load proved to hold, bit for bit, what was published."""
+    """How many parameters were proved to hold, bit for bit, what was published."""
     num_parameters: int = dataclasses.field(default=0, compare=False)
 
 
@@ -66,7 +66,7 @@ class ProbeReport:
     log_probs: list[float]
     """At temperature 1, of the prompt's tokens from the second on."""
     response: Response
-    """One token after the prompt, which says by which weights it was sampled."""
+    """One token after the prompt; its spans name the weights that sampled it."""
 
 
 class Engine(Protocol):
@@ -77,21 +77,21 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> EngineKind:
-        """How it computes log-probs."""
+        """How the engine computes log-probs."""
         ...
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """Sample a group, not scored yet. Raises EngineLost or EngineRefused; cancelling aborts it."""
+        """Sample a group without scoring it; raise EngineLost or EngineRefused. Cancelling aborts the group."""
         ...
 
     async def pause(self) -> None:
-        """Take no more steps; nothing is in flight when this returns."""
+        """Stop taking steps; nothing is in flight when this returns."""
         ...
 
     async def load(self, weights: Weights) -> WeightReport:
         """Check digests and completeness, load, and compare what the parameters hold with what was published.
 
-        The engine is DIRTY from the call until `commit`. Raises WrongWeights if it holds something else.
+        The engine is DIRTY from the call until `commit`. Raise WrongWeights if it holds something else.
         """
         ...
 
@@ -100,18 +100,18 @@ class Engine(Protocol):
         ...
 
     async def verify(self) -> WeightReport:
-        """The engine's tag, as a report."""
+        """Return the engine's tag, as a report."""
         ...
 
     async def probe(self, tokens: Sequence[int]) -> ProbeReport:
-        """Take steps again, for a prompt of these tokens, up to the engine's longest sequence.
+        """Take steps again, and answer a prompt of these tokens, cut to the engine's longest sequence.
 
-        Without tokens the engine chooses some by its version.
+        Without tokens the engine draws some from its version.
         """
         ...
 
     def open(self) -> None:
-        """Be READY: take groups."""
+        """Become READY and take groups."""
         ...
 
     async def is_alive(self) -> bool:

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- a group goes to the READY engine with the fewest responses in flight, and to none beyond its bound; the group that
+- a group goes to the READY engine with the fewest responses in flight, never beyond an engine's bound; the group that
   has waited longest goes first, but a group that can wait goes only when no other waits;
-- a group whose engine is lost or refuses goes to an engine again at once, with the same seed, a bounded number of
-  times;
+- a group whose engine is lost or refuses is tried again at once, on any engine and with the same seed, a bounded
+  number of times;
 - an engine's room is given back however a request ends, also when it is cancelled.
 """
 
@@ -72,7 +72,7 @@ class EnginePool:
         return sum(map(len, self._waiting))
 
     def engines_changed(self) -> None:
-        """Serve waiting groups: an engine has become ready, or never will."""
+        """Serve waiting groups, if an engine has become ready; fail them if none ever will."""
         while queue := self._waiting[0] or self._waiting[1]:
             size, future = queue[0]
             if future.done():

@@ -33,7 +33,7 @@ class Script:
     lengths: tuple[int, int] = (1, 32)
     """The least and the most tokens of a response, within the request's own bound."""
     tokens_per_second: float | None = None
-    """Of the engine, shared by all that is in flight; None answers at once."""
+    """The engine's speed, shared by all responses in flight; None answers at once."""
     delay: Callable[[GroupRequest], float] = lambda request: 0.0
     """Seconds that a group takes besides its tokens."""
     group_faults: Mapping[str, Fault] = dataclasses.field(default_factory=dict)
@@ -41,11 +41,11 @@ class Script:
     step_faults: Mapping[Step, Fault] = dataclasses.field(default_factory=dict)
     """What happens at a step of a publish, once."""
     keeps_old_weights: bool = False
-    """Reports every version that is published and keeps sampling with the first."""
+    """Whether it reports each published version, but keeps sampling with the first one."""
 
 
 class ScriptedEngine:
-    """One of them. Satisfies `megatron_rl.sidecar.engines.Engine`."""
+    """A scripted engine. Satisfies `megatron_rl.sidecar.engines.Engine`."""
 
     def __init__(self, name: str, script: Script = Script()):
         self.name = name
@@ -64,7 +64,7 @@ class ScriptedEngine:
 
     @property
     def kind(self) -> EngineKind:
-        """Without a model, nothing can be compared with the trainer's."""
+        """Has no model: there are no log-probs to compare with the trainer's."""
         return EngineKind(has_model=False)
 
     async def start(self) -> None:

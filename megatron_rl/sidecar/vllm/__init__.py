@@ -1,1 +1,1 @@
-"""vLLM as an engine: its server, its workers, and the proof of what they hold."""
+"""vLLM as an engine: its server, its workers, and the proof of which weights they hold."""

@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
-    """What vLLM is asked; InputError where it would silently do something else."""
+    """Build the call to vLLM; raise InputError where vLLM would silently do something else."""
     _check_fits(request, limits)
     sampling = build_sampling_params(request.sampling, limits)
     return GroupCall(
@@ -35,7 +35,7 @@ def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
 
 
 def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, object]:
-    """All of vLLM's sampling parameters, so that none of its defaults decides."""
+    """Set every sampling parameter of vLLM, so that none is left to its defaults."""
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
         # Without a tokenizer vLLM does not know which tokens end a response.
@@ -58,9 +58,9 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
 
 
 def read_responses(answer: GroupAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
-    """Read a group's responses; EngineRefused if one is missing or cut off.
+    """Read a group's responses; raise EngineRefused if one is missing or cut off.
 
-    Spans are as vLLM recorded them, those of other weights under their own tag: `check_group` refuses these.
+    Spans are as vLLM recorded them. A span of other weights keeps their tag, and `check_group` refuses it.
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
@@ -92,7 +92,7 @@ def _response(
 
 
 def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
-    """What is wrong with a choice; None if nothing is."""
+    """Say what is wrong with a choice; None if nothing is."""
     num_tokens, most = len(choice.tokens) // 4, request.sampling.max_tokens
     if choice.finish_reason not in ("stop", "length"):
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
@@ -101,7 +101,7 @@ def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
     if choice.log_prob_tokens != choice.tokens or len(choice.log_probs) != len(choice.tokens):
         return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its {num_tokens} tokens"
     log_probs = decode_log_probs(choice.log_probs)
-    # A log-prob is at most 0, but for the rounding of a sum over the vocabulary. Written so that NaN is a fault.
+    # A log-prob is at most 0, except for the rounding of a sum over the vocabulary. Written so that NaN is a fault.
     faulty = np.flatnonzero(~(np.isfinite(log_probs) & (log_probs <= 1e-3)))
     if len(faulty):
         token = decode_tokens(choice.tokens)[faulty[0]]

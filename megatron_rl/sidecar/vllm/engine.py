@@ -35,7 +35,7 @@ from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause,
 
 _log = logging.getLogger(__name__)
 
-# Between log-probs of the same weights and kernels: some devices do not add in a fixed order.
+# How far log-probs of the same weights and kernels may differ: some devices do not add in a fixed order.
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
@@ -79,7 +79,7 @@ class VllmEngine:
         self._tag = ""
         self._num_in_flight = 0
         self._progress = (0.0, 0.0)
-        # The server may close an idle connection just when it is used again.
+        # No connection is kept: the server may close an idle one just when it is used again.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
@@ -88,7 +88,7 @@ class VllmEngine:
         )
 
     async def start(self) -> None:
-        """Wait until the server answers and its workers are ready; EngineLost has its last lines otherwise."""
+        """Wait until the server answers and its workers are ready; else raise EngineLost with its last lines."""
         try:
             async with asyncio.timeout(self._deadlines.start):
                 await self._until_healthy()
@@ -211,7 +211,7 @@ class VllmEngine:
         return int(self.facts["world_size"])
 
     def last_words(self) -> str:
-        """Why it ended, from its log, and where the log is."""
+        """Say why it ended, from its log, and where the log is."""
         if self._handle is None:
             return "it was not started here: see its own log"
         return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
@@ -245,13 +245,13 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_updates(self) -> None:
-        """Refuse a vLLM that loads this model in place otherwise than at its start: its weights would be wrong.
+        """Refuse a vLLM that loads this model differently in place than at its start: its weights would be wrong.
 
-        Later checks would pass: what was received is what was announced, and all engines are wrong alike.
+        Later checks would pass: the engines receive what was announced, and all are wrong in the same way.
         """
         patched = self.facts["moe_patch"]
         if self._handle is None:
-            # It may hold any weights, so it cannot be tried.
+            # An adopted engine may hold any weights, so the update cannot be tried.
             if patched.startswith(NOT_APPLIED):
                 raise EngineRefused(
                     f"engine {self.name}: vLLM {self.facts['vllm']} may not update experts in place on a CPU "
@@ -290,7 +290,7 @@ class VllmEngine:
             _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
 
     async def _reload(self) -> bool:
-        """Load the engine's own checkpoint in place; returns whether there is one to load."""
+        """Load the engine's own checkpoint in place; return whether there is one to load."""
         answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
         return all(answer["reloaded"] for answer in answers)
 
@@ -340,7 +340,7 @@ class VllmEngine:
         return json.loads(await self._send(step, "POST", route, content) or b"null")
 
     async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
-        """Send a request; returns the body of its answer. EngineLost without an answer, EngineRefused with an error."""
+        """Send a request and return the answer's body; raise EngineLost without an answer, EngineRefused for an error."""
         if content is None:
             request = self._http.build_request(method, route)
         else:
@@ -357,7 +357,7 @@ class VllmEngine:
         return answer.content
 
     async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
-        """An EngineRefused if the engine is healthy, else an EngineLost with the cause from its log."""
+        """Make an EngineRefused if the engine is healthy, else an EngineLost with the cause from its log."""
         said = f": {answer}" if answer else ""
         if await self._answers_health():
             return EngineRefused(f"engine {self.name}: {text}{said}")
@@ -371,7 +371,7 @@ class VllmEngine:
             return False
 
     async def _makes_progress(self) -> bool:
-        """Whether tokens are counted while something is in flight: /health does not notice a core that hangs."""
+        """Whether the count of tokens grows while something is in flight: /health does not notice a hanging core."""
         if not self._num_in_flight or self.state is not EngineState.READY:
             return True
         try:
@@ -417,7 +417,7 @@ class VllmFactory:
         return VllmEngine(name, handle.address, handle, self._deadlines)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
-        """An engine that was started elsewhere on this host, given the path of its socket."""
+        """Use an engine that was started elsewhere on this host, given the path of its socket."""
         return VllmEngine(name, address, None, self._deadlines)
 
     def release(self, name: str) -> None:

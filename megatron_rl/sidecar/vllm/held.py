@@ -1,11 +1,12 @@
 """Proves that a vLLM model holds the numbers that it was given, in another order, bit for bit.
 
-The order is learned once. Tensors that say where they are take the place of weights, and each row of a parameter then
-says which rows of which tensor it is made of; random numbers that are loaded in the same way must be found there again.
-From then on the digests of what lies in the parameters are, added up, the digests of the tensors that were given.
+The order is learned once. In place of weights, tensors are loaded whose numbers encode their own place: each row of a
+parameter then shows which row of which tensor it is made of. As a check, random numbers are loaded in the same way and
+must be found in the same places. From then on the digests of the parameters' parts must add up to the digests of the
+tensors that were given.
 
-A layer may pack a parameter into a layout of its own and let it go, as those of a CPU do: it is read just before that.
-All others are read where they lie, after the load.
+Some layers, as on a CPU, pack a parameter into a layout of their own and free it: it is read just before that. All
+other parameters are read in place, after the load.
 
 Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
@@ -25,7 +26,7 @@ from megatron_rl.weights.mapping import TensorSpec
 
 T = TypeVar("T")
 
-# Numbers are written as the bits of positive normal numbers of two bytes: bfloat16's begin at 128, float16's at 1024.
+# Digits are encoded as the bits of positive normal two-byte floats: those of bfloat16 begin at 128, float16's at 1024.
 _BASE = 1 << 14
 _FIRST = 1024
 _SPREAD = 64
@@ -45,18 +46,18 @@ class Rectangle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRows:
-    """What the rows of a parameter are made of: rectangles of tensors, one under the other."""
+    """What the rows of a parameter are made of: rectangles of tensors, one below the other."""
 
     tensors: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
     first_column: int
     rows_R: torch.Tensor
-    """The row of its tensor that each row is."""
+    """For each row of the parameter, the row of the tensor that it comes from."""
     slices_R: torch.Tensor
-    """The rectangle that each row belongs to; their number where it is padding."""
+    """The index of the rectangle that each row belongs to; the number of rectangles for a row of padding."""
 
     def digests(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """One line a rectangle, of the numbers in the dtype that they were given in."""
+        """Digest each rectangle, one line per rectangle, in the dtype that its numbers were given in."""
         num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
         return digests_by_row(
             _matrix(parameter).to(dtype),
@@ -70,26 +71,26 @@ class ParameterRows:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where in a model the tensors lie that it is given."""
+    """Where in a model's parameters the tensors lie that it is given."""
 
     rows: Mapping[str, ParameterRows]
-    """Of each parameter that is made of their numbers."""
+    """The rows of each parameter that is made of these tensors' numbers."""
     packed: frozenset[str]
-    """Those parameters that are read before their layer packs them."""
+    """Parameters that are read before their layer packs them."""
     handed_over: frozenset[str]
-    """Parameters of layers that process what was loaded: every load must come to that."""
+    """Parameters of layers that process what was loaded: every load must end with that processing."""
     unknown: tuple[str, ...]
     """Parameters made of something else."""
 
 
 class Sight(Generic[T]):
-    """What was found in each parameter."""
+    """What was found in each parameter, at two moments."""
 
     def __init__(self) -> None:
         self.handed_over: dict[str, T] = {}
-        """Just before its layer processes it."""
+        """Found just before its layer processes it."""
         self.lying: dict[str, T] = {}
-        """After the load."""
+        """Found in place, after the load."""
 
     def get(self, is_lying: bool) -> dict[str, T]:
         return self.lying if is_lying else self.handed_over
@@ -97,7 +98,11 @@ class Sight(Generic[T]):
 
 @contextlib.contextmanager
 def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Sight[T]]:
-    """Look at every parameter of a model that is loaded while this is open: its name, it, and whether it lies there."""
+    """While a model is loaded in this context, look at its parameters before their layers process them; at the end, at
+    all of them in place.
+
+    `look` gets a parameter's name, the parameter, and whether it is looked at in place.
+    """
     names = {layer: name for name, layer in model.named_modules()}
     sight: Sight[T] = Sight()
 
@@ -129,9 +134,9 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
 
 
 def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
-    """Load questions in place of tensors with these names and shapes, and read the answers in the parameters.
+    """Load questions in place of tensors with these names and shapes, and read the answers from the parameters.
 
-    The model holds nobody's weights afterwards.
+    The model holds no real weights afterwards.
     """
     code = torch.float16 if dtype is torch.float16 else torch.bfloat16
     questions = [_Question(index, spec, code, dtype) for index, spec in enumerate(specs)]
@@ -164,7 +169,7 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """A tensor in whose place numbers are loaded."""
+    """A tensor that is replaced by numbers that ask where it goes."""
 
     index: int
     spec: TensorSpec
@@ -180,13 +185,15 @@ class _Question:
         return self.spec.num_elements // self.spec.shape[0]
 
     def filled(self, digits: torch.Tensor) -> torch.Tensor:
-        """Digits of two dimensions, one of them of length 1, spread over the tensor; views take no memory."""
+        """Spread digits over the tensor; they have two dimensions, one of length 1, so that a view takes no memory."""
         values = (digits + _FIRST).to(torch.int16).view(self.code).to(self.dtype)
         return values.expand(self.num_rows, self.num_columns).reshape(self.spec.shape)
 
     def random(self) -> torch.Tensor:
-        """Random numbers in which no two elements are surrounded alike: each row begins where the last one is on its
-        way, so few are drawn."""
+        """Make random numbers in which no two elements have the same surroundings.
+
+        Each row begins inside the one before it, so that few numbers have to be drawn.
+        """
         generator = torch.Generator().manual_seed(self.index)
         count = (self.num_rows - 1) * _SPREAD + self.num_columns
         bits = torch.randint(_FIRST, _FIRST + _BASE, (count,), dtype=torch.int16, generator=generator)
@@ -201,7 +208,7 @@ def _ask(
     numbers: Callable[[_Question], torch.Tensor],
     code: torch.dtype,
 ) -> Sight[torch.Tensor]:
-    """The numbers in the first column of every parameter after numbers were loaded, digit by digit; -1 for none."""
+    """Load numbers digit by digit, and read those in the first column of every parameter; -1 where there is none."""
 
     def read(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor:
         digits_R = _matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
@@ -230,7 +237,7 @@ def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: 
 def _rows(
     questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
 ) -> ParameterRows | None:
-    """The rectangles that rows say they are of; None if they say nothing, or what cannot be."""
+    """Return the rectangles that the rows' answers name; None if there are no answers, or impossible ones."""
     if any(answer is None for answer in answers):
         return None
     which_R, row_R, column_R = (answer for answer in answers if answer is not None)
@@ -264,7 +271,7 @@ def _rows(
 
 
 def _matrix(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's rows are all its dimensions but the last; numbers of one dimension are a column."""
+    """View a parameter as a matrix: its last dimension are the columns; a vector is a single column."""
     parameter = parameter.detach()
     return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
 
@@ -286,23 +293,25 @@ class NotHeld(MegatronRLError):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a load has been proved to have left in a model."""
+    """What is proved about a model after a load."""
 
     num_compared: int
     """Parameters whose digests were compared."""
     num_parameters: int
     shares: dict[str, list[tuple[Rectangle, Lanes]]]
-    """Digests of the rectangles of tensors that this worker holds only in part: the rest is with other workers."""
+    """Digests of rectangles of the tensors that this worker holds in part; other workers hold the rest."""
     unheld: tuple[str, ...]
-    """Tensors of which it holds nothing."""
+    """Tensors of which this worker holds nothing."""
     proved: frozenset[str]
     """Tensors that it was proved to hold whole."""
 
 
 @contextlib.contextmanager
 def digesting(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> Iterator[Sight[torch.Tensor | None]]:
-    """Digest what a load leaves in the parameters. `dtypes` are those that tensors were given in, as far as they have
-    come: a layer is packed when it has all of its own.
+    """Digest what a load leaves in the parameters.
+
+    `dtypes` has the dtypes of the tensors that have come so far, and grows during the load: a layer is packed as soon
+    as it has all of its tensors.
     """
 
     def look(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor | None:
@@ -322,7 +331,7 @@ def digesting(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -
 def compare(
     order: Order, sight: Sight[torch.Tensor | None], given: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
 ) -> Held:
-    """Whether what lies in the parameters is what was given, by the digests of both."""
+    """Compare the digests of the parameters with those of the tensors that were given; raise NotHeld if they differ."""
     if left := sorted(order.handed_over - sight.handed_over.keys()):
         raise NotHeld(f"the layers of {len(left)} parameters did not process what was loaded: {_first(left)}")
     digests = {
@@ -330,7 +339,7 @@ def compare(
     }
     parts: dict[str, dict[Rectangle, Lanes]] = {}
     wrong: set[str] = set()
-    # Off the device in one piece.
+    # One copy off the device for all digests.
     lines = iter(torch.cat(list(digests.values())).tolist() if digests else [])
     for name in digests:
         rows = order.rows[name]

@@ -1,12 +1,12 @@
-"""Patches of vLLM on CPUs, each applied where the version has the fault.
+"""Patches of vLLM on CPUs, each applied only if the installed version has the fault.
 
-- Experts that are updated in place compute nonsense: a CPU's kernel wants their weights in a layout of its own. vLLM
-  0.32 packs them so when the model is loaded; when they are loaded again it copies them as they are into what is read
-  as packed. `patch_experts_updated_in_place` packs them each time.
-- A request with a seed whose prefill is split ends the engine: after a step of a prefill that is not its last, vLLM
-  takes back the random number that it drew for the request, by the offset of its generator. A CPU's generator has none
-  ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` keeps the state of such generators over the step
-  instead: the discarded draw does not advance them, which is what was meant.
+- Experts that are updated in place compute nonsense, because the CPU kernel needs their weights in a layout of its own.
+  vLLM 0.32 packs them when the model is loaded, but copies later updates unpacked into memory that is read as packed.
+  `patch_experts_updated_in_place` packs them each time.
+- A request with a seed whose prefill is split ends the engine. After each step but the last of such a prefill, vLLM
+  takes back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has
+  no offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and
+  restores it after the step, so that the discarded draw does not advance it, as vLLM intends.
 """
 
 import inspect
@@ -63,7 +63,7 @@ def patch_method(method: Any) -> str:
 
 
 _SEED_MARK = "megatron_rl_seed_patch"
-# As in vLLM 0.32. Another vLLM may have fixed it, or moved what is patched.
+# Parameters as in vLLM 0.32. Another vLLM may have fixed the fault, or moved what is patched.
 _SAMPLE = ("self", "logits", "spec_decode_metadata")
 _BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
 

@@ -1,9 +1,9 @@
-"""Routes of ours beside those of a vLLM server.
+"""Our own routes beside those of a vLLM server.
 
-- Groups leave as arrays, in one binary message each way. vLLM's own route answers with JSON: an object with names and
-  text for every token, which costs more to make and to read than a small model costs to sample. Here a token is four
-  bytes, and its log-prob four more, as the engine gave them.
-- A pause returns when nothing is in flight any more. vLLM's own route then sleeps, for callers who read their answers
+- A group takes one binary message each way, with its numbers as arrays. vLLM's own route answers with JSON: an object
+  with names and text for every token, which takes longer to write and read than a small model takes to sample. Here a
+  token is four bytes and its log-prob four more, as the engine gave them.
+- A pause returns as soon as nothing is in flight. vLLM's own route then also sleeps, for callers who read their answers
   elsewhere.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
@@ -26,7 +26,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 Route = Callable[[Any, bytes], Awaitable[Any]]
-"""Of vLLM's client of its engine and a request's body; returns what is answered."""
+"""Takes vLLM's client of its engine and a request's body; returns the answer."""
 
 
 class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class GroupChoice(msgspec.Struct, frozen=True):
     tokens: bytes
     """Little-endian int32."""
     log_prob_tokens: bytes
-    """The tokens that `log_probs` belong to, as vLLM lists them: the response's, or something is wrong."""
+    """The tokens that `log_probs` belong to, as vLLM lists them: they must equal `tokens`."""
     log_probs: bytes
     """Little-endian float32."""
     spans: list[GroupSpan] | None
@@ -88,7 +88,7 @@ class Routes:
         answering = asyncio.ensure_future(_answer(route, scope["app"].state.engine_client, body))
         leaving = asyncio.ensure_future(_until_disconnected(receive))
         try:
-            # Cancelled, vLLM aborts the request: nobody waits for it any more.
+            # If the client leaves, cancelling makes vLLM abort the request.
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             leaving.cancel()
@@ -105,7 +105,7 @@ class Routes:
 
 
 async def _answer(route: Route, client: Any, body: bytes) -> tuple[int, bytes]:
-    """The status and the body of the answer; what vLLM refuses is answered with its words."""
+    """Return status and body of the answer; if vLLM refuses, the body has its words."""
     try:
         answer = await route(client, body)
     except (ValueError, TypeError) as error:
@@ -127,7 +127,7 @@ _ROUTES: dict[str, Route] = {GENERATE: _generate, PAUSE: _pause}
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
-    """Have vLLM's engine sample a group, all of whose responses come at once."""
+    """Have vLLM's engine sample a group; all its responses come at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # Flat log-probs are lists of numbers; otherwise vLLM makes a dictionary and an object for every token.
@@ -155,7 +155,7 @@ def _pack_choice(output: Any) -> GroupChoice:
 
 
 def _pack(flat: Any) -> tuple[bytes, bytes]:
-    """The tokens of flat log-probs, and the log-probs; nothing for None."""
+    """Return the tokens of flat log-probs and the log-probs themselves, as bytes; empty for None."""
     tokens, log_probs = (flat.token_ids, flat.logprobs) if flat else ((), ())
     return np.asarray(tokens, dtype="<i4").tobytes(), np.asarray(log_probs, dtype="<f4").tobytes()
 

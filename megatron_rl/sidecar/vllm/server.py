@@ -1,11 +1,11 @@
 """A vLLM server from outside: how it is started, what it cannot do with a model, why it ended.
 
-What it cannot do is taken from vLLM 0.32's sources, since vLLM may be installed in another environment, and is
-reported before an engine starts. vLLM reports the rest in its log.
+What it cannot do is taken from vLLM 0.32's sources, since vLLM may be installed in another environment. It is reported
+before an engine starts; vLLM reports the rest in its log.
 
-Several of its processes print a traceback when one fails. The API server's says to look above, the core's repeats what
-a worker said, the worker's is the cause: the innermost process counts, and of its tracebacks the first, because the
-other workers only lose a peer.
+When one process fails, several print a traceback. The API server's says to look above, the core's repeats what a worker
+said, and the worker's is the cause. So the innermost process counts, and of its tracebacks the first: the other workers
+only lose a peer.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class ServerConfig:
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
     eager: bool | None = None
-    """Without compilation and captured graphs; None means yes on a CPU, where compiling costs more than it saves."""
+    """Whether to run without compilation and captured graphs; None means yes on a CPU, where compiling does not pay."""
     flags: tuple[str, ...] = ()
     """More flags for vLLM, after ours."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -98,7 +98,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         "--tensor-parallel-size", str(config.tensor_parallel_size),
         # Token ids in and out, without the sampling parameters of the checkpoint's generation_config.json.
         "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm",
-        # Of logits/T, as the trainer computes them; vLLM's default is before temperature.
+        # Log-probs of logits/T, as the trainer computes them; vLLM's default is before temperature.
         "--logprobs-mode", "processed_logprobs",
         "--worker-extension-cls", EXTENSION,
         "--middleware", MIDDLEWARE,
@@ -107,7 +107,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if eager:
         command.append("--enforce-eager")
     if config.device == "cpu" and config.tensor_parallel_size == 1:
-        # As vLLM does elsewhere: the one worker lives in the core's process, and no step passes between two.
+        # As vLLM does on other devices: the only worker runs in the core's process, so steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the same name.
@@ -176,14 +176,14 @@ def link_package(folder: Path) -> Path:
     return packages
 
 
-# The columns of a head that its CPU attention is compiled for. With others it starts, and the first request fails.
+# The head sizes that vLLM's CPU attention is compiled for. With others it starts, and the first request fails.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def find_problems(
     model: Architecture, device: Literal["cpu", "cuda", "npu"], tensor_parallel_size: int, max_model_len: int | None
 ) -> Iterator[str]:
-    """Each reason for which an engine of this model would end."""
+    """Yield each reason why an engine of this model would end."""
     if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
             f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
@@ -199,7 +199,7 @@ def find_problems(
 
 
 def _division(model: Architecture, size: int) -> Iterator[str]:
-    """Heads and columns must divide evenly over devices; several devices may hold the same keys and values."""
+    """Yield what does not divide evenly over devices; several devices may hold the same keys and values."""
     if size < 1:
         return
     groups = model.num_query_groups
@@ -221,7 +221,7 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
 
 
 def find_longest(model: Architecture) -> int:
-    """Tokens of the longest sequence that an engine takes."""
+    """Return the length of the longest sequence that an engine takes."""
     scale = model.rope.factor if model.rope.kind is RopeKind.LINEAR else 1.0
     return int(model.max_position_embeddings * scale)
 
@@ -234,10 +234,10 @@ _LINE = re.compile(
 _BEGIN = "Traceback (most recent call last)"
 # The processes of a server from the outermost to the innermost, as the beginnings of their names.
 _KINDS = (("", "server"), ("EngineCore", "core"), ("Worker", "worker"), ("VllmWorker", "worker"))
-# The server ended by an error of its last time: what it outlived longer ago is not the cause.
+# Only errors from the server's last minute may be the cause of its end: it survived the earlier ones.
 _TOGETHER = datetime.timedelta(seconds=60)
 _NUM_FRAMES = 2
-# Of a message that continues, indented, after its first line.
+# The most lines to keep of an error message that continues, indented, after its first line.
 _MOST_MESSAGE_LINES = 8
 _NUM_LAST_LINES = 10
 
@@ -253,7 +253,7 @@ class _Report:
 
 
 def find_cause(log: Sequence[str]) -> str:
-    """The process that failed first, with the end of its traceback; the last lines if there is none."""
+    """Name the process that failed first, with the end of its traceback; return the last lines if there is none."""
     reports, latest = _reports(log)
     recent = [report for report in reports if latest - report.time <= _TOGETHER]
     if not recent:
@@ -261,16 +261,16 @@ def find_cause(log: Sequence[str]) -> str:
     deepest = max(report.depth for report in recent)
     of_deepest = [report for report in recent if report.depth == deepest]
     first = next((report for report in of_deepest if report.is_traceback), of_deepest[0])
-    # Another process reports, in one line, that a process is gone.
+    # That a process died is reported by another one, in a single line.
     deaths = [line for report in recent for line in report.lines if "died unexpectedly" in line][:1]
     lines = _end(first.lines) if first.is_traceback else first.lines
     return "\n".join([f"in its {_KINDS[first.depth][1]}:", *deaths, *(line for line in lines if line not in deaths)])
 
 
 def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
-    """Tracebacks and errors, and the time of the last line that has one."""
+    """Collect tracebacks and errors; also return the time of the last line that has a time."""
     reports: list[_Report] = []
-    # The tracebacks that are still read: lines of several processes come mixed.
+    # The tracebacks that are not complete yet: lines of several processes are interleaved.
     open_ones: dict[str, _Report] = {}
     time = datetime.datetime.min
     for line in log:
@@ -295,7 +295,7 @@ def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
 
 
 def _goes_on(lines: Sequence[str], text: str) -> bool:
-    """Whether a line belongs to the traceback that ended with these lines so far."""
+    """Whether the next line of its process still belongs to the traceback that has these lines so far."""
     said = next((index for index, line in enumerate(lines[1:], 1) if not line.startswith(" ")), None)
     if said is None:
         return True
@@ -303,7 +303,7 @@ def _goes_on(lines: Sequence[str], text: str) -> bool:
 
 
 def _end(lines: Sequence[str]) -> list[str]:
-    """The last frames, and what was raised."""
+    """Return the last frames of a traceback, and the error that was raised."""
     kept = [line for line in lines[1:] if set(line.strip()) - set("^~")]
     frames = [index for index, line in enumerate(kept) if line.startswith("  File ")]
     return kept[frames[-_NUM_FRAMES] :] if len(frames) >= _NUM_FRAMES else kept

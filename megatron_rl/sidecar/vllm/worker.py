@@ -1,12 +1,12 @@
-"""What our extension of vLLM's workers does: receives weights, digests and loads them, says which it holds.
+"""Our extension of vLLM's workers: it receives weights, digests and loads them, and says which it holds.
 
 vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
 data. A refusal is the answer `{"error": ...}` and not an exception, of which vLLM would only say "worker failed".
 
-A load compares the digests that came with the files with the fingerprint that was announced, and the tensors with
-those of the checkpoint that the engine started from, before it touches a weight. Afterwards it compares the digests of
-what its parameters hold with those that came (`held.py`): that also proves what came. The tensors that this leaves
-unproved are digested as they came, each by one worker.
+Before a load touches a weight, it compares the digests that came with the files with the announced fingerprint, and
+names and shapes with those of the checkpoint that the engine started from. Afterwards it compares the digests of what
+its parameters hold with those that came (`held.py`), which also proves the files. Tensors that this does not prove are
+digested as they came, each by one worker.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
 class WorkerExtension:
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
-    # What the worker holds, and whether a load broke off in it.
+    # The weights that the worker holds, and whether a load broke off in it.
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
@@ -67,7 +67,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_prepare(self) -> RpcAnswer:
-        """Prepare the worker; returns what the sidecar needs to know of it."""
+        """Prepare the worker; return what the sidecar needs to know of it."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -123,9 +123,9 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
-        """Learn where in the parameters tensors lie, if the engine's checkpoint says which there are.
+        """Learn where in the parameters tensors lie, if the engine's checkpoint lists the tensors.
 
-        The engine holds nobody's weights afterwards.
+        The engine holds no real weights afterwards.
         """
         specs = _specs(_started_from(Path(self.vllm_config.model_config.model)))
         if specs:
@@ -135,7 +135,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_reload_checkpoint(self) -> RpcAnswer:
-        """Load the checkpoint that this engine started from, in place; whether there is one to be loaded."""
+        """Load in place the checkpoint that this engine started from; answer whether there is one."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
             self.megatron_rl_load_in_place(tensors)
@@ -172,7 +172,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
-        """The fingerprint of the weights that this worker holds; empty if an update broke off."""
+        """Answer with the fingerprint of the weights that this worker holds; empty if an update broke off."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
     def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
@@ -233,7 +233,7 @@ class WorkerExtension:
             self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
-        """Compare what a load left in the parameters with what was given; NotHeld if they differ."""
+        """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.sight is None:
             return Held(0, len(record.parameters), {}, (), frozenset())
         return compare(self.megatron_rl_order, record.sight, digests, record.specs)
@@ -298,7 +298,7 @@ def _describe(held: Held, digests: Mapping[str, list[int]]) -> RpcAnswer:
 def _must_be_those_of(
     received: Mapping[str, torch.Tensor], digests: Mapping[str, list[int]], names: Iterable[str]
 ) -> None:
-    """Digest tensors as they came."""
+    """Raise a Refusal unless these tensors, as they came, have the digests that came with them."""
     if wrong := [name for name in names if digest(received[name]).tolist() != digests[name]]:
         raise Refusal(f"{len(wrong)} tensors came with other numbers than their digests are of: {', '.join(wrong[:5])}")
 
@@ -313,7 +313,7 @@ def _must_be_private(folder: Path, user: int) -> None:
 
 
 def _mapped(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors in the folder's files, mapped, not copied."""
+    """Map the tensors in the folder's files, without copying them."""
     from safetensors import safe_open
 
     tensors: dict[str, torch.Tensor] = {}
@@ -338,7 +338,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def _started_from(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the checkpoint, mapped; none where it is in another format."""
+    """Map the tensors of the checkpoint; none if it is in another format."""
     if not any(folder.glob("*.safetensors")):
         return {}
     with Checkpoint(folder) as checkpoint:
@@ -346,7 +346,7 @@ def _started_from(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _eos_token_ids(config: Any) -> set[int]:
-    """Where the model ends a response, by its config.json and its generation_config.json."""
+    """Return the tokens that end a response, by the model's config.json and generation_config.json."""
     path = Path(config.model) / "generation_config.json"
     stored = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     found = set()
@@ -356,12 +356,12 @@ def _eos_token_ids(config: Any) -> set[int]:
 
 
 _FOLDER = Path("/dev/shm")
-# What vLLM's kernels make. What Python makes is cleared away by a process of its own.
+# The prefix of files that vLLM's kernels make. Those that Python makes are removed by Python's own tracker process.
 _PREFIX = "vllm_dist_"
 
 
 def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
-    """Unlink what this process maps of it; how many there were."""
+    """Unlink the kernels' shared-memory files that this process maps; return how many there were."""
     mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
     # Another worker may have been the first.
     found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
@@ -371,9 +371,9 @@ def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER)
 
 
 def close_listeners() -> int:
-    """Close every listening TCP socket of this process; how many there were.
+    """Close every listening TCP socket of this process; return how many there were.
 
-    The number of each stays taken, by a socket without a peer: gloo goes on to own it.
+    An unconnected socket takes over each file descriptor, because gloo still believes that it owns the number.
     """
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     listening = [number for number in numbers if _listens(number)]
