@@ -1,15 +1,15 @@
-"""megatron-core's own configurations, imported when they are asked for: the platform is installed before."""
+"""megatron-core's own configurations, imported only when asked for: the platform must be installed before."""
 
 
 def find_megatron_version() -> str:
-    """That of the installed megatron-core."""
+    """Return the version of the installed megatron-core."""
     import megatron.core
 
     return str(megatron.core.__version__)
 
 
 def import_configs() -> dict[str, type]:
-    """megatron-core's dataclasses, under the names that targets use."""
+    """Import megatron-core's dataclasses, under the names that flags' targets use."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig

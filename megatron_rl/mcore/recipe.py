@@ -1,4 +1,4 @@
-"""What a run takes from the recipe that it is started from, where it is."""
+"""What a run takes from the recipe that started it, if one did."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ class Recipe:
     saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What Megatron looks for in a checkpoint beside model and optimizer: the recipe's arguments."""
     open_sinks: Callable[[], Sequence[Any]] | None = None
-    """What takes the metrics on rank 0, in place of what our flags open: the recipe's own writers."""
+    """Opens the recipe's own writers, which take the metrics on rank 0 in place of those that our flags open."""
     finish_iteration: Callable[[int], None] = lambda version: None
     """Called by every rank when the iteration of a version is over."""
 

@@ -1,4 +1,4 @@
-"""The process groups of a run: started once, ended once, and what a rank's place in them means for its shards."""
+"""The process groups of a run, started once and ended once, and a rank's place in them, which decides its shards."""
 
 import datetime
 import os
@@ -17,14 +17,14 @@ from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
 U = TypeVar("U")
-# Within the time that is given.
+# Meets the other ranks in a store, within the time that is given.
 Meet = Callable[[datetime.timedelta], dist.Store]
 
 
 class Session:
     """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager.
 
-    The ranks meet within `timeout`, in the store that `meet` gives, and a collective may take that and `waiting`.
+    The ranks meet within `timeout`, in the store that `meet` returns. A collective may take `timeout` plus `waiting`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Session:
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
             create_gloo_process_groups=True,
         )
-        # What is not tensors goes over the host, whatever the platform: errors, digests, agreement.
+        # All but tensors (errors, digests, agreement) goes over the host, whatever the platform.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
         self.stage_group = self._new_stage_group(timeout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -97,13 +97,13 @@ class Session:
         return parallel_state.get_data_parallel_group()
 
     def gather(self, item: T) -> list[T]:
-        """What every rank has, on every rank."""
+        """Return every rank's item, on every rank."""
         items: list[T] = [item] * self.world_size
         dist.all_gather_object(items, item, group=self.control_group)
         return items
 
     def broadcast(self, item: T) -> T:
-        """What rank 0 has, on every rank."""
+        """Return rank 0's item, on every rank."""
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
@@ -121,7 +121,7 @@ class Session:
         return result
 
     def gather_or_raise_everywhere(self, action: Callable[[], T]) -> list[T]:
-        """As `run_or_raise_everywhere`, and what every rank's action has returned, on every rank."""
+        """Do as `run_or_raise_everywhere`, and return the results of all ranks, on every rank."""
         _, results = self._run_or_raise(action, lambda result: result)
         return results
 
@@ -157,7 +157,7 @@ class Session:
 
 
 def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError], str] | None:
-    """What the other ranks are told."""
+    """Return what the other ranks are told of an error."""
     if error is None:
         return None
     if isinstance(error, MegatronRLError):
@@ -168,7 +168,7 @@ def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError],
 def _start_distributed(
     platform: Platform, timeout: datetime.timedelta, waiting: datetime.timedelta, meet: Meet
 ) -> bool:
-    """Join the ranks that the environment names, or be alone; False if somebody did so already."""
+    """Join the ranks that the environment names, or be alone; return False if that was done before."""
     if dist.is_initialized():
         return False
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -211,6 +211,6 @@ def _coordinates() -> Coordinates:
 def start_session(
     settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
 ) -> Session:
-    """The process groups that the settings ask for, started; a rank may wait `waiting` longer for what is outside."""
+    """Start the process groups that the settings ask for; collectives may take `waiting` longer, for other processes."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
     return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting, meet)

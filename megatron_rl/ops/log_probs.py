@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states: the output layer and its softmax, fused.
 
-The vocabulary may be divided over ranks. A rank goes through its part in blocks of columns and keeps a few numbers a
-row; the gradient computes each block's logits again. No array of all logits exists, in either direction.
+The vocabulary may be divided over ranks. A rank goes through its part in blocks of columns and keeps a few numbers per
+row; the backward pass computes each block's logits again. Neither pass ever holds an array of all logits.
 
 Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # A block's logits: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
-# Blocks that are narrower than this spend their time adding to the hidden states' gradient.
+# With narrower blocks, most time goes into adding to the hidden states' gradient.
 _LEAST_BLOCK_COLUMNS = 1024
 
 
@@ -27,7 +27,7 @@ class VocabularyShard:
     vocab_size: int
     """The real size: columns from here on are padding and belong to no token."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the other columns; None when there are none."""
+    """The ranks that share the vocabulary; None if this rank holds all of it."""
 
     def num_real(self, num_columns: int) -> int:
         """How many of this rank's columns are tokens; they come first."""
@@ -48,16 +48,16 @@ def output_log_probs(
     temperature: float = 1.0,
     block_columns: int | None = None,
 ) -> torch.Tensor:
-    """log softmax(hidden @ weight.T / temperature) at each row's target, fp32; padded columns count for nothing.
+    """Compute log softmax(hidden @ weight.T / temperature) at each row's target, in fp32, without padded columns.
 
-    The gradient of the hidden states is this rank's columns' part, to be summed over the ranks. A target outside the
-    vocabulary gives NaN: what is not a token has no probability. `block_columns` is for tests; the results differ
-    by rounding.
+    The gradient of the hidden states is the part of this rank's columns, to be summed over the ranks. A target outside
+    the vocabulary gives NaN, since it has no probability. `block_columns` is for tests; it changes results only by
+    rounding.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
     if block_columns is None:
-        # Whole multiples of 128 suit matrix units.
+        # Multiples of 128 suit matrix units.
         block_columns = max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, len(hidden_NE)) // 128 * 128)
     columns = _Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns, temperature)
     log_probs_N: torch.Tensor = _LogProbs.apply(hidden_NE, weight_VE, columns)
@@ -70,7 +70,7 @@ class _Columns:
 
     shard: VocabularyShard
     local_targets_N: torch.Tensor
-    """Counted from this rank's first column, and outside its columns for targets that other ranks hold."""
+    """Targets counted from this rank's first column; those that other ranks hold lie outside its columns."""
     num_real: int
     block_columns: int
     temperature: float
@@ -80,18 +80,18 @@ class _Columns:
             yield slice(first, min(first + self.block_columns, self.num_real))
 
     def scaled_logits(self, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, block: slice) -> torch.Tensor:
-        """Logits of a block over the temperature, of at least 32 bits, in memory that is the caller's to overwrite."""
+        """Compute a block's logits over the temperature, in at least 32 bits; the caller may overwrite the result."""
         logits_NC = torch.nn.functional.linear(hidden_NE, weight_VE[block])
         return logits_NC.to(_statistics_dtype(hidden_NE)).div_(self.temperature)
 
     def targets_in(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's target as a column of the block, [N, 1], and whether it is there; elsewhere some column."""
+        """Return each row's target as a column of the block, [N, 1], or 0, and whether the block has it."""
         is_here_N1 = ((self.local_targets_N >= block.start) & (self.local_targets_N < block.stop))[:, None]
         return (self.local_targets_N[:, None] - block.start).where(is_here_N1, 0), is_here_N1
 
 
 class _Statistics:
-    """Statistics of the columns added so far, one number a row."""
+    """Statistics of the columns added so far, each one number per row."""
 
     def __init__(self, like_NE: torch.Tensor) -> None:
         dtype = _statistics_dtype(like_NE)
@@ -103,14 +103,14 @@ class _Statistics:
         self.num_holders_N = torch.zeros_like(self.max_N)
 
     def add(self, scaled_NC: torch.Tensor, columns_N1: torch.Tensor, is_here_N1: torch.Tensor) -> None:
-        """Take in a block, and overwrite it."""
+        """Add a block's columns; overwrites the block."""
         self.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
         self.num_holders_N += is_here_N1[:, 0]
         self._raise_max(torch.maximum(self.max_N, scaled_NC.amax(dim=1)))
         self.sum_N += scaled_NC.sub_(self.max_N[:, None]).exp_().sum(dim=1)
 
     def reduce(self, shard: VocabularyShard) -> None:
-        """Add the columns of all ranks: two reductions, however many blocks there were."""
+        """Add the columns of all ranks, with two reductions however many blocks there were."""
         self._raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
         # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
         sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N))
@@ -138,10 +138,10 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        """Blocks are of columns because each then has the whole gradient of its rows of the weight.
+        """Go through blocks of columns: each gives the whole gradient of its rows of the weight.
 
-        That is written once, in the weight's dtype, where blocks of targets would need a sum of the weight's size in
-        float32. What is summed over blocks, in float32, is the much smaller gradient of the hidden states.
+        That gradient is written once, in the weight's dtype; blocks of targets would need a sum of the weight's size in
+        float32. Summed over blocks, in float32, is only the much smaller gradient of the hidden states.
         """
         hidden_NE, weight_VE, max_N, sum_N = ctx.saved_tensors
         columns = ctx.columns
@@ -160,7 +160,7 @@ class _LogProbs(torch.autograd.Function):
                 grad_hidden_NE += grad_NC @ weight_VE[block]
             if grad_weight_VE is not None:
                 torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
-            # Or it would stay while the next block is computed.
+            # Otherwise it would stay in memory while the next block is computed.
             del grad_NC
         if grad_weight_VE is not None:
             grad_weight_VE[columns.num_real :] = 0

@@ -1,7 +1,7 @@
 """Files that only grow, by whole records, with one writer; the journal, the audit log and the metrics are such files.
 
-What `append` returned from survives the death of the process, kill -9 included: the bytes are with the kernel. It
-survives the loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
+Once `append` has returned, its record survives the death of the process, kill -9 included: the kernel has the bytes.
+It survives a loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
 
 A `LineFile` holds JSON lines that each name their version; a resumed run continues it as if it had never stopped:
 
@@ -43,7 +43,7 @@ class AppendFile:
         self._sync = sync
         self._is_torn = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Not through a link, and not inherited: a child that outlives this process would keep the lock.
+        # Links are not followed. Children do not inherit the file: one that outlives this process would keep the lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o600)
@@ -97,7 +97,7 @@ class AppendFile:
         self._is_torn = False
 
     def read(self, offset: int, size: int) -> bytes:
-        """The bytes there; fewer at the end of the file."""
+        """Read the bytes there; fewer at the end of the file."""
         return os.pread(self._descriptor, size, offset)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 def _write_all(descriptor: int, pieces: Sequence[bytes]) -> None:
-    # Nearly always one call; a full disk or a limit shows first as a short count, then as an error.
+    # Nearly always one call is enough; a full disk or a limit shows first as a short count, then as an error.
     written = os.writev(descriptor, pieces)
     if written < sum(map(len, pieces)):
         rest = memoryview(b"".join(pieces))[written:]
@@ -174,11 +174,11 @@ class LineFile:
             raise
 
     def restart(self, version: int) -> int:
-        """Drop the lines of this version and later ones; returns how many."""
+        """Drop the lines of this version and later ones; return how many."""
         return self._keep_below(version)
 
     def set_aside(self) -> Path | None:
-        """Copy what there is beside the file, under a number; where to, or None if there is nothing."""
+        """Copy the file beside itself, with a number after its name; return the copy, or None if the file is empty."""
         if not self._file.size:
             return None
         copies = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))

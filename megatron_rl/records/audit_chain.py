@@ -80,7 +80,7 @@ class Chain:
         self._num_unknown = 0
 
     def take(self, number: int, line: bytes) -> AnyEvent | None:
-        """The event of a line, given with its newline; None if it has none, or was there before."""
+        """Return the event of a line, given with its newline; None if the line has no event or was there before."""
         content = line.removesuffix(b"\n")
         own_hash = hash_line(content)
         links = read_links(content)

@@ -39,11 +39,11 @@ class Proofs:
 
     num_reports: int = 0
     num_whole: int = 0
-    """Of engines all of whose parameters were compared with what they received."""
+    """Reports of engines that compared all of their parameters with what they received."""
     num_probed: int = 0
-    """Of engines whose log-probs were compared with the trainer's."""
+    """Reports of engines whose log-probs were compared with the trainer's."""
     furthest: float = 0.0
-    """The largest of the mean differences of these."""
+    """The largest mean difference among these."""
 
     def count(self, report: audit_log.EngineReport) -> None:
         self.num_reports += 1
@@ -75,7 +75,7 @@ class Report:
         return sum(num_lines for _, num_lines in self.files)
 
     def place(self, line: int) -> str:
-        """Where a line is, in words; names the file if there are several."""
+        """Say in words where a line is; names the file if there are several."""
         if len(self.files) == 1:
             return f"line {line}"
         for name, num_lines in self.files:

@@ -32,7 +32,7 @@ def name_file(first: Path, index: int) -> Path:
 
 
 def find_existing_files(first: Path) -> dict[int, Path]:
-    """The files that exist, by number, in order."""
+    """Find the files that exist, by number, in order."""
     pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
     found = {0: first} if first.exists() else {}
     for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
@@ -43,12 +43,12 @@ def find_existing_files(first: Path) -> dict[int, Path]:
 
 
 def find_first_file(path: Path) -> Path:
-    """The first file of a log, which a person named by itself or by its folder."""
+    """Return the first file of a log, given that file or its folder."""
     return path / FILE_NAME if path.is_dir() else path
 
 
 def find_files(first: Path) -> dict[int, Path]:
-    """The files that exist; InputError if none does."""
+    """Find the files that exist; raise InputError if none does."""
     files = find_existing_files(first)
     if not files:
         raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
@@ -103,7 +103,7 @@ class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
     mean: float
     largest: float
     bound: float | None
-    """Of the mean; None, which JSON writes for infinity, if there was none."""
+    """The largest mean accepted; None if there was no bound, since JSON cannot write infinity."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +113,10 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     fingerprint: str
     compared: int = 0
-    """Parameters that were compared with what was received, bit for bit."""
+    """How many parameters were compared, bit for bit, with what was received."""
     parameters: int = 0
     probe: ProbeRecord | None = None
-    """None if they were not compared with the trainer's."""
+    """None if its log-probs were not compared with the trainer's."""
 
 
 class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
@@ -144,7 +144,7 @@ class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
     largest: float | None
     """None if it is not finite."""
     bound: float | None
-    """Of the mean; None where tokens were drawn at random."""
+    """The largest mean accepted; None if tokens were drawn at random."""
 
 
 class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
@@ -259,7 +259,7 @@ class AuditLog:
         """
         self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
         self._seq, self._head = 0, FIRST_PREV
-        # Stays open while the log is, whichever file is written to: its lock is the log's.
+        # The first file stays open as long as the log, whichever file is written to: its lock is the log's.
         self._first = self._file = AppendFile(path, sync)
         self._index = 0
         try:
@@ -395,7 +395,7 @@ class AuditLog:
         self._file, self._index = file, index
 
     def _continue(self) -> int:
-        """Continue after the last whole line, in whichever file; returns how many bytes of a torn line were cut off."""
+        """Continue after the last whole line, in whichever file; return how many bytes of a torn line were cut off."""
         num_bytes_cut = 0
         # A file that has no line yet is used when the one before it is full.
         for index in reversed(find_existing_files(self._first.path)):
@@ -406,9 +406,9 @@ class AuditLog:
         return num_bytes_cut
 
     def _find_end(self) -> int:
-        """Continue the chain after the file's last whole line, if any; returns how many bytes after it were cut off."""
+        """Continue the chain after the file's last whole line, if any; return how many bytes after it were cut off."""
         content, start = b"", self._file.size
-        # Backwards until a whole line, with the newline before it, is there.
+        # Read backwards until there is a whole line, with the newline before it.
         while start > 0 and content.count(b"\n") < 2:
             step = min(start, max(_READ_BYTES, len(content)))
             start -= step

@@ -35,7 +35,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What can be computed again of a run."""
+    """What of a run can be computed again."""
 
     fingerprints: dict[int, str]
     """For each submitted version, the fingerprint of its last submission."""
@@ -102,7 +102,7 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
         try:
             event = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            # `verify` has named it.
+            # `verify` has already reported the line.
             continue
         if isinstance(event, audit_log.Submit):
             logged[event.version] = _Logged(event)
@@ -151,7 +151,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
 
 
 def _is_of_the_same_request(responses: list[Response], event: audit_log.GroupFinished) -> bool:
-    """Sampled from the same weights with the same seeds; a journal may also hold groups of other attempts."""
+    """Whether both were sampled from the same weights with the same seeds; a journal may hold other attempts' groups."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
 

@@ -6,8 +6,8 @@ Each iteration has one file, `<version>.journal`, in a folder of the run. Invari
 - a record that a kill has torn is cut off at reopening, and reported; any other damage is JournalDamaged;
 - a group comes back only for the key it was sampled and scored for: run, fingerprint, version, prompt (index, tokens,
   columns), seed, sampling parameters, group size, and the caller's description of the rewards;
-- claims come back only for their own submission and rewards: another plan divides the same groups anew, and groups
-  with other rewards are sampled again;
+- claims come back only for their own submission and rewards: another plan divides the same groups differently, and
+  groups with other rewards are sampled again;
 - an append that fails leaves the journal as it was;
 - one process has the folder open; at most `retain` files are kept, those of the highest versions and the current one.
 """
@@ -69,7 +69,7 @@ class RecoveredJournal:
     groups: list[Group]
     claims: list[Claim]
     num_bytes_cut: int
-    """Of a record that a kill had torn."""
+    """Bytes of a record that a kill had torn."""
     num_stale: int
     """Groups that were sampled for another submission."""
 
@@ -172,7 +172,7 @@ class Journal:
             elif isinstance(record, _Claimed):
                 claims += [record.claim] if is_mine else []
             elif record.key in keys:
-                # The first stays: it is the one that may have been claimed.
+                # The first one stays, because it may have been claimed.
                 groups.setdefault(record.prompt_index, Group(prompt=keys[record.key], responses=record.responses))
             else:
                 num_stale += 1
@@ -186,7 +186,7 @@ class Journal:
 
 
 def find_journal(folder: Path, version: int) -> Path:
-    """The journal of an iteration, in the folder of a run's journals."""
+    """Return the path of an iteration's journal, in the folder of a run's journals."""
     return folder / f"{version:08d}.journal"
 
 
@@ -228,7 +228,7 @@ def make_group_key(submission: Submission, prompt_index: int, scoring: str = "")
 
 
 def _claims_key(submission: Submission, scoring: str) -> bytes:
-    """Make the key of claims from all that decides whether they fit, which the deadline does not."""
+    """Make the key of claims from everything that decides whether they fit: all but the deadline."""
     return _hash((msgspec.structs.replace(submission, deadline_seconds=1.0), scoring))
 
 
@@ -242,10 +242,10 @@ def _head(payload: bytes) -> bytes:
 
 
 def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
-    """Each whole record's offset and payload. Ends before a torn one.
+    """Yield each whole record's offset and payload; stop before a torn one.
 
-    A kill cuts a record short, so a head or a payload of full length with a wrong checksum is damage. The head has a
-    checksum of its own, without which a changed length would make all that follows look torn.
+    A kill cuts a record short, so a head or payload of full length with a wrong checksum is damage. The head has its
+    own checksum: otherwise a changed length would make everything that follows look torn.
     """
     offset, buffer, start = 0, b"", 0
 

@@ -1,1 +1,1 @@
-"""Rewards: functions of people, run in confined processes, and the ready-made ones."""
+"""Rewards: users' own functions, run in confined processes, and the ready-made ones."""

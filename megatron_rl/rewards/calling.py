@@ -17,7 +17,7 @@ from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, check_values
 
 _LONGEST_MESSAGE = 2000
-# What no completion would mend.
+# Errors that every completion would cause.
 _MISFITS = (Misfit, ImportError)
 
 
@@ -48,7 +48,7 @@ class Functions:
         raise CannotLoad(f"{spec.source} has no function {spec.function}{hint}")
 
     def call(self, index: int, prompt_index: int, line: bytes) -> Values:
-        """Call a function with the group in the line, parsed anew so that no function sees another's changes."""
+        """Call a function with the group in the line, parsed again so that no function sees another's changes."""
         spec, function, request = self._specs[index], self._functions[index], json.loads(line)
         num_samples = len(request["completions"])
         random.seed(f"{spec.name}\0{prompt_index}")
@@ -68,7 +68,7 @@ class Functions:
         return isinstance(error, MissingColumn)
 
     def describe(self, index: int, error: BaseException) -> str:
-        """The last line of an error's traceback, and the line of the function's own file where it happened."""
+        """Return the last line of an error's traceback, and the line of the function's own file where it happened."""
         if isinstance(error, Misfit):
             return str(error)[:_LONGEST_MESSAGE]
         message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
@@ -106,7 +106,7 @@ def _load(path: str, source: str) -> types.ModuleType:
 
 
 def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of TRL's signature; a function without **kwargs gets those that it names."""
+    """Build the keyword arguments of TRL's signature; a function without **kwargs gets those that it names."""
     count = len(request["completions"])
     prompt, completions = request["prompt"], request["completions"]
     if not isinstance(prompt, str):

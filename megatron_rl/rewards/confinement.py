@@ -1,9 +1,9 @@
-"""What a worker may see, how it is confined to that, and the calls of the Linux kernel for it.
+"""What a worker may see, how it is confined to that, and the Linux system calls that do it.
 
 The parent works out the paths (`Confinement`); the worker applies them to itself before it imports any function
-(`confine`). Landlock only knows what is allowed: a private folder inside an allowed one is kept out by allowing that
-one's other entries, each for itself. No call needs root; each raises OSError where the kernel, or the container around
-us, does not have it.
+(`confine`). Landlock has only rules that allow: to hide a private folder inside an allowed one, each other entry of the
+outer folder is allowed by itself. No call needs root; each raises OSError if the kernel, or the container around us,
+does not have it.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ PROCESSES = "processes"
 
 @dataclasses.dataclass(frozen=True)
 class Confinement:
-    """The paths a worker may read, list without reading what is in them, and write."""
+    """The paths that a worker may read, those it may only list, and those it may write."""
 
     read: tuple[str, ...]
     listed: tuple[str, ...]
@@ -77,11 +77,11 @@ def plan_confinement(
     hidden = [path.resolve() for path in private]
     package = Path(__file__).resolve().parents[1]
     roots = [*map(Path, _SYSTEM), Path(sys.prefix), Path(sys.base_prefix), *map(Path, python_path), package, *read]
-    # Means another folder in every process, so it must not be resolved here.
+    # /proc/self means another folder in every process, so it must not be resolved here.
     allowed: list[Path] = [Path("/proc/self")]
     listed: list[Path] = []
     for root in roots:
-        # The folder that our package lies in is a whole project where it is not installed; the package is enough.
+        # If our package is not installed, its folder lies in a whole project; the package alone is enough.
         if root.resolve() != package.parent or root.name.endswith("-packages"):
             _keep_out(root.resolve(), hidden, allowed, listed)
     return Confinement(_texts(allowed), _texts(listed), (str(scratch), *_DEVICES))
@@ -100,13 +100,13 @@ def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[
         return
     listed.append(root)
     for entry in sorted(root.iterdir()):
-        # What a link leads to is judged where it lies.
+        # A link's target is allowed or hidden by its own place.
         if not entry.is_symlink():
             _keep_out(entry, hidden, allowed, listed)
 
 
 def confine(limits: Confinement) -> dict[str, str]:
-    """Confine the calling process for good; returns what could not be done, and why."""
+    """Confine the calling process for good; return what could not be done, and why."""
     no_new_privileges()
     missing: dict[str, str] = {}
 
@@ -139,7 +139,7 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
 
 
 def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
-    """What is wrong with the variables that functions are to be given."""
+    """Yield what is wrong with the variables that functions are to be given."""
     for name in names:
         if name in ("HOME", "TMPDIR", "PYTHONPATH", *_FIXED):
             yield f"--reward-environment {name}: functions have a value of their own for it; leave it out"
@@ -148,7 +148,7 @@ def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
 
 
 def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
-    """The whole environment of a worker: what programs need, and what --reward-environment names."""
+    """Build the whole environment of a worker: what programs need, and what --reward-environment names."""
     if found := list(find_environment_problems(names)):
         raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
@@ -163,7 +163,7 @@ def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable
 
 
 def find_python_path() -> list[str]:
-    """Where a worker finds modules: as we do, except for the current folder."""
+    """Find the folders where a worker finds modules: ours, except for the current folder."""
     package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
     standard = (sys.base_prefix, sys.prefix)
@@ -178,14 +178,14 @@ _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWPID = 0x20000000
-# The same on every architecture: they came after the numbering was unified.
+# These numbers are the same on every architecture: newer system calls share one numbering.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _IO_URING_SETUP = 425
 _CAP_DAC_OVERRIDE = 1
 
 
 class Access(enum.IntFlag):
-    """Landlock's rights over files, and the version of its interface that brought those beyond the first."""
+    """Landlock's rights over files, and the interface versions that added those beyond the first."""
 
     EXECUTE = 1 << 0
     WRITE_FILE = 1 << 1

@@ -1,8 +1,8 @@
-"""Safetensors files: a Hugging Face folder's, memory-mapped, and those that many processes write at once.
+"""Safetensors files: those of a Hugging Face folder, memory-mapped, and those that many processes write together.
 
 One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
-process gives the folder its name (`put_in_place`). What is being written stands under another name until then,
-so no reader ever sees half a file.
+process renames the folder (`put_in_place`). Until then the folder has another name, so no reader ever sees half a
+file.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import Mapping, TensorSpec
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# A file takes one write at a time: with several, ranks that begin at different ones do not wait for each other.
+# A file takes one write at a time: with several files, ranks that begin at different ones do not wait for each other.
 _MAX_FILE_BYTES = 10**9
 # Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
 _MIN_WRITE_BYTES = 1 << 16
@@ -32,7 +32,7 @@ _DIGESTS = "digests.json"
 
 
 class FilePlan:
-    """Which tensor goes into which file, at which byte; equal on every process."""
+    """Which tensor goes into which file, at which byte; the same on every process."""
 
     def __init__(self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None):
         self.specs = {spec.name: spec for spec in specs}
@@ -88,14 +88,14 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
 
 
 def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None:
-    """Write the tensors' digests beside them, for whoever loads them to compare with what it holds then."""
+    """Write the tensors' digests beside them: a program that loads the tensors compares what it then holds."""
     path = folder / _DIGESTS
     path.touch(mode=0o600)
     path.write_text(json.dumps(digests))
 
 
 def read_digests(folder: Path) -> dict[str, list[int]]:
-    """The digests that were written beside a folder's tensors."""
+    """Read the digests that were written beside a folder's tensors."""
     try:
         return json.loads((folder / _DIGESTS).read_text())
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ class Writer:
             os.close(descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Write a block of a tensor at (first_row, first_column); it is on the CPU and has the tensor's dtype."""
+        """Write a block of a tensor at (first_row, first_column); it must be on the CPU, in the tensor's dtype."""
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
@@ -166,7 +166,7 @@ def _group(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The header's bytes, the absolute offset of each tensor, the size of the file."""
+    """Return the header's bytes, the absolute offset of each tensor, and the size of the file."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for spec in specs:
@@ -176,7 +176,7 @@ def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[byte
         }  # fmt: skip
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # The format wants the data to start at a multiple of eight; 64 lets every tensor of whole cache lines start on one.
+    # The format wants data to start at a multiple of 8; with 64, tensors of whole cache lines start on a cache line.
     text += b" " * (-(len(text) + 8) % 64)
     header = len(text).to_bytes(8, "little") + text
     starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
@@ -184,7 +184,7 @@ def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[byte
 
 
 _DTYPES = {code: name for name, code in _CODES.items()}
-# Tensors that old checkpoints carry and no model reads: they follow from config.json.
+# Tensors in old checkpoints that no model reads, because they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3

@@ -1,19 +1,19 @@
 """The identity of a set of weights, computable on any device from any slicing of the tensors.
 
-A tensor's digest is a multilinear hash of 64-bit words: each of its rows is read as such words, the last one filled up
-with zeros, and
+A tensor's digest is a multilinear hash of 64-bit words: each row is read as such words, the last one padded with zeros,
+and
 
     digest = sum over rows of  r[row] * (sum over words of  c[word] * w)   modulo 2**64
 
-for fixed odd 64-bit numbers that look random, with two choices of r: two lanes. An element is the bits that it fills of
-its word: x shifted left by s bits, so it counts c[word] * 2**s * x on its own, wherever a slice begins. Invariants:
+for fixed odd pseudo-random 64-bit numbers r and c; two choices of r give two lanes. An element x fills some bits of its
+word, s bits from the right, so it contributes c[word] * 2**s * x on its own, wherever a slice begins. Invariants:
 
 - the digest of a tensor is the sum of the digests of any slices that cover it once: it does not depend on layout,
   bucket, order or device;
 - changing any one word changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
 
-It guards against faults and not against an adversary, who could choose weights that collide. The columns of a
-tensor are all its dimensions but the first, so a row is contiguous and either dimension can be sliced.
+It guards against faults, not against an adversary, who could choose weights that collide. A tensor's columns are all
+its dimensions but the first, so a row is contiguous and either dimension can be sliced.
 """
 
 import functools
@@ -33,7 +33,7 @@ _COLUMNS, _ROWS = 0, (1, 2)
 
 
 def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
-    """Digest of a slice that starts at (first_row, first_column) of its tensor: int64, one number a lane."""
+    """Digest a slice that starts at (first_row, first_column) of its tensor: int64, one number per lane."""
     sums_R = _row_sums(slice_RC.detach().reshape(slice_RC.shape[0], -1), first_column)
     rows = [_factors(axis, first_row + len(sums_R), sums_R.device)[first_row:] for axis in _ROWS]
     return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
@@ -47,10 +47,10 @@ def digests_by_row(
     slices_R: torch.Tensor,
     num_slices: int,
 ) -> torch.Tensor:
-    """Digests of the slices that lie one under the other in a matrix: (num_slices, lanes), all in one pass.
+    """Digest, in one pass, slices that lie one below the other in a matrix: (num_slices, lanes).
 
-    Row i of the matrix is row `rows_R[i]`, below `num_rows`, of its tensor from `first_column` on, and belongs to the
-    slice `slices_R[i]`. Rows of the slice `num_slices` count for nothing.
+    Row i of the matrix belongs to slice `slices_R[i]` and is row `rows_R[i]` of its tensor, from `first_column` on;
+    `num_rows` is above all these row numbers. Rows of the slice `num_slices` are ignored.
     """
     sums_R = _row_sums(matrix_RC.detach(), first_column)
     lanes = []
@@ -65,7 +65,7 @@ def _row_sums(slice_RC: torch.Tensor, first_column: int) -> torch.Tensor:
     """Sum the words of each row of a matrix, each times the factor of its column."""
     bits_RC, factors_C = _words(slice_RC, first_column) or _elements(slice_RC, first_column)
     if bits_RC.dtype == torch.int64 and bits_RC.device.type == "cpu":
-        # In one pass; only a CPU multiplies a matrix of integers.
+        # One pass; only CPUs can multiply matrices of integers.
         return torch.mv(bits_RC, factors_C)
     num_rows, num_columns = bits_RC.shape
     sums_R = torch.empty(num_rows, dtype=torch.int64, device=bits_RC.device)
@@ -79,7 +79,7 @@ def _row_sums(slice_RC: torch.Tensor, first_column: int) -> torch.Tensor:
 
 
 def _words(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The slice as whole words, and the factor of each; None if it does not lie on whole words."""
+    """View the slice as whole words, with the factor of each; None if it is not aligned to whole words."""
     per_word = _WORD_BYTES // slice_RC.element_size()
     layout = (first_column, slice_RC.shape[1], slice_RC.stride(0), slice_RC.storage_offset())
     if slice_RC.stride(1) != 1 or any(number % per_word for number in layout):
@@ -89,7 +89,7 @@ def _words(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, tor
 
 
 def _elements(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of the slice's elements, and the factor of each."""
+    """Return the bits of the slice's elements, and the factor of each."""
     element_bytes, num_columns, device = slice_RC.element_size(), first_column + slice_RC.shape[1], slice_RC.device
     per_word = _WORD_BYTES // element_bytes
     columns_C = torch.arange(first_column, num_columns, device=device)
@@ -98,7 +98,7 @@ def _elements(slice_RC: torch.Tensor, first_column: int) -> tuple[torch.Tensor, 
 
 
 def _unsigned(bits_RC: torch.Tensor) -> torch.Tensor:
-    """The bits as numbers from zero up, not sign-extended; words as they are, since arithmetic is modulo 2**64."""
+    """Return the bits as unsigned numbers; whole words stay as they are, since arithmetic is modulo 2**64."""
     if bits_RC.element_size() == _WORD_BYTES:
         return bits_RC
     return bits_RC.to(torch.int64) & ((1 << (8 * bits_RC.element_size())) - 1)
@@ -114,18 +114,18 @@ def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Itera
 
 
 def _chunk_elements(device: torch.device) -> int:
-    """Enough to keep temporaries in cache on a CPU, and other devices busy."""
+    """Return a size that keeps temporaries in cache on a CPU, and keeps other devices busy."""
     return 1 << 17 if device.type == "cpu" else 1 << 26
 
 
 def _factors(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """The first `count` factors of an axis; tables grow by doubling, so few are ever made."""
+    """Return the first `count` factors of an axis; tables grow by doubling, so few are ever made."""
     return _factor_table(axis, 1 << max(count - 1, 1).bit_length(), device)[:count]
 
 
 @functools.lru_cache(maxsize=64)
 def _factor_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """The first outputs of the axis' SplitMix64 generator, made odd; int64 arithmetic wraps modulo 2**64."""
+    """Compute the first outputs of the axis's SplitMix64 generator, made odd; int64 arithmetic wraps modulo 2**64."""
     z = torch.arange(1, count + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + _signed((axis + 1) << 32)
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
@@ -133,7 +133,7 @@ def _factor_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """The unsigned shift: torch's own carries the sign."""
+    """Shift without sign: torch's own shift copies the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

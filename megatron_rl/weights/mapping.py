@@ -3,7 +3,7 @@
 Everything is a pure function of the architecture and a rank's coordinates, so each rank knows what the others hold.
 Invariants, over all ranks that own something:
 
-- the pieces of a parameter cover it once, but for the rows that pad the vocabulary;
+- the pieces of a parameter cover it once, except for the rows that pad the vocabulary;
 - the owned pieces of a tensor cover it once.
 """
 
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """A rank's place, which alone decides what it holds."""
+    """A rank's place in the parallel groups; it alone decides what the rank holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -40,7 +40,7 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """`length` entries along `dim`: from `source` on in the tensor `name`, from `target` on in the shard."""
+    """`length` entries along `dim` that begin at `source` in the tensor `name` and at `target` in the shard."""
 
     name: str
     dim: int
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class ShardMap:
-    """How one rank's shard of one parameter is made."""
+    """How one rank's shard of one parameter is put together."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -73,7 +73,7 @@ class TensorSpec:
 
 
 class Mapping:
-    """The correspondence of one architecture's parameters and tensors."""
+    """Which tensors one architecture's parameters are made of."""
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
@@ -81,7 +81,7 @@ class Mapping:
         self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
-        """Every tensor of the checkpoint, in the order of the layers, tied tensors once."""
+        """List every tensor of the checkpoint, in the order of the layers, tied tensors once."""
         dtype = dtype or self.architecture.dtype
         specs = []
         for name, layer, expert in self._instances():
@@ -91,7 +91,7 @@ class Mapping:
         return specs
 
     def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
-        """How the shard of `parameter`, named with its global layer and expert numbers, is made there."""
+        """Map the shard of `parameter` at these coordinates; the name has global layer and expert numbers."""
         name, layer, expert = self._resolve(parameter)
         sources = [source.format(layer=layer, expert=expert) for source in name.sources]
         is_expert = expert is not None
@@ -116,7 +116,7 @@ class Mapping:
         return ShardMap(shape, pieces, name.exported and is_first)
 
     def _instances(self) -> Iterator[tuple[Name, int | None, int | None]]:
-        """Every parameter of the model: embedding, layers in order, head."""
+        """Yield every parameter of the model: embedding, layers in order, head."""
         layered = [name for name in self._names if "{layer}" in name.parameters[0]]
         outer = [name for name in self._names if name not in layered]
         yield from ((name, None, None) for name in outer if name.parameters[0].startswith("embedding"))
@@ -162,7 +162,7 @@ class Mapping:
     def _blocks(
         self, name: Name, sources: list[str], shapes: list[Shape], size: int, padded_vocab_size: int
     ) -> list[tuple[str | None, int, int]]:
-        """The whole parameter as a sequence of (tensor, first entry, length); None is padding."""
+        """Describe the whole parameter as a sequence of (tensor, first entry, length); tensor None is padding."""
         a = self.architecture
         if name.split is Split.QKV:
             heads, width = a.num_attention_heads // a.num_query_groups * a.kv_channels, a.kv_channels
@@ -192,7 +192,7 @@ def _num_experts(architecture: Architecture) -> int:
 
 
 def _intersect(blocks: list[tuple[str | None, int, int]], dim: int, start: int, length: int) -> Iterator[Piece]:
-    """The parts of the blocks that lie in [start, start + length) of their concatenation."""
+    """Yield the parts of the blocks that lie in [start, start + length) of their concatenation."""
     position = 0
     for name, source, block_length in blocks:
         first, last = max(position, start), min(position + block_length, start + length)
@@ -203,7 +203,7 @@ def _intersect(blocks: list[tuple[str | None, int, int]], dim: int, start: int, 
 
 @functools.cache
 def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
-    """The parameter's name with its numbers replaced by placeholders, and the numbers."""
+    """Return the parameter's name with placeholders for its numbers, and the numbers."""
     layer = re.search(r"\.layers\.(\d+)\.", parameter)
     pattern = re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", parameter)
     expert = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc[12]\.weight(\d+)$", parameter)

@@ -14,7 +14,7 @@ from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest
 from megatron_rl.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
-# Large enough to amortize a call, and on a CPU small enough to be in cache when they are digested.
+# Large enough to amortize a call and, on a CPU, small enough that blocks are still in cache when they are digested.
 _BLOCK_ELEMENTS_CPU = 1 << 20
 _BLOCK_ELEMENTS_DEVICE = 1 << 26
 
@@ -36,8 +36,8 @@ class Shard:
             source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
         self.zero_padding()
-        # Of the copy, so that a value which its dtype cannot hold is found too; the extremes of the whole are finite
-        # when everything is, and cost a fraction of the copy.
+        # The copy is checked, to find values that its dtype cannot hold too. Checking its extremes is enough, and costs
+        # a fraction of the copy.
         if not _is_finite(target):
             broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
             raise InputError(
@@ -46,14 +46,14 @@ class Shard:
             )
 
     def zero_padding(self) -> None:
-        """Clear what no piece covers: the last rows, where the vocabulary is padded."""
+        """Zero what no piece covers: the last rows, if the vocabulary is padded."""
         covered = sum(piece.length for piece in self.map.pieces)
         dim = self.map.pieces[0].dim if self.map.pieces else 0
         if covered < self.map.shape[dim]:
             self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
 
     def blocks(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The piece in blocks of rows, each with the row and column of the tensor at which it begins."""
+        """Yield the piece in blocks of rows, each with the row and column of the tensor at which it begins."""
         values = self.parameter.detach().narrow(piece.dim, piece.target, piece.length)
         first_row, first_column = (piece.source, 0) if piece.dim == 0 else (0, piece.source)
         limit = _BLOCK_ELEMENTS_CPU if values.device.type == "cpu" else _BLOCK_ELEMENTS_DEVICE
@@ -91,17 +91,17 @@ class Digests:
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = list(specs)
         self._index = {spec.name: index for index, spec in enumerate(self.specs)}
-        # The last column counts elements: the proof that every tensor was covered once.
+        # The last column counts elements, to prove that every tensor was covered once.
         self._sums = torch.zeros(len(self.specs), NUM_LANES + 1, dtype=torch.int64)
 
     def add(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Add a block of a tensor, in the dtype in which the tensor is exported."""
+        """Add a block of a tensor, which must have the dtype that the tensor is exported in."""
         sums = self._sums[self._index[name]]
         sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
         sums[NUM_LANES] += block.numel()
 
     def combine(self, group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
-        """Every tensor's digest over all ranks; raises if a slice is missing or was counted twice."""
+        """Return every tensor's digest over all ranks; raise if a slice is missing or was counted twice."""
         if group is not None:
             dist.all_reduce(self._sums, group=group)
         for spec, sums in zip(self.specs, self._sums.tolist(), strict=True):
@@ -116,7 +116,7 @@ class Digests:
 def export(shards: Sequence[Shard], digests: Digests, put: Put | None = None, first: int = 0) -> None:
     """Digest every slice that this rank owns, and hand it to `put` on the CPU, in the dtype it is exported in.
 
-    `first` is the shard to begin with; the ones before it come last.
+    `first` is the shard to begin with; those before it come last.
     """
     dtypes = {spec.name: DTYPES[spec.dtype] for spec in digests.specs}
     for shard in (*shards[first:], *shards[:first]):
@@ -143,7 +143,7 @@ class StageRank:
 
 
 class WeightStream:
-    """The buckets of one stage, laid out once and gathered at every export."""
+    """The buckets of one pipeline stage, laid out once and gathered at every export."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class WeightStream:
         return self._buckets
 
     def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
-        """Gather each bucket in turn; with `digests`, digest what this rank owns on the way."""
+        """Gather each bucket in turn; with `digests`, also digest what this rank owns."""
         parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}
         me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
         for index, specs in enumerate(self._buckets):

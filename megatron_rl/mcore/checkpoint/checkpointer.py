@@ -1,7 +1,7 @@
-"""Saves what a run trains, beside training if that is asked for, and loads it again.
+"""Saves what a run trains, while training goes on if that is asked for, and loads it again.
 
-What training draws from beside model and optimizer (data position, version, identities) is the trainer's; it comes and
-goes as `extra`, a dictionary that JSON can hold.
+The trainer's own state besides model and optimizer (data position, version, identities) is passed as `extra`, a
+dictionary that JSON can hold.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
 _EXTRA = "megatron_rl"
-# Of which version of the policy the reference's weights are, where they were saved.
+# The version of the policy that the saved reference's weights are of, if they were saved.
 _REFERENCE_VERSION = "megatron_rl_reference"
-# Ways of being strict that let the model keep what the checkpoint lacks.
+# Settings of strictness with which the model keeps what the checkpoint lacks.
 _LENIENT = ("log_all", "return_all", "ignore_all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a run goes on from: the iterations it has behind it, what `save` was given, and what is to be said once."""
+    """What a run goes on from: the iterations it has done, the `extra` that was saved, and notes to print once."""
 
     version: int
     extra: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Checkpointer:
         reference: Reference | None = None,
         recipe: Recipe = STAND_ALONE,
     ):
-        """A `reference` is saved once it was moved."""
+        """A `reference` is saved only after it has moved."""
         self._config = settings.checkpoint
         self._schedule = settings.schedule
         self._session = session
@@ -59,13 +59,13 @@ class Checkpointer:
         self._recipe = recipe
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
-        # The iteration of the folder that is saved to which this run went on from.
+        # The iteration in the --save folder that this run went on from, if it did.
         self._loaded: int | None = None
 
     def save(self, version: int, extra: Mapping[str, Any]) -> None:
-        """Write what there is now. With --async-save it is written while training goes on: `poll`, then `finish`.
+        """Write the current state; with --async-save in the background: call `poll`, and `finish` in the end.
 
-        `extra` of rank 0 counts.
+        Rank 0's `extra` is saved.
         """
         folder = self._config.save
         assert folder is not None
@@ -89,7 +89,7 @@ class Checkpointer:
             self._prune(version)
 
     def poll(self) -> None:
-        """Make the checkpoint that is being written the newest, if all of it is there; without waiting for it."""
+        """Make the checkpoint that is being written the newest if it is complete; do not wait for it."""
         self._finalize(is_waiting=False)
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ class Checkpointer:
         self._finalize(is_waiting=True)
 
     def load(self) -> Loaded | None:
-        """Take over what --load holds, or None if there is nothing to load: then the run begins as it was built."""
+        """Take over what --load holds; return None if there is nothing to load, and the run begins as it was built."""
         config = self._config
         self._session.run_or_raise_everywhere(self._check_folders)
         if config.load is None:
@@ -158,7 +158,7 @@ class Checkpointer:
         return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
 
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Under Megatron's names, but for what is ours; no other rank is waited for."""
+        """Collect the state under Megatron's names, except for our own; waits for no other rank."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
         state |= self._recipe.saved
         reference = self._reference
@@ -224,7 +224,7 @@ class Checkpointer:
             )
 
     def _goes_on_from(self, version: int, source: Path) -> int | None:
-        """The version, if it is one of the folder that is saved to: newer ones there may be replaced."""
+        """Return the version if it was loaded from the folder that is saved to: newer ones there may be replaced."""
         save = self._config.save
         if save is None:
             return None
@@ -264,7 +264,7 @@ class Checkpointer:
 
     @staticmethod
     def _is_distributed(optimizer: Any) -> bool:
-        # Several optimizers, of experts and of the rest, are numbered.
+        # If experts have an optimizer of their own, optimizers are numbered.
         one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
         return "param_state_sharding_type" in one
 

@@ -1,9 +1,9 @@
-"""Where checkpoints lie, and in which order files appear and vanish, so that one that is named is always whole.
+"""Where checkpoints lie, and in which order files appear and vanish, so that the one that is named is always complete.
 
 Invariants, at every moment at which a writer may be killed:
-- `latest_checkpointed_iteration.txt` names a checkpoint that is complete, or is not there;
-- what is being written, or removed, has a name that starts with a dot and is no checkpoint's;
-- no two saves write to the same folder, not even when the writer of one outlives the run that began it.
+- `latest_checkpointed_iteration.txt` names a complete checkpoint, or does not exist;
+- a folder that is being written or removed has a name that starts with a dot, unlike any checkpoint's;
+- no two saves write to the same folder, not even if the writer of one outlives the run that began it.
 """
 
 import os
@@ -20,7 +20,7 @@ _UNFINISHED = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
 
 
 def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
-    """The iteration, and the folder with its shards: of the newest checkpoint, or of the one that is asked for."""
+    """Return the iteration, and the folder with the shards, of the newest checkpoint or of the one asked for."""
     if (folder / "metadata.json").exists():
         return 0, folder
     tracker = folder / TRACKER
@@ -37,26 +37,26 @@ def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether there is one that `find` would take without being told which."""
+    """Whether there is a checkpoint that `find` would return without being told which."""
     return (folder / TRACKER).exists() or (folder / "metadata.json").exists()
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Megatron's name for the folder of an iteration."""
+    """Return the folder of an iteration, under Megatron's name."""
     return folder / f"iter_{iteration:07d}"
 
 
 def latest_iteration(folder: Path) -> int | None:
-    """That of the newest checkpoint, if an iteration is named."""
+    """Return the newest checkpoint's iteration, if the tracker names one."""
     tracker = folder / TRACKER
     text = tracker.read_text().strip() if tracker.exists() else ""
     return int(text) if text.isdigit() else None
 
 
 def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
-    """An empty folder to write to, after removing what killed runs left behind.
+    """Make an empty folder to write to, after removing what killed runs left behind.
 
-    `loaded` is the iteration of the folder that the run went on from.
+    `loaded` is the iteration in this folder that the run went on from.
     """
     target = iteration_folder(folder, iteration)
     _check_replaceable(folder, iteration, loaded)
@@ -71,11 +71,11 @@ def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
 
 
 def put_in_place(staged: Path, folder: Path, iteration: int, loaded: int | None = None) -> Path:
-    """Make what was written the newest checkpoint: until the last step that is the one before.
+    """Make what was written the newest checkpoint; until the last step the previous one stays the newest.
 
-    A folder of that iteration that is not the newest was left by a run that was killed here, or that went on from an
-    earlier iteration: it gives way. So does the newest if this run went on from an earlier one, which is the newest
-    meanwhile.
+    A folder of that iteration that is not the newest is replaced: it was left by a run that was killed here, or that
+    went on from an earlier iteration. The newest itself is replaced only if this run went on from an earlier one, which
+    is the newest meanwhile.
     """
     target = iteration_folder(folder, iteration)
     _check_replaceable(folder, iteration, loaded)
@@ -94,9 +94,9 @@ def put_in_place(staged: Path, folder: Path, iteration: int, loaded: int | None 
 
 
 def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
-    """Remove all but the last checkpoints up to `latest`, and those at multiples of the interval.
+    """Remove checkpoints up to `latest`, except the last ones and those at multiples of the interval.
 
-    With an interval and no number to keep, the newest alone is kept besides, as in Megatron.
+    With an interval and no number to keep, only the newest is kept besides the multiples, as in Megatron.
     """
     if keep_last is None and retain_interval is None:
         return []
@@ -111,7 +111,7 @@ def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int
 
 
 def withdraw(target: Path) -> None:
-    """Remove a folder of an iteration that is to be written anew, and what killed runs left beside it."""
+    """Remove an iteration's folder that is to be written again, and what killed runs left beside it."""
     if target.exists():
         _remove(target)
     if target.parent.exists():
@@ -155,7 +155,7 @@ def _clear(folder: Path) -> None:
 
 
 def _remove(target: Path) -> None:
-    """First it is no checkpoint any more, then it is removed."""
+    """Rename the folder, so that it is not a checkpoint any more, and then remove it."""
     hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.removed")
     target.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

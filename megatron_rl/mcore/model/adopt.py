@@ -1,8 +1,8 @@
-"""A model that somebody else has built, made one that takes packs: a recipe's own provider and its specs are kept.
+"""Turns a model that somebody else has built into one that takes packs; a recipe's own provider and specs are kept.
 
-Three things are exchanged, and nothing else: the core attention of each layer, which knows nothing of packs; rotary
-angles, which are of rows there; and what follows the last layer, which would compute logits of all rows. A model that
-has its own idea of one of the three is refused by name, because that idea would be lost without an error.
+Exactly three things are replaced: the core attention of each layer, which does not know packs; rotary angles, which
+would be those of rows; and what follows the last layer, which would compute logits of all rows. A model with its own
+version of one of the three is refused by name, because that version would be lost without an error.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from megatron_rl.mcore.model.attention import SharedPromptAttention
 from megatron_rl.mcore.model.gpt import PackedGPTModel, mark_tensor_parallel
 from megatron_rl.types import Architecture, RopeKind
 
-# Two ways to compute the same frequencies differ by rounding.
+# How far two ways to compute the same frequencies may differ, by rounding.
 _ROUNDING = 1e-5
 
 
 def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend: str) -> PackedGPTModel:
-    """The same model, with its own parameters and layers, as one that takes packs and answers with log-probs."""
+    """Make this model, with its own parameters and layers, one that takes packs and answers with log-probs."""
     if problems := list(_check(chunk, architecture)):
         raise UsageError(*problems)
     assert isinstance(chunk, GPTModel)
@@ -40,7 +40,7 @@ def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend:
             softmax_scale=getattr(chunk.config, "softmax_scale", None),
         )
     kind = type(chunk)
-    # Before the recipe's own class, so that what it changes lies between ours and Megatron's.
+    # Our class comes before the recipe's, so that the recipe's changes apply between ours and Megatron's.
     packed: Any = chunk
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
     packed.take_packs(architecture)
@@ -49,7 +49,7 @@ def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend:
 
 
 def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
-    """Why the model cannot take packs."""
+    """Yield each reason why the model cannot take packs."""
     kind = type(chunk).__name__
     if not isinstance(chunk, GPTModel):
         yield f"the recipe builds a {kind}, and only megatron-core's GPTModel and its subclasses can be trained here"

@@ -25,7 +25,7 @@ class PackParams(PackedSeqParams):
 
     @classmethod
     def of(cls, pack: Pack, temperature: float) -> "PackParams":
-        """Parameters that make Megatron compute with [tokens, 1, ...] and ask nothing of cumulative lengths."""
+        """Make parameters with which Megatron computes on [tokens, 1, ...] and needs no cumulative lengths."""
         length = pack.num_tokens
         return cls(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, pack=pack, temperature=temperature)
 
@@ -45,7 +45,7 @@ class SharedPromptAttention(MegatronModule):
     ):
         super().__init__(config=config)
         scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
-        # The factor belongs to queries and keys alike, so their products carry it twice.
+        # The factor applies to queries and to keys, so their products have it squared.
         self.scale = scale * rope.attention_factor(architecture.rope) ** 2
         self.window = architecture.sliding_window
         self.backend = backend
@@ -62,7 +62,7 @@ class SharedPromptAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[rows, 1, heads, head_dim] each, of the rows of this rank; returns [rows, 1, heads x head_dim]."""
+        """Attend with this rank's rows, [rows, 1, heads, head_dim] each; returns [rows, 1, heads x head_dim]."""
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
         layout = packed_seq_params.pack.layout
         q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))

@@ -1,10 +1,10 @@
 """Context parallelism: the ranks of a group share the rows of a pack, and for attention its heads.
 
-Each rank has a run of rows, in the order of ranks, and computes everything but attention for these alone. Attention
-needs all rows: each rank gives the others their heads of its rows, attends with its own heads over the whole pack, and
-gives back. So the layout of a pack, and what attention makes of it, does not depend on how many ranks there are. What a
-rank gets is what others had, bit for bit, and each gradient goes back to where its value came from: the only sum is
-that of a key-value head's copies, in the order of ranks.
+Each rank has a run of rows, in the order of ranks, and computes everything but attention for these rows alone.
+Attention needs all rows: each rank sends the others their heads of its rows, attends with its own heads over the whole
+pack, and sends the results back. So neither the layout of a pack nor its attention depends on the number of ranks.
+Values are exchanged bit for bit, and each gradient goes back to where its value came from. The only sum is over copies
+of a key-value head, in the order of ranks.
 
 Letters: T tokens of the pack, P ranks of the group, R rows of each (T / P), H heads, D head dimension, N targets, M
 targets that this rank's rows predict.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def own_rows(num_tokens: int, group: dist.ProcessGroup) -> slice:
-    """This rank's run of a pack's rows."""
+    """Return this rank's run of a pack's rows."""
     length, rest = divmod(num_tokens, group.size())
     if rest:
         raise ValueError(
@@ -31,9 +31,9 @@ def own_rows(num_tokens: int, group: dist.ProcessGroup) -> slice:
 def heads_of_all_rows(
     q_RHD: torch.Tensor, k_RHD: torch.Tensor, v_RHD: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
-    """From all heads of this rank's rows to this rank's heads of all rows: queries, and the keys and values they see.
+    """Exchange all heads of this rank's rows for this rank's heads of all rows: queries, keys and values.
 
-    The group's size must divide the heads of the queries. Of keys and values there may be fewer than ranks: then ranks
+    The group's size must divide the number of query heads. There may be fewer key-value heads than ranks: then ranks
     get copies.
     """
     size = group.size()
@@ -49,7 +49,7 @@ def heads_of_all_rows(
 
 
 def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The way back: from this rank's heads of all rows to all heads of this rank's rows."""
+    """Exchange back this rank's heads of all rows for all heads of this rank's rows."""
     if group.size() == 1:
         return out_THD
     received_PRHD = _Exchange.apply(out_THD.unflatten(0, (group.size(), -1)), group)
@@ -57,30 +57,30 @@ def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
 
 def own_targets(rows_N: torch.Tensor, own: slice) -> torch.Tensor:
-    """Which targets are predicted by rows of this rank; there may be none."""
+    """Find the targets that rows of this rank predict; there may be none."""
     return ((rows_N >= own.start) & (rows_N < own.stop)).nonzero().squeeze(1)
 
 
 def of_all_targets(
     log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """From what each rank has for its targets to what all of them have for all, [N], the same on every rank.
+    """Combine each rank's values for its own targets into those of all targets, [N], the same on every rank.
 
-    On the way back a rank takes the gradients of its own targets. Every rank must compute the same loss.
+    In the backward pass a rank takes the gradients of its own targets. Every rank must compute the same loss.
     """
     whole_N: torch.Tensor = _AllTargets.apply(log_probs_M, places_M, num_targets, group)
     return whole_N
 
 
 def _repeated(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:
-    """Each head so many times, one copy behind the other; the gradient is the copies' sum."""
+    """Repeat each head, one copy behind the other; its gradient is the sum over the copies."""
     if num_copies == 1:
         return tensor_RHD
     return tensor_RHD.unsqueeze(2).expand(-1, -1, num_copies, -1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """The p-th part goes to rank p, and what comes from there takes its place: its own inverse."""
+    """Sends the p-th part to rank p and puts what comes from there in its place. It is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _AllTargets(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(places_M)
         whole_N = log_probs_M.new_zeros(num_targets).index_copy_(0, places_M, log_probs_M)
-        # One rank has a target and the others zero, so the sum is exact.
+        # For each target one rank has the value and the others zero, so the sum is exact.
         dist.all_reduce(whole_N, group=group)
         return whole_N
 

@@ -1,4 +1,4 @@
-"""Models that are not trained: parameters in their precision, and nothing else."""
+"""Models that are not trained: they hold parameters, in the precision they compute in, and nothing else."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from megatron_rl.platforms import Platform
 
 
 def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
-    """The chunks without gradients, hence without gradient buffers, and in evaluation mode.
+    """Put the chunks into evaluation mode, without gradients and so without gradient buffers.
 
-    Given a platform, they lie in the memory of its host.
+    With `host`, their parameters stay in the host's memory between passes.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -29,7 +29,7 @@ def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> li
 
 @torch.no_grad()
 def copy_weights(source: Sequence[torch.nn.Module], target: Sequence[torch.nn.Module]) -> None:
-    """From one model into the memory of another of the same layout, one parameter after the other."""
+    """Copy one model's parameters into those of another of the same layout, one after the other."""
     for from_chunk, to_chunk in zip(source, target, strict=True):
         pairs = zip(unwrap(from_chunk).named_parameters(), unwrap(to_chunk).named_parameters(), strict=True)
         for (name, value), (same_name, place) in pairs:

@@ -32,15 +32,15 @@ class PackedGPTModel(GPTModel):
         self.take_packs(architecture)
 
     def take_packs(self, architecture: Architecture) -> None:
-        """What a GPTModel needs beside its parts to go through `forward`."""
+        """Set what a GPTModel needs besides its own parts to run `forward`."""
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
         self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
-        # Megatron's own angles are of rows, and it keeps those of 32 lengths: nobody asks for them here.
+        # Megatron's own angles are those of rows, cached for 32 lengths: they are not used here.
         self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
-        """Log-probs [N] at logits / temperature, or the hidden states that the next stage takes."""
+        """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage."""
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         return super().forward(
             input_ids=pack.tokens_T[None, rows],
@@ -50,23 +50,23 @@ class PackedGPTModel(GPTModel):
         )
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron's rotary embedding counts rows; a pack's rows are not its positions."""
+        """Replace Megatron's rotary angles, which are those of rows, by those of the pack's positions."""
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if decoder_input is not None:
-            # The embedding's transposed [R, 1, E] has strides by which a weight that is not trained is multiplied row
-            # by row: slower than all rows at once, and rounded otherwise than the same weight when it is trained.
+            # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row: slower
+            # than all rows at once, and rounded differently from the same weight when it is trained.
             decoder_input = decoder_input.squeeze(1).unsqueeze(1)
         self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
         return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
-        """The output layer at the rows that predict something, and their targets' log-probs."""
+        """Apply the output layer to the rows that predict something, and return their targets' log-probs."""
         if not self.post_process:
             return hidden_states
         pack, temperature = packed_seq_params.pack, packed_seq_params.temperature
         assert pack is not None
         if self.config.sequence_parallel:
-            # Every rank goes on with its own part of the vocabulary, so gradients are summed on the way back.
+            # Every rank goes on with its own part of the vocabulary, so gradients are summed in the backward pass.
             hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
             )
@@ -95,14 +95,14 @@ class PackedGPTModel(GPTModel):
         return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, temperature)
 
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output layer's weight, wherever tying has put it."""
+        """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int, divisible_by: int = 128) -> int:
-    """Megatron's rule: the next multiple of `divisible_by` times the tensor-parallel size."""
+    """Round up, as Megatron does, to a multiple of `divisible_by` times the tensor-parallel size."""
     multiple = divisible_by * tensor_size
     return -(-vocab_size // multiple) * multiple
 
@@ -113,7 +113,7 @@ def build_chunks(
     vocab_divisible_by: int = 128,
     attention_backend: str = "naive",
 ) -> list[PackedGPTModel]:
-    """This rank's pipeline stages: one, or one for each virtual stage. Weights are allocated, not initialized."""
+    """Build this rank's pipeline stages: one, or one per virtual stage. Weights are allocated, not initialized."""
     num_virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for vp_stage in range(num_virtual) if num_virtual else [None]:
@@ -139,7 +139,7 @@ def build_chunks(
 
 
 def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
-    """Mixed precision, then gradient buffers and their reduction, around each chunk."""
+    """Wrap each chunk in mixed precision, then in gradient buffers and their reduction."""
     config = chunks[0].config
     # Megatron writes the size of buckets into it.
     ddp_config = copy.copy(ddp_config)
@@ -161,7 +161,7 @@ def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters
 
 
 def unwrap(module: torch.nn.Module) -> PackedGPTModel:
-    """The model inside the wrappers."""
+    """Return the model inside the wrappers."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
@@ -170,7 +170,7 @@ def unwrap(module: torch.nn.Module) -> PackedGPTModel:
 
 
 def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter of this rank under the name it has in the whole model: layers and experts counted globally."""
+    """Yield this rank's parameters under their names in the whole model: layers and experts counted globally."""
     experts_before = 0
     config = chunks[0].config
     if config.num_moe_experts:
@@ -195,7 +195,7 @@ def _global_name(name: str, layers: list[str], experts_before: int) -> str:
 
 
 def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
-    """The marks by which the gradient norm counts a shard once; Megatron sets them only where it initializes."""
+    """Set the marks by which the gradient norm counts a shard once; Megatron sets them only when it initializes."""
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, tensor_parallel.RowParallelLinear):
@@ -205,7 +205,7 @@ def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
         else:
             continue
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):
-            # Megatron's own function for this asserts that there are none, and its scripts mark every weight as whole.
+            # Megatron's own function asserts that there are no marks yet, and its scripts mark every weight as whole.
             for mark, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
                 setattr(weight, mark, value)
     for parameter in chunk.parameters():
@@ -213,9 +213,9 @@ def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
 
 
 def build_model(settings: Settings) -> list[PackedGPTModel]:
-    """This rank's stages of the model, their weights not yet filled."""
+    """Build this rank's stages of the model; their weights are not filled yet."""
     return build_chunks(
-        # Megatron keeps what its schedules call in there, which differs from model to model.
+        # Megatron stores the functions that its schedules call in the configuration, and they differ between models.
         copy.copy(settings.transformer),
         settings.architecture,
         settings.model.make_vocab_size_divisible_by,

@@ -1,10 +1,10 @@
-"""Frozen models in the host's memory, whose parts come to the device for as long as they compute.
+"""Frozen models in the host's memory; their parts come to the device only while they compute.
 
 Parts are the embedding, each layer, and the last norm with the output layer. Invariants of a pass:
 
-- while a part computes the next one is copied, on a queue of its own;
+- while a part computes, the next one is copied, on a queue of its own;
 - at most two parts are on the device, and none when the pass is over;
-- between passes every parameter is the host's: whoever reads, copies, saves or loads weights finds them there.
+- between passes every parameter is in the host's memory, where weights are read, copied, saved and loaded.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megatron_rl.platforms import Platform
 
 
 def offload(chunks: Sequence[PackedGPTModel], platform: Platform) -> None:
-    """Move the parameters to the host's memory, and have them brought whenever a chunk is run."""
+    """Move the parameters to the host's memory, and have them brought to the device whenever a chunk runs."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = platform.host_copy(parameter.data)
@@ -35,11 +35,11 @@ class _Part:
         self._has_arrived: Any = None
 
     def fetch(self, queue: Any) -> None:
-        """Begin to copy, unless that has begun."""
+        """Begin to copy to the device, unless that has begun."""
         if self._copies:
             return
         platform = self._platform
-        # Memory of the current queue: what was computed in it there is over before the copy begins.
+        # The memory belongs to the current queue: the copy waits until that queue no longer computes in it.
         self._copies = [torch.empty_like(values, device=platform.device()) for values in self._host]
         queue.wait_stream(platform.current_stream())
         with platform.on(queue):
@@ -49,20 +49,20 @@ class _Part:
             self._has_arrived.record(queue)
 
     def place(self) -> None:
-        """Let the parameters be the copies, once those are there."""
+        """Point the parameters at the copies, once these have arrived."""
         self._platform.current_stream().wait_event(self._has_arrived)
         for parameter, copy in zip(self.parameters, self._copies, strict=True):
             parameter.data = copy
 
     def release(self) -> None:
-        """Let them be the host's again."""
+        """Point the parameters at the host's memory again."""
         for parameter, values in zip(self.parameters, self._host, strict=True):
             parameter.data = values
         self._copies = []
 
 
 class _Parts:
-    """Those of a chunk in the order in which they compute, brought by hooks on its modules."""
+    """The parts of a chunk in the order in which they compute; hooks on its modules bring them."""
 
     def __init__(self, chunk: PackedGPTModel, platform: Platform):
         self._queue = platform.stream()
@@ -73,7 +73,7 @@ class _Parts:
         for module in modules:
             self._add(module, list(module.parameters()), platform, until=module)
         if chunk.post_process:
-            # The output layer is no module that is called: its weight is multiplied with.
+            # The output layer's module is never called: only its weight is used.
             norm = chunk.decoder.final_layernorm
             self._add(norm, [*norm.parameters(), chunk.output_weight()], platform, until=chunk)
         brought = {id(parameter) for part in self._parts for parameter in part.parameters}

@@ -8,7 +8,7 @@ from megatron_rl.types import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """One frequency for each pair of a head's dimensions, fp32."""
+    """Compute one frequency for each pair of a head's dimensions, fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.base**exponents
     if rope.kind is RopeKind.DEFAULT:
@@ -21,7 +21,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What queries and keys are multiplied by beside the rotation: 1 for all kinds but yarn."""
+    """Return the factor of queries and keys, besides the rotation: 1 for all kinds but yarn."""
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:
@@ -30,13 +30,13 @@ def attention_factor(rope: Rope) -> float:
 
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """The angle of each of a head's dimensions at each position, in Megatron's shape: [T, 1, 1, D]."""
+    """Compute the angle of each of a head's dimensions at each position, in Megatron's shape: [T, 1, 1, D]."""
     angles_TF = torch.outer(positions_T.float(), frequencies_F)
     return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
 
 
 def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between interpolated."""
+    """Slow long waves by the factor, keep short ones, and interpolate between them."""
     assert rope.original_max_positions is not None
     wavelengths = 2 * math.pi / plain
     longest_kept = rope.original_max_positions / rope.high_freq_factor
@@ -51,7 +51,7 @@ def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int) -> torch.Tensor:
-    """A ramp over the dimensions from kept to slowed, placed by how often each wave fits the original length."""
+    """Ramp over the dimensions from kept to slowed waves, placed by how often each wave fits the original length."""
     assert rope.original_max_positions is not None
     original = rope.original_max_positions
 

@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is built of: TransformerEngine's where it is installed, torch's elsewhere."""
+"""Which modules a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -18,7 +18,7 @@ def block_spec(
     vp_stage: int | None,
     attention_backend: str,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and its final norm."""
+    """Specify the layers of this pipeline stage and its final norm."""
     layer, norm = _local_layer(config) if config.transformer_impl == "local" else _engine_layer(config)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}

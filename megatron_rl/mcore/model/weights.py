@@ -34,7 +34,7 @@ class ModelWeights:
         self.mapping = Mapping(self.architecture)
         self._session = session
         self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
-        """That of the parameters; the architecture's is that of the folder."""
+        """The dtype of the parameters; the architecture's is that of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
@@ -52,12 +52,12 @@ class ModelWeights:
             shard.load(checkpoint)
 
     def zero_padding(self) -> None:
-        """Clear the rows that pad the vocabulary: a checkpoint that was padded otherwise leaves them as they were."""
+        """Zero the rows that pad the vocabulary: a checkpoint with other padding leaves them as they were."""
         for shard in self.shards:
             shard.zero_padding()
 
     def fingerprint(self, dtype: str | None = None) -> str:
-        """The identity of these weights as they would be exported."""
+        """Compute the fingerprint of these weights as they would be exported."""
         digests = Digests(self.mapping.manifest(dtype))
         export(self.shards, digests)
         return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
@@ -65,8 +65,8 @@ class ModelWeights:
     def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
 
-        `source` is the folder that the configuration and the tokenizer are taken from. All ranks write to one file
-        system; the folder appears under its name when it is whole.
+        Configuration and tokenizer are copied from the folder `source`. All ranks must write to one file system; the
+        folder gets its name only when it is complete.
         """
         folder = Path(folder)
         return self._write_folder(
@@ -76,7 +76,7 @@ class ModelWeights:
     def write_files(self, folder: Path, dtype: str | None = None, instead_of: Path | None = None) -> str:
         """Write the tensors and their digests, readable by this user alone, and return their fingerprint.
 
-        `instead_of` is a folder that an earlier call wrote with that dtype: its files are written over and renamed.
+        `instead_of` is a folder that an earlier call wrote with that dtype: it is renamed and its files overwritten.
         """
         return self._write_folder(
             folder,
@@ -103,7 +103,7 @@ class ModelWeights:
             files.put_in_place(staged, folder)
 
         def stage() -> None:
-            # Folders in memory are also cleared by whoever tidies a machine.
+            # The folder may be gone: people who tidy a machine clear folders in memory too.
             if instead_of is not None and instead_of.is_dir():
                 instead_of.rename(staged)
             else:
@@ -121,11 +121,11 @@ class ModelWeights:
         return compute_fingerprint(written.specs, digests)
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
-        """The tensors of this rank's stage, in buckets; the stage's first rank receives them, the others nothing."""
+        """Yield the tensors of this rank's stage, in buckets, on the stage's first rank; other ranks get empty ones."""
         return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
 
     def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
-        """What the buckets of `stream` hold."""
+        """Return the specs of the tensors in each bucket of `stream`."""
         return self._stream_of(dtype, bucket_bytes).specs
 
     def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
@@ -179,7 +179,7 @@ def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
 def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
-    # Left behind by a run that was killed while it wrote.
+    # A run that was killed while it wrote may have left one.
     shutil.rmtree(staged, ignore_errors=True)
     try:
         files.create(staged, plan, private)

@@ -39,14 +39,14 @@ class Choice:
 
 
 def find_backend(name: str) -> Backend:
-    """The implementation of that name."""
+    """Return the backend of that name."""
     if name not in BACKENDS:
         raise UsageError(f"--shared-prompt-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
 def choose_backend(name: str, conditions: Conditions) -> Choice:
-    """The backend that was asked for, or with `auto` the first that can run; UsageError if it cannot."""
+    """Choose the backend that was asked for, or with `auto` the first that can run; raise UsageError if it cannot."""
     if name == "auto":
         return _first_that_can_run(conditions)
     refusal = find_backend(name).refusal(conditions)
@@ -65,7 +65,7 @@ def shared_prompt_attention(
     window: int | None = None,
     backend_name: str = "naive",
 ) -> torch.Tensor:
-    """Attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
+    """Compute attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"{q_THD.shape[0]} rows must be as many as the layout's {layout.num_tokens} tokens")
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)

@@ -1,9 +1,9 @@
 """How the tokens of one packed buffer see each other.
 
-A buffer is a row of segments. Each segment has at most one parent, which stands before it; a token sees its own
-segment up to itself, and all of every ancestor. A prompt is a root, its K responses are its children; a plain sequence
-is a root alone; turns of a conversation are a chain that may branch at the end of any segment. Positions count along
-the chain, as if each leaf's path stood alone.
+A buffer is a row of segments. Each segment has at most one parent, which stands before it. A token sees its own segment
+up to itself, and all tokens of every ancestor. A prompt is a root and its K responses are its children; a plain
+sequence is a root alone; the turns of a conversation are a chain that may branch at the end of any segment. Positions
+are counted along the chain, as if each path from root to leaf stood alone.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def of_groups(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> "Layout":
-        """One group after the other, each a prompt's length and its responses' lengths."""
+        """Lay out one group after the other; each is a prompt's length and its responses' lengths."""
         lengths: list[int] = []
         parents: list[int] = []
         for prompt_length, response_lengths in groups:
@@ -48,7 +48,7 @@ class Layout:
         return cls(tuple(lengths), tuple(parents))
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """`make(layout, *arguments)`, made at the first call and kept: every layer of every pass asks for the same."""
+        """Return `make(layout, *arguments)`, called once and kept: every layer of every pass asks for the same."""
         key = (make, *arguments)
         if key not in self._kept:
             self._kept[key] = make(self, *arguments)
@@ -66,12 +66,12 @@ class Layout:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Where each segment begins in the buffer, and behind the last one the buffer's length."""
+        """Where each segment begins in the buffer; the last entry is the buffer's length."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
     @functools.cached_property
     def first_positions(self) -> np.ndarray:
-        """The position of each segment's first token: the tokens of all its ancestors."""
+        """The position of each segment's first token: the number of tokens of all its ancestors."""
         first = np.zeros(self.num_segments, dtype=np.int64)
         for segment, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -102,14 +102,14 @@ class Layout:
         """visible[i, j]: whether token i sees token j; with a window, only the last `window` positions."""
         segments, tokens = self.segment_of_token, np.arange(self.num_tokens)
         mask = self.ancestors[segments[:, None], segments[None, :]]
-        # An ancestor stands earlier in the buffer, so one comparison serves for its tokens and for the segment's own.
+        # Ancestors stand earlier in the buffer, so one comparison serves for their tokens and for the segment's own.
         mask &= tokens[None, :] <= tokens[:, None]
         if window is not None:
             mask &= self.positions[:, None] - self.positions[None, :] < window
         return mask
 
     def last_row(self, segment: int) -> int | None:
-        """The row that predicts what follows the segment: its last token, or the last one above it; None at the top."""
+        """Return the row that predicts what follows a segment: its last token, or its nearest ancestor's; else None."""
         while segment != ROOT:
             if self.lengths[segment]:
                 return int(self.starts[segment + 1]) - 1
@@ -118,7 +118,7 @@ class Layout:
 
 
 class Rows(NamedTuple):
-    """Rows of the buffer that follow each other."""
+    """Consecutive rows of the buffer."""
 
     start: int
     end: int
@@ -134,7 +134,7 @@ class Strand(NamedTuple):
 
     rows: Rows
     above: tuple[Rows, ...]
-    """What all of its rows see beside themselves, the earliest position first."""
+    """The ranges that all of its rows see besides the strand itself, the earliest position first."""
 
     @property
     def num_keys(self) -> int:
@@ -143,14 +143,14 @@ class Strand(NamedTuple):
 
 
 def find_strands(layout: Layout) -> list[Strand]:
-    """In the order of their rows, which together are the buffer."""
+    """Divide the buffer into strands, in the order of their rows."""
     starts = layout.starts.tolist()
     first_rows: list[int] = []
     end_rows: list[int] = []
     above: list[tuple[Rows, ...]] = []
-    # Of each segment, where its children hang: the strand, and the row behind the last one that they see of it.
+    # For each segment, where its children attach: the strand, and the row behind the last row of it that they see.
     tips: list[tuple[int, int] | None] = []
-    # What hangs there sees: the same for all of a prompt's responses.
+    # For each such place, the ranges seen from it: the same for all of a prompt's responses.
     seen_from: dict[tuple[int, int] | None, tuple[Rows, ...]] = {None: ()}
     for start, end, parent in zip(starts, starts[1:], layout.parents, strict=False):
         tip = tips[parent] if parent != ROOT else None

@@ -340,7 +340,7 @@ class VllmEngine:
         return json.loads(await self._send(step, "POST", route, content) or b"null")
 
     async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
-        """Send a request and return the answer's body; raise EngineLost without an answer, EngineRefused for an error."""
+        """Send a request, return the answer's body; raise EngineLost if none comes, EngineRefused for an error."""
         if content is None:
             request = self._http.build_request(method, route)
         else:

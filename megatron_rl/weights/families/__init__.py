@@ -19,14 +19,14 @@ _PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 def find_family(name: str) -> Family:
-    """The family of that name."""
+    """Return the family of that name."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model_type {name!r} is not supported: it must be one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder."""
+    """Read the config.json of a Hugging Face folder."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -40,18 +40,18 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path | str) -> Architecture:
-    """The architecture that a Hugging Face folder holds."""
+    """Read the architecture of the model in a Hugging Face folder."""
     config = read_config(folder)
     return find_family(config["model_type"]).read(config)
 
 
 def find_config_key(field: str) -> str:
-    """The key of config.json that an Architecture field comes from, for messages."""
+    """Return the key of config.json that an Architecture field comes from, for messages."""
     return KEYS.get(field, field)
 
 
 def infer_family(architecture: Architecture) -> str:
-    """The name of the family that can express this architecture, whatever its own family field says."""
+    """Name a family that can express this architecture, whatever its own family field says."""
     objections: dict[str, str] = {}
     for name in _PREFERENCE:
         objection = FAMILIES[name].objection(architecture)
@@ -63,5 +63,5 @@ def infer_family(architecture: Architecture) -> str:
 
 
 def derive_config(architecture: Architecture) -> Mapping[str, Any]:
-    """A config.json for a model that came without one."""
+    """Write a config.json for a model that came without one."""
     return find_family(architecture.family).write(architecture)

@@ -1,7 +1,7 @@
 """What a model family is: how its config.json reads, what it can express, how its tensors are named and split.
 
-A family's table of names is a tuple of `Name`s; most families choose from the blocks below. `{layer}` and `{expert}`
-stand for global numbers, counted from zero.
+A family's table of names is a tuple of `Name`s; most families put it together from the blocks below. `{layer}` and
+`{expert}` stand for global numbers, counted from zero.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ DENSE_MLP = (
 
 
 def experts_mlp(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
-    """The router and the experts, stored one tensor an expert under `block`."""
+    """Name the router and the experts, stored under `block` with tensors of their own for each expert."""
     expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
     experts = f"{_LAYER}.mlp.experts"
     return (
@@ -159,13 +159,13 @@ class Family:
     """The values of missing keys, where they differ from COMMON_DEFAULTS."""
     experts: ExpertKeys | None = None
     window_key: str | None = None
-    """The boolean key that switches the sliding window on; None where the window's size alone does."""
+    """The boolean key that switches the sliding window on; None if the window's size alone does."""
     has_window: bool = False
     default_window: int | None = None
     """The window of a config.json that does not mention one; null in it always means none."""
 
     def read(self, config: Mapping[str, Any]) -> Architecture:
-        """The architecture that a config.json of this family describes."""
+        """Read the architecture that a config.json of this family describes."""
         window = config.get("sliding_window", self.default_window)
         config = {**COMMON_DEFAULTS, **self.defaults, **{k: v for k, v in config.items() if v is not None}}
         config.setdefault("dtype", config.get("torch_dtype", "float32"))
@@ -187,7 +187,7 @@ class Family:
         )
 
     def write(self, architecture: Architecture) -> dict[str, Any]:
-        """The config.json of an architecture that has none: what transformers and vLLM need to load its weights."""
+        """Write a config.json for an architecture: what transformers and vLLM need to load its weights."""
         reason = self.objection(architecture)
         if reason:
             raise InputError(f"a {self.name} model cannot have {reason}")
@@ -211,7 +211,7 @@ class Family:
         return config
 
     def objection(self, architecture: Architecture) -> str | None:
-        """What the family cannot express of this architecture; None if nothing."""
+        """Say what the family cannot express of this architecture; None if it can express all of it."""
         for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
             value = getattr(architecture, field)
             if field not in self.switches and value != self.constants.get(field, False):
@@ -273,7 +273,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-# Keys by which transformers or vLLM would compute otherwise, in any family, with the neutral value.
+# Keys that would make transformers or vLLM compute something else, in any family, with their neutral values.
 COMMON_REQUIRES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
@@ -292,7 +292,7 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _field(config: Mapping[str, Any], field: str, key: str) -> Any:
-    """The value of an Architecture field, of the field's type."""
+    """Return the value of an Architecture field, in the field's type."""
     if field == "dtype":
         if config[key] not in _DTYPES:
             raise InputError(

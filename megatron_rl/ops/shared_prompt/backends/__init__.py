@@ -21,7 +21,7 @@ class Conditions:
 
     @property
     def is_half(self) -> bool:
-        """Whether it is a precision that flash kernels are written for."""
+        """Whether the dtype is one that flash kernels are written for."""
         return self.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -31,16 +31,16 @@ class Backend:
 
     attention: Attention
     prepare: Callable[[Layout, torch.device], object]
-    """Makes what `attention` looks up of a layout; it is kept with the layout, so only the first call costs time."""
+    """Prepares what `attention` looks up of a layout; it is kept with the layout, so only the first call costs time."""
     refusal: Callable[[Conditions], str | None]
     """Why it cannot run; None if it can."""
 
 
 def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-    """Attention where there are no tokens: as empty as its queries, and connected to all three."""
+    """Return attention over no tokens: empty like its queries, and part of the autograd graph of all three inputs."""
     return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
 
 
 def make_rows_dense(tensor_THD: torch.Tensor) -> torch.Tensor:
-    """The same with rows that lie together in memory, as kernels read them."""
+    """Return the tensor with its rows contiguous in memory, as kernels read them."""
     return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()

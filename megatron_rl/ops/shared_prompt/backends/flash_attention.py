@@ -1,6 +1,7 @@
 """Shared-prompt attention by merging, as `merge` does, on the kernels of the package flash-attn.
 
-Its public functions drop the gradient of the softmax's denominator; what they call takes the merged one.
+Its public functions drop the gradient of the softmax's denominator. The private ones that they call accept the merged
+denominator, and are called here.
 
 Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
 """
@@ -14,12 +15,12 @@ from megatron_rl.ops.shared_prompt.backends import Conditions, merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-# Of the kernels: what they take for "no window", on either side.
+# The kernels take this for "no window", on either side.
 _ALL = -1
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """As `merge`'s, and the package must be there."""
+    """Refuse what `merge` refuses, and a missing package."""
     if conditions.device != "cuda":
         return f"flash-attn has no kernels for {conditions.device}"
     if importlib.util.find_spec("flash_attn") is None:
@@ -28,7 +29,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> VarlenFlash:
-    """The calls that the layout comes to."""
+    """Return the calls that compute the layout."""
     return layout.once(VarlenFlash.of, device, KERNELS)
 
 
@@ -54,7 +55,7 @@ def attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
     out_NHD, lse_HN, *_ = _interface()._flash_attn_varlen_forward(
         q_NHD,
         k_MGD,
@@ -82,7 +83,7 @@ def gradients(
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Gradients of queries, keys and values, in an order of sums that is the same every time."""
+    """Compute gradients of queries, keys and values; sums are always taken in the same order."""
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q_NHD, k_MGD, v_MGD)]
     _interface()._flash_attn_varlen_backward(
         grad_out_NHD,

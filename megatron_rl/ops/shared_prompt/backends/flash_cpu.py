@@ -1,7 +1,7 @@
-"""The calls that a layout comes to on the CPU, and torch's flash operators for them.
+"""The calls that compute a layout on the CPU, with torch's flash operators.
 
-The operators compute 512 keys at a time, masked or not: of a causal call up to twice what is needed. So a long one is
-cut into tiles, causal ones on the diagonal and whole ones below it.
+The operators compute 512 keys at a time, masked or not: for a causal call, up to twice what is needed. So a long one is
+cut into tiles: causal ones on the diagonal, and unmasked ones below it.
 
 Letters: T tokens, H heads, D head dimension, B sequences of a call, R rows of each; G key-value heads.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
-# What a call returns is merged while it is in the cache.
+# Few enough rows that what a call returns is merged while still in the cache.
 MOST_ROWS = 2048
 TILE = 128
 
@@ -41,34 +41,34 @@ class RowRanges(NamedTuple):
         )
 
     def part(self, start: int, end: int) -> "RowRanges":
-        """These rows of each."""
+        """Return the rows from `start` to `end` of each range."""
         return RowRanges(self.start + start, end - start, self.number, self.stride)
 
     def cut(self, length: int) -> list["RowRanges"]:
-        """Each in two, after so many rows: twice as many if they are halves and lie one behind the other."""
+        """Cut each range in two after `length` rows; adjacent halves are given as one RowRanges with twice as many."""
         if self.length == 2 * length and (self.number == 1 or self.stride == self.length):
             return [RowRanges(self.start, length, 2 * self.number, length)]
         return [self.part(0, length), self.part(length, self.length)]
 
 
 class FlashCall(NamedTuple):
-    """Some rows attend to some rows: causally to themselves, or wholly to others."""
+    """Some rows attend to some rows: causally to themselves, or to all of others."""
 
     queries: RowRanges
     keys: RowRanges
 
     @property
     def is_causal(self) -> bool:
-        """Whether rows attend to themselves; no call has rows in common with its keys otherwise."""
+        """Whether rows attend to themselves; in any other call, queries and keys share no row."""
         return self.queries == self.keys
 
     @property
     def is_tile(self) -> bool:
-        """Whether the operator is to compute it as it is."""
+        """Whether one call of the operator computes it, without cutting."""
         return not self.is_causal or self.queries.length <= 1.5 * TILE
 
     def tiles(self) -> Iterator["FlashCall"]:
-        """What it is computed as: the causal ones have every row once, each before the others that have it."""
+        """Yield the tiles that compute it. The causal tiles have every row once, before any other tile has that row."""
         if self.is_tile:
             yield self
             return
@@ -79,7 +79,7 @@ class FlashCall(NamedTuple):
         yield FlashCall(self.queries.part(half, length), self.queries.part(0, half))
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Its rows of queries, keys and values: [B, H, R, D]."""
+        """Return views of the call's rows of queries, keys and values: [B, H, R, D]."""
         ranges = (self.queries, self.keys, self.keys)
         return [rows.of(tensor).transpose(1, 2) for tensor, rows in zip(tensors, ranges, strict=True)]
 
@@ -89,11 +89,12 @@ class CpuFlash:
     """Attention in several calls, each row's results merged."""
 
     calls: tuple[FlashCall, ...]
-    """The causal ones, which have every row once, and then those to rows above."""
+    """First the causal calls, which have every row once, and then those to rows above."""
 
     @classmethod
     def of(cls, layout: Layout) -> "CpuFlash":
-        """Neighbours of equal length share a causal call, and neighbours that see the same rows a call to these."""
+        """Plan the calls: strands of equal length that follow each other share a causal call, and strands that follow
+        each other and see the same rows share a call to these."""
         batches: list[list[int]] = []
         below: dict[Rows, list[list[int]]] = {}
         first, length, count = 0, 0, 0
@@ -110,7 +111,7 @@ class CpuFlash:
                 else:
                     ranges.append([start, end])
         batches.append([first, length, count])
-        # The first is the nothing that the search began with.
+        # The first entry is the empty start of the search.
         causal = (RowRanges(first, length, count, length) for first, length, count in batches[1:])
         calls = [FlashCall(sequences, sequences) for sequences in causal]
         calls += [
@@ -123,15 +124,15 @@ class CpuFlash:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one call of the operator is all."""
+        """Whether a single call of the operator computes everything."""
         return len(self.calls) == 1 and self.calls[0].is_tile
 
     def tiles(self) -> Iterator[FlashCall]:
-        """The calls of the operator."""
+        """Yield the calls of the operator."""
         return itertools.chain.from_iterable(call.tiles() for call in self.calls)
 
     def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-        """The only call there is, as torch itself differentiates it: nothing is merged."""
+        """Make the only call, which torch differentiates itself, since nothing is merged."""
         (call,) = self.calls
         q_BHRD, k_BGRD, v_BGRD = (
             tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
@@ -149,12 +150,12 @@ class CpuFlash:
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention, and the logarithm of each softmax's denominator [T, H]."""
+        """Compute attention, and the logarithm of each softmax's denominator [T, H]."""
         inputs = _widened(q_THD, k_TGD, v_TGD)
         out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.tiles():
-            # No names for parts: the next call finds their memory free, and still in the cache.
+            # Parts are not given names, so that the next call reuses their memory while it is in the cache.
             _merge(call, call.queries.of(out_THD), call.queries.of(lse_TH), *_attend(call, inputs, scale))
         return out_THD.to(q_THD.dtype), lse_TH
 
@@ -168,7 +169,7 @@ class CpuFlash:
         lse_TH: torch.Tensor,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
+        """Compute gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
         inputs = _widened(q_THD, k_TGD, v_TGD)
         outputs = (*_widened(grad_out_THD, out_THD), lse_TH)
         sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
@@ -178,7 +179,7 @@ class CpuFlash:
 
 
 def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the call's queries alone, [B, R, H, ...]. `inputs` are queries, keys and values of the buffer."""
+    """Attend with the call's queries alone, [B, R, H, ...]. `inputs` are queries, keys and values of the buffer."""
     out_BHRD, lse_BHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *call.views(inputs), 0.0, call.is_causal, scale=scale
     )
@@ -188,7 +189,10 @@ def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> tu
 def _gradients(
     call: FlashCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
 ) -> list[torch.Tensor]:
-    """Of the call's queries, keys and values. `outputs` are the output's gradient, the output, the denominators."""
+    """Compute gradients of the call's queries, keys and values.
+
+    `outputs` are the output's gradient, the output, and the denominators.
+    """
     grad_out_BHRD, out_BHRD, lse_BHR = (call.queries.of(tensor).transpose(1, 2) for tensor in outputs)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out_BHRD, *call.views(inputs), out_BHRD, lse_BHR, 0.0, call.is_causal, scale=scale
@@ -199,7 +203,7 @@ def _gradients(
 def _merge(
     call: FlashCall, out_BRHD: torch.Tensor, lse_BRH: torch.Tensor, part_BRHD: torch.Tensor, part_lse_BRH: torch.Tensor
 ) -> None:
-    """Average, by each one's share of the denominator; the causal call is every row's first."""
+    """Average, weighted by shares of the denominator; every row's first call is the causal one."""
     if call.is_causal:
         out_BRHD.copy_(part_BRHD)
         lse_BRH.copy_(part_lse_BRH)
@@ -209,7 +213,7 @@ def _merge(
 
 
 def _add(call: FlashCall, sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Add; the causal call is every row's first."""
+    """Add the parts to the sums; every row's first call is the causal one."""
     for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
         if call.is_causal:
             rows.of(total).copy_(part)
@@ -218,5 +222,5 @@ def _add(call: FlashCall, sums: Sequence[torch.Tensor], parts: Sequence[torch.Te
 
 
 def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In fp32 at least: in half precision the operator rounds sums over queries after each block of them."""
+    """Convert to at least fp32: in half precision the operator rounds sums over queries after each block of them."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

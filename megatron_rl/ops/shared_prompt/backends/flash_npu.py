@@ -1,9 +1,9 @@
 """The NPU's fused attention for sequences of varying length: torch_npu's operators in their TND layout.
 
-They return the greatest score and the sum of exponentials of each row and head, eight times over. The tensor has the
-shape [rows, heads, 8], and the order of another: each sequence's part lies in memory as [heads, its rows, 8]. The
-gradient takes them in that order too; a sum of one, with the logarithm of the denominator in the place of the greatest
-score, is the same softmax.
+They return the greatest score and the sum of exponentials of each row and head, each written eight times. The tensor's
+shape is [rows, heads, 8], but its memory order is another: each sequence's part lies as [heads, its rows, 8]. The
+gradient takes them in that order too. It is given the logarithm of the denominator as the greatest score, and 1 as the
+sum, which is the same softmax.
 
 Letters: N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
 """
@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences
 
-# Of the operators: how many times each statistic is written, and the side of the mask that stands for any causal one.
+# How often the operators write each statistic, and the side of the square mask that stands for any causal mask.
 _COPIES = 8
 _MASK_SIDE = 2048
 _BOTTOM_RIGHT = 3
@@ -30,7 +30,7 @@ def attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
     out_NHD, greatest, total, *_ = _operators().npu_fusion_attention(
         q_NHD,
         k_MGD,
@@ -98,12 +98,12 @@ def _mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    """What is hidden. The operators move it to the bottom right of each sequence, however long."""
+    """Make the mask of hidden keys; the operators align it to the bottom right of each sequence, however long."""
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
 def _places_HN(queries: Sequences, num_heads: int) -> torch.Tensor:
-    """Where the operators have each head and row: the heads of a sequence follow each other, each with all its rows."""
+    """Find where the operators keep each head and row: a sequence's heads follow each other, each with all its rows."""
     offsets_S = queries.offsets_S.long()
     lengths_S = offsets_S.diff()
     num_rows = queries.num_rows

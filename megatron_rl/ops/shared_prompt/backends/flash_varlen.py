@@ -1,7 +1,7 @@
-"""The calls that a layout comes to on accelerators, and torch's flash operators for sequences of varying length.
+"""The calls that compute a layout on accelerators, with torch's flash operators for sequences of varying length.
 
-All strands are one causal call. The first ranges above them are another, the second ranges a third, and so on: in each
-of these a row is at most once.
+One causal call has all strands. A second call has the first range above each of them, a third the second ranges, and so
+on: each of these has a row at most once.
 
 Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension, S sequences.
 """
@@ -20,16 +20,16 @@ OPERATORS = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Where sequences begin in a buffer, and behind the last one its length."""
+    """Where sequences begin in a buffer; the last offset is the buffer's length."""
 
     offsets_S: torch.Tensor
     ends: list[int]
-    """The same without the first, on the host."""
+    """The offsets without the first, on the host."""
     longest: int
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Sequences":
-        """Sequences of those lengths, one behind the other."""
+        """Lay out sequences of those lengths, one behind the other."""
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
 
@@ -40,7 +40,7 @@ class Sequences:
 
 
 class Kernels(NamedTuple):
-    """What computes a call: `attend` and `gradients` as below."""
+    """The functions that compute a call: `attend` and `gradients` as below."""
 
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]]
@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Rows that see whole ranges of rows above them; those that see the same range are one sequence."""
+    """Rows that each see a whole range of rows above them; rows that see the same range form one sequence."""
 
     query_rows_N: torch.Tensor
     key_rows_M: torch.Tensor
@@ -58,7 +58,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class VarlenFlash:
-    """Attention in one call a level, each row's results merged."""
+    """Attention in one call per level, each row's results merged."""
 
     strands: Sequences
     levels: tuple[Level, ...]
@@ -66,7 +66,7 @@ class VarlenFlash:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
-        """With its index tensors on the device; torch's own operators if no others are given."""
+        """Plan the calls, with index tensors on the device; use torch's own operators if no others are given."""
         found = find_strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
@@ -89,7 +89,7 @@ class VarlenFlash:
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention, and the logarithm of each softmax's denominator [H, T]."""
+        """Compute attention, and the logarithm of each softmax's denominator [H, T]."""
         out_THD, lse_HT = self.kernels.attend(q_THD, k_TGD, v_TGD, self.strands, self.strands, True, scale)
         if not self.levels:
             return out_THD, lse_HT
@@ -116,7 +116,7 @@ class VarlenFlash:
         lse_HT: torch.Tensor,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged ones."""
+        """Compute gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged ones."""
         inputs = (q_THD, k_TGD, v_TGD)
         parts = self.kernels.gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
         if not self.levels:
@@ -137,7 +137,7 @@ class VarlenFlash:
                 scale,
             )
             for total, part, rows in zip(sums, parts, (rows_N, keys_M, keys_M), strict=True):
-                # A row of queries is once in a level. A row of keys may be in several ranges that end differently.
+                # A row of queries is in a level once; a row of keys may be in several ranges that end differently.
                 total.index_add_(0, rows, part.float())
         return [total.to(q_THD.dtype) for total in sums]
 
@@ -151,7 +151,7 @@ def attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logarithm of each softmax's denominator [H, N]."""
+    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
     out_NHD, lse_HN, *_ = OPERATORS._flash_attention_forward(
         q_NHD,
         k_MGD,
@@ -181,7 +181,7 @@ def gradients(
     scale: float,
 ) -> list[torch.Tensor]:
     """Gradients of queries, keys and values."""
-    # The state of random numbers is that of the dropout, of which there is none.
+    # The operator wants the random state of dropout, and there is no dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
     found = OPERATORS._flash_attention_backward(
         grad_out_NHD,
@@ -207,5 +207,5 @@ TORCH = Kernels(attend, gradients)
 
 
 def _indices(ranges: list[Rows], device: torch.device) -> torch.Tensor:
-    """The rows of the ranges, range after range."""
+    """List the rows of the ranges, range after range."""
     return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges])).to(device)

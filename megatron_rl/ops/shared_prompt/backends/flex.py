@@ -1,7 +1,7 @@
 """Shared-prompt attention by torch's FlexAttention, compiled: who sees whom is a comparison of three numbers.
 
-Tokens are numbered anew, in the order in which one walks the forest: a token, then all that sees it, then what does
-not. So a token is seen by those whose numbers lie between its own and the end of what sees it.
+Tokens are renumbered in the order of a depth-first walk of the forest: a token, then all tokens that see it, then the
+others. So a token is seen exactly by the tokens numbered from its own number up to the end of those that see it.
 
 Letters: T tokens, B blocks of the buffer, H query heads, G key-value heads, D head dimension.
 """
@@ -23,14 +23,14 @@ BLOCK = 128
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """FlexAttention is compiled with Triton, and on the CPU it has no backward."""
+    """Refuse devices other than CUDA: FlexAttention is compiled with Triton, and has no backward on the CPU."""
     if conditions.device != "cuda":
         return f"FlexAttention does not train on {conditions.device}"
     return None
 
 
 def prepare(layout: Layout, device: torch.device) -> "BlockMask | None":
-    """What is seen where there is no window."""
+    """Build the mask of a layout without a window."""
     return layout.once(build_block_mask, device, None) if layout.num_tokens else None
 
 
@@ -55,7 +55,7 @@ def attention(
 
 
 def build_block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":
-    """Which blocks see each other wholly, which may in part, and the rule for tokens."""
+    """Say which blocks see each other entirely and which may in part, and give the rule for tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     entered_T, left_T = _numbers(layout)
@@ -71,13 +71,13 @@ def build_block_mask(layout: Layout, device: torch.device, window: int | None) -
 
 
 def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token, its number, and the end of those that see it."""
+    """Return each token's number, and the end of the numbers of those that see it."""
     sizes = list(layout.lengths)
     for segment in reversed(range(layout.num_segments)):
         if layout.parents[segment] != ROOT:
             sizes[layout.parents[segment]] += sizes[segment]
     firsts: list[int] = []
-    # Of each segment, the number that its next child begins with; the last one is that of roots.
+    # For each segment, the number that its next child begins with; the last entry is for roots.
     free = [0] * (layout.num_segments + 1)
     for segment, parent in enumerate(layout.parents):
         firsts.append(free[parent])
@@ -92,7 +92,7 @@ def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 def _blocks(
     entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks of queries see blocks of keys wholly, and which others may see something of them."""
+    """Find which blocks of queries see blocks of keys entirely, and which others may see part of them."""
     starts = np.arange(0, len(entered_T), BLOCK)
     (first_B, last_B), (_, end_B), (lowest_B, highest_B) = (
         (np.minimum.reduceat(numbers_T, starts), np.maximum.reduceat(numbers_T, starts))
@@ -105,13 +105,13 @@ def _blocks(
         is_whole_BB &= highest_B[:, None] - lowest_B < window
         may_see_BB &= lowest_B[:, None] - highest_B < window
     if len(entered_T) % BLOCK:
-        # The last block is filled up with rows that are nowhere: it has to be looked at row by row.
+        # The last block has rows beyond the buffer's end, so the rule has to be applied token by token.
         is_whole_BB[-1] = is_whole_BB[:, -1] = False
     return is_whole_BB, may_see_BB & ~is_whole_BB
 
 
 def _listed(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each block sees, and which, these first."""
+    """Return how many blocks each block sees, and all blocks ordered with these first."""
     order_BB = np.argsort(~is_seen_BB, axis=1, kind="stable")
     numbers = (is_seen_BB.sum(axis=1), order_BB)
     num_B, blocks_BB = (torch.from_numpy(number.astype(np.int32))[None, None] for number in numbers)
@@ -143,5 +143,5 @@ def _rule(
 def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Every micro-batch is of another length.
+    # Every micro-batch has another length.
     return torch.compile(flex_attention, dynamic=True)

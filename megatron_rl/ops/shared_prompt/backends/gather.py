@@ -1,4 +1,4 @@
-"""Shared-prompt attention by public functions alone: each strand's keys are gathered, and it attends as if alone.
+"""Shared-prompt attention by public functions only: each strand's keys are gathered, and it attends as if alone.
 
 A strand's rows are the last ones of its keys, so the diagonal of its causal mask ends at the bottom right. On an
 accelerator, in half precision, all strands are one call for sequences of varying length; elsewhere each strand is a
@@ -23,7 +23,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The keys of all strands, one strand's behind the other's."""
+    """The keys of all strands, strand after strand."""
 
     rows_N: torch.Tensor
     query_lengths: list[int]
@@ -33,7 +33,7 @@ class Gathered:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Gathered":
-        """With its index tensors on the device."""
+        """List the rows to gather, with index tensors on the device."""
         found = find_strands(layout)
         rows = [np.arange(*rows) for strand in found for rows in (*strand.above, strand.rows)]
         query_lengths = [strand.rows.length for strand in found]
@@ -48,7 +48,7 @@ class Gathered:
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Of the ways below, the NPU's takes no window, and half precision alone."""
+    """Refuse other devices, and what the NPU's way cannot do: a window, or full precision."""
     if conditions.device not in ("cpu", "cuda", "npu"):
         return f"it is not known to work on {conditions.device}"
     if conditions.device == "npu" and conditions.window is not None:
@@ -105,7 +105,7 @@ def _in_one_call(
         queries.longest,
         keys.longest,
         scale=scale,
-        # It counts the tokens to the left of a token, and takes -1 for all.
+        # The window counts only the tokens to the left of a token; -1 means all.
         window_size=(-1 if window is None else window - 1, 0),
         **grouping(varlen_attn, q_THD, k_NGD),
     )
@@ -114,7 +114,7 @@ def _in_one_call(
 
 
 def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
-    """How torch is told that keys have fewer heads: that of 2.11 does not ask, and takes them as they are."""
+    """Tell torch that keys have fewer heads; torch 2.11 has no such argument, and takes them as they are."""
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return {}
     return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
@@ -137,7 +137,7 @@ def _strand_by_strand(
     window: int | None,
 ) -> torch.Tensor:
     outs = []
-    # Parts of one split, not slices: the gradient of each slice would be as large as the buffer.
+    # One split instead of slices: the gradient of each slice would be as large as the buffer.
     for q_LHD, k_MGD, v_MGD in zip(
         q_THD.split(gathered.query_lengths),
         k_NGD.split(gathered.key_lengths),

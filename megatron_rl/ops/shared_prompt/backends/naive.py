@@ -1,4 +1,4 @@
-"""The definition of shared-prompt attention: a dense mask, a softmax, two products. What every backend is tested by.
+"""The definition of shared-prompt attention: a dense mask, a softmax, two products. Every backend is tested against it.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension, I = H / G.
 """
@@ -16,7 +16,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Each token's values, averaged over the tokens it sees; the softmax is taken in fp32 or better."""
+    """Average, for each token, the values of the tokens it sees; the softmax is taken in fp32 or better."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_groups = k_TGD.shape[1]
     mask_TT = torch.from_numpy(layout.visible(window)).to(q_THD.device)

@@ -1,7 +1,7 @@
-"""Shared-prompt attention by kernels of our own, in Triton: each token attends once, to all that it sees.
+"""Shared-prompt attention by our own Triton kernels: each token attends once, to all tokens that it sees.
 
-One kernel attends, one makes the gradient of queries, one those of keys and values; a fourth adds up what several
-programs found for the same keys, in a fixed order. The same inputs give the same bits.
+One kernel computes attention, one the gradient of queries, one those of keys and values. A fourth adds up, in a fixed
+order, what several programs found for the same keys: the same inputs give the same bits.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -18,12 +18,12 @@ from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 NARROWEST, WIDEST = 16, 256
-# Rows that a program of the kernel that adds up has.
+# Rows of one program of the summing kernel.
 SUMMED = 16
 
 
 class Blocks(NamedTuple):
-    """What a program has at once, at most a tile of the tables, and how it is compiled."""
+    """How many rows a program has at once, at most a tile of the tables, and how it is compiled."""
 
     queries: int
     keys: int
@@ -39,19 +39,19 @@ class KernelBlocks(NamedTuple):
     key_gradients: Blocks
 
 
-# By head dimension, up to each of these. Compiled for compute capability 9.0, a thread has at most 64 bytes outside of
-# its registers.
+# By the largest head dimension they serve. Compiled for compute capability 9.0, a thread spills at most 64 bytes of
+# registers.
 HALF = {
     64: KernelBlocks(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
     128: KernelBlocks(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
     256: KernelBlocks(Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
 }
-# Without tensor cores, which would round fp32, products of larger blocks become very long programs.
+# Tensor cores would round fp32; without them, products of larger blocks compile to very long programs.
 FULL = dict.fromkeys(HALF, KernelBlocks(*[Blocks(16, 16, 4, 1)] * 3))
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """It is for CUDA; on the CPU, Triton's interpreter runs it, which takes seconds where others take milliseconds."""
+    """Refuse all but CUDA; on the CPU only Triton's interpreter runs it, in seconds where others take milliseconds."""
     if conditions.window is not None:
         return "it has no sliding window"
     if conditions.device not in ("cuda", "cpu"):
@@ -66,7 +66,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> Tables:
-    """Which rows each program computes."""
+    """Return the tables of which rows each program computes."""
     return layout.once(Tables.of, device)
 
 
@@ -89,7 +89,7 @@ def attention(
 
 
 def compute_width(head_dim: int) -> int:
-    """What a row of a head takes in a block: a power of two, as many as a product of blocks needs."""
+    """Return the columns that a head takes in a block: a power of two, and enough for a product of blocks."""
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
 
 
@@ -119,7 +119,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Launcher:
-    """Calls the kernels with what they all take."""
+    """Calls the kernels with the arguments that all of them take."""
 
     def __init__(self, tables: Tables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
         q_THD, k_TGD, _ = inputs
@@ -133,7 +133,7 @@ class _Launcher:
         self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype)
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention, and the logarithm of each softmax's denominator, to base 2 [H, T]."""
+        """Compute attention, and the base-2 logarithm of each softmax's denominator [H, T]."""
         from megatron_rl.ops.shared_prompt.backends.triton_kernels import forward_kernel
 
         out_THD, log_totals_HT = _dense_like(self._inputs[0]), self._per_row()

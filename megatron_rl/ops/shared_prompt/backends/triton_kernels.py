@@ -1,9 +1,9 @@
 """The kernels of the `triton` backend. Importing this imports Triton, and decides whether it compiles or interprets.
 
-A program of the first two kernels has a block of queries of one head and goes through the keys that they see; one of
-the third has a block of keys of one key-value head and goes through queries of all heads of its group. Rows are rows of
-the buffer: a key that is seen never lies behind the query that sees it, so `key <= query` is the only mask there is
-beside the ends of ranges. Logarithms and exponentials are of base 2. `triton_tables` says what the tables hold.
+A program of the first two kernels has a block of queries of one head and goes through the keys that they see. A program
+of the third has a block of keys of one key-value head and goes through queries of all heads of its group. Rows are rows
+of the buffer. A query never sees a key behind itself, so `key <= query` and the ends of ranges are the only masks.
+Logarithms and exponentials are to base 2. `triton_tables` says what the tables hold.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension (padded with zeros to WIDTH, a power of two),
 M queries of a block, N keys of a block.
@@ -40,7 +40,7 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Attention, which lies dense, and the logarithm of each softmax's denominator."""
+    """Compute attention, stored densely, and the logarithm of each softmax's denominator."""
     head = tl.program_id(1)
     group = head // heads_per_group
     first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
@@ -99,7 +99,7 @@ def query_gradients_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """The gradient of queries, which lies dense, and each row's product of output and gradient for the next kernel."""
+    """Compute the gradient of queries, stored densely, and for the next kernel each row's output times its gradient."""
     head = tl.program_id(1)
     group = head // heads_per_group
     first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
@@ -159,7 +159,7 @@ def key_gradients_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Gradients of keys and values, which lie dense, or an item's part of them: [slots, G, TILE, WIDTH] in fp32."""
+    """Compute gradients of keys and values, stored densely, or an item's part: [slots, G, TILE, WIDTH] in fp32."""
     group = tl.program_id(1)
     num_groups = tl.num_programs(1)
     item = key_items + tl.program_id(0) // (TILE // KEYS) * 5
@@ -170,7 +170,7 @@ def key_gradients_kernel(
     # Behind the last key of a short tile there is nothing to do.
     end = tl.where(first_key < end_key, tl.load(item + 3), start)
     slot = tl.load(item + 4)
-    # From there on queries lie behind all keys of the block.
+    # From here on, queries lie behind all keys of the block.
     edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
     keys_N = first_key + tl.arange(0, KEYS)
     k_ND = _block(k_TGD + group * K_STRIDE_G, K_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
@@ -198,7 +198,7 @@ def key_gradients_kernel(
         _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
         _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
     else:
-        # Rows of keys that the item's queries do not see have met them all the same.
+        # Rows of keys beyond the end were computed with the item's queries all the same.
         is_seen_N1 = (keys_N < end_key)[:, None]
         first = ((slot * num_groups + group) * TILE + offset).to(tl.int64) * WIDTH
         within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -218,7 +218,7 @@ def sum_kernel(
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Adds up what the items of a tile found, slot after slot."""
+    """Add up what the items of a tile found, slot after slot."""
     group = tl.program_id(1)
     num_groups = tl.num_programs(1)
     record = sums + tl.program_id(0) // (TILE // KEYS) * 4
@@ -242,7 +242,7 @@ def sum_kernel(
 def _query_block(
     query_tiles: tl.tensor, TILE: tl.constexpr, QUERIES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The block's first row; its strand's start and end; indices of the first range of keys, and behind the last."""
+    """Load the block's first row, its strand's start and end, and the first index and the end of its ranges of keys."""
     tile = query_tiles + tl.program_id(0) // (TILE // QUERIES) * 5
     first = tl.load(tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
     strand_end = tl.load(tile + 2)
@@ -263,7 +263,7 @@ def _key_range(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Start and end of a range of keys, and between them the edge up to which all queries see whole blocks of them."""
+    """Load start and end of a range of keys, and the edge between them up to which all queries see whole blocks."""
     is_above = index < end_range - 1
     start = tl.load(ranges + 2 * index, mask=is_above, other=strand_start)
     end = tl.load(ranges + 2 * index + 1, mask=is_above, other=tl.minimum(first + QUERIES, strand_end))
@@ -290,7 +290,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The three running values with a range of keys more; the output is not yet divided by its totals."""
+    """Add a range of keys to the three running values; the output is not yet divided by its totals."""
     for first in tl.range(start, end, KEYS):
         k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
         v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
@@ -326,7 +326,7 @@ def _query_gradients(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tl.tensor:
-    """The gradient of queries with what a range of keys adds; without the scale."""
+    """Add what a range of keys contributes to the gradient of queries, without the scale."""
     for first in tl.range(start, end, KEYS):
         k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
         v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
@@ -359,10 +359,10 @@ def _key_gradients(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gradients of keys, without the scale, and of values, with what a range of queries of one head adds."""
+    """Add what a range of queries of one head contributes to gradients of keys, without the scale, and of values."""
     for first in tl.range(start, end, QUERIES):
         rows_M = first + tl.arange(0, QUERIES)
-        # Rows of zeros, which is what there is behind the end, add nothing.
+        # Behind the end, rows are read as zeros, which add nothing.
         q_MD = _block(q_TD, Q_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
         grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
         log_totals_M = tl.load(log_totals_T + rows_M, mask=rows_M < end, other=0.0)
@@ -393,7 +393,7 @@ def _block(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of one head from the first on: zeros from HEAD_DIM on, and at an edge from the end on."""
+    """Load rows of one head, from `first` on; columns from HEAD_DIM on are zeros, and at an edge rows from `end` on."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     pointers = rows_TD + tl.cast(first, tl.int64) * stride_T + (rows[:, None] * stride_T + columns[None, :])
@@ -417,7 +417,7 @@ def _store(
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> None:
-    """Where `_block` would read them."""
+    """Store rows where `_block` would read them."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     pointers = rows_TD + tl.cast(first, tl.int64) * stride_T + (rows[:, None] * stride_T + columns[None, :])
@@ -427,7 +427,7 @@ def _store(
 
 @triton.jit
 def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
-    """The product of two blocks, fp32 as it is; the interpreter would multiply the bits of bf16."""
+    """Multiply two blocks, fp32 without rounding; the interpreter would multiply the bits of bf16 as integers."""
     if IS_INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), added)
     else:
@@ -437,7 +437,7 @@ def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
 
 @triton.jit
 def _rounded(block: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """To the nearest; the interpreter would cut off what bf16 has no bits for."""
+    """Round to the nearest; the interpreter would truncate to bf16 instead."""
     if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = block.to(tl.uint32, bitcast=True)
         block = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)

@@ -1,9 +1,9 @@
 """What the kernels of `triton_kernels` look up of a layout: which rows each program computes, and from which rows.
 
-Each strand is cut into tiles: as many rows as fit, fewer at its end. The queries of a tile attend to the ranges above
-their strand, and to their strand up to themselves. The keys of a tile are seen by ranges of queries; each range is an
-item, or several if it is long. What items find for the same keys is summed in the order of the items, which does not
-depend on which is computed first.
+Each strand is cut into tiles of TILE rows, fewer at its end. The queries of a tile attend to the ranges above their
+strand, and to their strand up to themselves. The keys of a tile are seen by ranges of queries; each range is an item,
+or several if it is long. What items find for the same keys is summed in the order of the items, whichever of them is
+computed first.
 """
 
 import dataclasses
@@ -15,33 +15,33 @@ import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
-# For all precisions and head dimensions: where a program has room for less, several share a tile.
+# The same for all precisions and head dimensions: if a program has room for fewer rows, several share a tile.
 TILE = 128
-# Items are at most as long as this part of all of them together, unless they are short anyway.
+# An item is at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short anyway.
 MOST_PARTS = 256
 SHORT_ITEM = 1024
-# Tables begin at multiples of 16 bytes: Triton compiles anew for pointers that do not.
+# In int32s: tables begin at multiples of 16 bytes, since Triton compiles again for pointers that do not.
 ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Tables of int32, the longest work first. Rows are rows of the buffer, and ranges end before their end."""
+    """Tables of int32, the longest work first. Rows are rows of the buffer, and an end is exclusive."""
 
     query_tiles: torch.Tensor
-    """The first row; its strand's start and end; of the ranges above, the index of the first and behind the last."""
+    """The first row; its strand's start and end; the index of the first range above, and of the one behind the last."""
     ranges: torch.Tensor
-    """Start and end."""
+    """Start and end of each range."""
     key_items: torch.Tensor
-    """The first key, how many; the queries' start and end; the slot of a partial sum, -1 for an item that is alone."""
+    """First key and number of keys; the queries' start and end; the slot of a partial sum, -1 if an item is alone."""
     sums: torch.Tensor
-    """The first key of a tile with several items, how many; their slots' start and end."""
+    """First key and number of keys of a tile with several items; the start and end of their slots."""
     num_slots: int
     tile: int
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Tables":
-        """Everything in one copy to the device."""
+        """Make all tables, and copy them to the device in one piece."""
         cut = _Cut.of(layout, tile)
         key_items, sums, num_slots = _key_items(cut, short_item)
         tables = _on_device(
@@ -58,7 +58,7 @@ class _Cut:
     ends_S: np.ndarray
     ranges: np.ndarray
     first_range_S: np.ndarray
-    """Of the ranges above a strand the first, and behind the last strand the number of ranges."""
+    """The index of each strand's first range above; the last entry is the number of ranges."""
     num_tiles_S: np.ndarray
     strand_N: np.ndarray
     first_row_N: np.ndarray
@@ -98,7 +98,7 @@ def _query_tiles(cut: _Cut) -> np.ndarray:
 
 
 def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The tables of items and of sums, and the number of slots."""
+    """Make the tables of items and of sums; also return the number of slots."""
     tile_I, start_I, end_I, end_key_I = _split(*_views(cut), cut.tile, short_item)
     num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
     is_partial_I = num_items_N[tile_I] > 1
@@ -114,7 +114,7 @@ def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]
 
 
 def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tiles, and of each the ranges of queries that see its keys up to an end: tile, start, end, the keys' end."""
+    """List for each tile the ranges of queries that see its keys, up to some key: tile, start, end, the keys' end."""
     viewer_A = np.repeat(np.arange(len(cut.starts_S)), np.diff(cut.first_range_S))
     # A range begins where its strand does.
     strand_A = np.searchsorted(cut.starts_S, cut.ranges[:, 0])
@@ -138,7 +138,7 @@ def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def _split(
     tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray, tile: int, short_item: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The same in equal parts that are not too long, each of whole tiles but the last."""
+    """Split long ranges into equal parts; each part but the last is made of whole tiles."""
     lengths = ends - starts
     longest = max(short_item, _ceil_divide(int(lengths.sum()), MOST_PARTS))
     steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
@@ -148,13 +148,13 @@ def _split(
 
 
 def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of all that are counted: whose it is, and how many of that one's are before it."""
+    """Number all counted things: for each, its owner, and how many of that owner's come before it."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
 
 def _ceil_divide(numbers: Any, divisor: Any) -> Any:
-    """Of arrays or of numbers."""
+    """Divide arrays or numbers, and round up."""
     return -(-numbers // divisor)
 
 
