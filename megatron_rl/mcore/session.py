@@ -211,6 +211,6 @@ def _coordinates() -> Coordinates:
 def start_session(
     settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
 ) -> Session:
-    """Start the process groups that the settings ask for; collectives may take `waiting` longer, for other processes."""
+    """Start the process groups that the settings ask for; a rank may wait `waiting` longer for other processes."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
     return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting, meet)

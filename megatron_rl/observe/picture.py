@@ -21,7 +21,7 @@ from megatron_rl.observe.run_folder import find_run
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
-# The same part of the time has the same colour in every picture; others take what is left.
+# These parts of the time have the same colour in every picture; others get the remaining colours.
 _SPANS = ("train", "wait", "publish", "update", "evaluate", "save", "other")
 
 
@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
 
 
 def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
-    """Draw reward and evaluation against the iteration, all runs in one picture, and beside it the seconds of an
-    iteration by what they went to. `out` appears when it is whole.
+    """Draw reward and evaluation over the iterations, all runs in one picture, and beside it where an iteration's
+    seconds went. `out` appears only when it is complete.
     """
     if out.suffix not in _FORMATS:
         raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
@@ -70,7 +70,7 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
 def _figure() -> Any:
     try:
         module = importlib.import_module("matplotlib.figure")
-        # The canvas that needs no display.
+        # This canvas needs no display.
         importlib.import_module("matplotlib.backends.backend_agg")
     except ImportError as error:
         raise PlatformError(
@@ -81,7 +81,7 @@ def _figure() -> Any:
 
 def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
     for index, (label, records) in enumerate(runs.items()):
-        # Thinner than the one before, so that runs that came to the same are all seen.
+        # Each curve is thinner than the one before, so that runs with equal results are all visible.
         look: dict[str, Any] = {"color": f"C{index}", "linewidth": 1.5 * (len(runs) - index)}
         prefix = f"{label}: " if len(runs) > 1 else ""
         curves: dict[str, tuple[Points, dict[str, Any]]] = {
@@ -103,7 +103,7 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
 
 def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
     starts = {label: metrics.start_seconds(records) for label, records in runs.items()}
-    # Of no iteration, so in no bar.
+    # The start belongs to no iteration, so it is in no bar.
     labels = [f"{label}\nstart {starts[label]:.0f} s" if starts[label] else label for label in runs]
     means = [_mean_seconds(records) for records in runs.values()]
     spans = [*_SPANS, *sorted({span for mean in means for span in mean} - set(_SPANS))]

@@ -1,4 +1,4 @@
-"""What a run is doing, for whoever watches it: a live display on a terminal, else a line an iteration."""
+"""What a run is doing, for a person who watches it: a live display on a terminal, else a line per iteration."""
 
 import collections
 import contextlib
@@ -21,18 +21,18 @@ from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.observe.metrics import number_at, pass_name
 
 _REFRESHES_PER_SECOND = 4
-# The time that is left follows from this many of the last iterations.
+# The remaining time is estimated from this many of the last iterations.
 _NUM_REMEMBERED = 10
 
 
 class Progress:
-    """What the loop tells; this one shows nothing of it. No method waits for the display."""
+    """What the loop reports to; this class shows nothing. No method waits for the display."""
 
     shows_counts = False
     """Whether it is worth asking for `counts` while an iteration runs."""
 
     def begin(self, version: int, num_groups: int) -> None:
-        """An iteration begins: `version` is the number of those before it, in this and earlier runs."""
+        """An iteration begins; `version` is the number of iterations before it, in this and earlier runs."""
 
     def phase(self, name: str) -> None:
         """What is done now: publishing, generating, training, updating, evaluating, saving."""
@@ -40,13 +40,15 @@ class Progress:
     def counts(
         self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
     ) -> None:
-        """Groups of this iteration that are sampled, and trained on; what is waited for, "" for nothing. What is not
-        given stays as it was.
+        """Groups of this iteration that are sampled and trained on, and what is waited for ("" for nothing).
+
+        Values that are not given stay as they were.
         """
 
     def end(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """The iteration is over, and this is what it came to. Behind the last one there may be a call more, for what
-        the last version came to in evaluation.
+        """The iteration is over, with these metrics.
+
+        After the last one there may be another call, with the evaluation of the last version.
         """
 
     def say(self, text: str) -> None:
@@ -65,7 +67,7 @@ class Progress:
 
 
 def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
-    """The progress that `--progress` asks for, of a run of `total` iterations. Its methods do not raise."""
+    """Make the progress that `--progress` asks for, of a run of `total` iterations. Its methods do not raise."""
     kind = config.progress
     if kind == "auto":
         kind = "live" if stream.isatty() and os.environ.get("TERM") not in (None, "dumb") else "lines"
@@ -76,8 +78,9 @@ def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
 
 
 class GuardedProgress(Progress):
-    """Keeps what goes wrong in showing progress, as a terminal that is gone, out of the loop: it is said on standard
-    error, and nothing is shown from then on but what is said.
+    """Keeps errors of the display, such as a terminal that is gone, out of the loop.
+
+    The error is printed to standard error, and from then on only what is passed to `say` is shown.
     """
 
     def __init__(self, inner: Progress) -> None:
@@ -117,7 +120,7 @@ class GuardedProgress(Progress):
 
 
 class QuietProgress(Progress):
-    """Nothing but what is said, which may be a warning; on standard error."""
+    """Shows only what is passed to `say`, which may be a warning, on standard error."""
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -140,14 +143,14 @@ class LineProgress(Progress):
 
 
 class _Terminal(Console):
-    """A console whose reader may go: rich ends the process then."""
+    """A console whose reader may go away, for which rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the terminal is gone")
 
 
 class _Display(Live):
-    """Keeps what went wrong in its thread, which nobody would see there."""
+    """Keeps an error of its thread, where nobody would see it."""
 
     failure: Exception | None = None
 
@@ -159,7 +162,7 @@ class _Display(Live):
 
 
 class LiveProgress(Progress):
-    """One display that a thread of its own redraws; the loop only leaves notes for it."""
+    """A display that its own thread redraws; the loop only leaves notes for it."""
 
     shows_counts = True
 
@@ -184,7 +187,7 @@ class LiveProgress(Progress):
                 get_renderable=self._render,
                 refresh_per_second=_REFRESHES_PER_SECOND,
                 transient=True,
-                # What goes to a file stays there.
+                # A stream that goes to a file is left alone.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )
@@ -219,7 +222,7 @@ class LiveProgress(Progress):
         if self._live is not None and self._live.failure is not None:
             raise self._live.failure
         # Replaced as a whole, so that the display's thread, which takes no lock, never sees half of a change. The loop
-        # and who asks for counts both change it, and neither may put back what the other has replaced.
+        # and the thread that asks for counts both change it, and neither may undo the other's change.
         with self._lock:
             self._shown = dataclasses.replace(self._shown, **changes)
 
@@ -240,13 +243,13 @@ class Shown:
     phase: str = ""
     begun: float = 0.0
     phase_begun: float = 0.0
-    # The mean of the last iterations; None before the end of the first.
+    # The mean over the last iterations; None before the end of the first.
     seconds: float | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def display(shown: Shown, now: float) -> RenderableType:
-    """Three rows: the run, the groups of this iteration, and what happens now beside what the last one came to."""
+    """Draw three rows: the run, the groups of this iteration, and the current phase beside the last one's results."""
     bars = Table.grid(padding=(0, 2))
     bars.add_column(no_wrap=True)
     bars.add_column(width=24)
@@ -270,7 +273,7 @@ def display(shown: Shown, now: float) -> RenderableType:
 
 
 def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
-    """An iteration as one line, its columns below those of other lines; "-" where a number is missing."""
+    """Write an iteration as one line whose columns align with other lines'; "-" stands for a missing number."""
     width = len(str(total))
     if version >= total:
         return "  ".join((f"    after {total}/{total}", *_remarks(metrics)))
@@ -298,7 +301,7 @@ def is_due(version: int, total: int, interval: int) -> bool:
 
 
 def _remarks(metrics: Mapping[str, Any]) -> list[str]:
-    """What not every iteration has."""
+    """Collect remarks that not every iteration has."""
     remarks = []
     passed, reward = (number_at(metrics, "evaluation", name) for name in ("pass", "mean"))
     if passed is not None:

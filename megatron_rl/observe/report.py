@@ -1,4 +1,4 @@
-"""What is said when a run ends: what it came to, where its time went, and where everything lies."""
+"""What is printed when a run ends: its results, where its time went, and where everything lies."""
 
 import dataclasses
 import itertools
@@ -19,9 +19,9 @@ _SEVERAL = "="
 
 
 def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int = 12) -> str:
-    """The curves in one grid of `width` columns and `height` rows, with labels on its axes and a mark for each curve.
+    """Draw the curves in one grid of `width` columns and `height` rows, with labelled axes and a mark for each curve.
 
-    A column shows the mean of the points that fall into it, or lies on the line between its neighbours.
+    A column shows the mean of the points that fall into it; without points, it is interpolated from its neighbours.
     """
     shown = {label: sorted(points) for label, points in curves.items() if points}
     if not shown:
@@ -48,7 +48,7 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int
 
 
 def _columns(points: Points, first: float, last: float, width: int) -> list[float | None]:
-    """The value of each column; None before the first point and behind the last."""
+    """Compute the value of each column; None before the first point and behind the last."""
     bins: dict[int, list[float]] = {}
     for x, y in points:
         bins.setdefault(round((x - first) / (last - first) * (width - 1)) if last > first else 0, []).append(y)
@@ -77,7 +77,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the files of a run lie; None for what it does not write."""
+    """Where the files of a run lie; None for a file that it does not write."""
 
     checkpoint: Path | None = None
     hf_weights: Path | None = None
@@ -108,7 +108,7 @@ def print_report(records: Sequence[Mapping[str, Any]], places: Places, stream: T
 
 
 def report_lines(records: Sequence[Mapping[str, Any]], places: Places) -> list[str]:
-    """The report without styles: lines of a section are indented below its heading."""
+    """Write the report without styles: lines of a section are indented below its heading."""
     sections = {
         "what it came to": _results(records),
         "where the time went": _times(records),
@@ -122,12 +122,12 @@ def report_lines(records: Sequence[Mapping[str, Any]], places: Places) -> list[s
 
 
 def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
-    """The mean reward of each iteration."""
+    """Return the mean reward of each iteration."""
     return _points(records, ("reward", "mean"))
 
 
 def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Of the versions that were evaluated the share of held-out prompts that passed, and the mean reward, by name."""
+    """Return, by name, the evaluated versions' share of held-out prompts that passed, and their mean reward."""
     found = {
         pass_name(records): _points(records, ("evaluation", "pass")),
         "mean reward": _points(records, ("evaluation", "mean")),
@@ -136,7 +136,7 @@ def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
 
 
 def text_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The rewards of runs as a chart of text, and each of their evaluations' numbers as another."""
+    """Draw a text chart of the runs' rewards, and one of each number of their evaluations."""
     charts = [chart("reward", {label: rewards_of(records) for label, records in runs.items()})]
     evaluations = {label: evaluations_of(records) for label, records in runs.items()}
     for name in dict.fromkeys(name for curves in evaluations.values() for name in curves):
@@ -146,7 +146,7 @@ def text_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def time_by_span(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The seconds of all iterations by span, the longest first, and "other" last."""
+    """Sum the seconds of all iterations by span, the longest first, and "other" last."""
     totals: dict[str, float] = {}
     for record in records:
         for name, seconds in seconds_by_span(record).items():
@@ -190,7 +190,7 @@ def _places(places: Places) -> list[tuple[str, ...]]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns below each other; figures to the right, words to the left."""
+    """Align columns below each other, figures to the right and words to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Which folder is a run's, where the one that --save was given may be meant."""
+"""Finds a run's folder, also from the folder that --save was given."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from megatron_rl.errors import UsageError
 
 
 def find_run(path: Path, file_name: str) -> Path:
-    """The run's folder in one that --save was given; any other path as it is.
+    """Find the run's folder in one that --save was given; return any other path as it is.
 
-    A run's folder holds the file. Where --save holds several runs, a UsageError lists them.
+    A run's folder holds the file. If --save's folder holds several runs, raise a UsageError that lists them.
     """
     if not path.is_dir() or (path / file_name).exists():
         return path

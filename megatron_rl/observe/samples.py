@@ -1,4 +1,4 @@
-"""Responses of a run written down as text, a few an iteration, so that a person can read what the numbers stand for."""
+"""Responses of a run written as text, a few per iteration, so that a person can read what the numbers stand for."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Kind = Literal["training", "evaluation"]
 
 
 class SamplesFile(LineFile):
-    """The samples of a run, at most `limit` responses of each kind an iteration; see `LineFile` for a resumed run."""
+    """The samples of a run, at most `limit` responses of each kind per iteration; see `LineFile` for a resumed run."""
 
     def __init__(self, path: Path, limit: int) -> None:
         super().__init__(path)
@@ -42,7 +42,7 @@ class SamplesFile(LineFile):
         self._written: dict[Kind, tuple[int, int]] = {}
 
     def left(self, version: int, kind: Kind = "training") -> int:
-        """How many more responses of this iteration are taken: more need not be decoded."""
+        """Return how many more responses of this iteration are taken: others need not be decoded."""
         last, num_written = self._written.get(kind, (None, 0))
         return self.limit - num_written if version == last else self.limit
 
@@ -51,7 +51,7 @@ class SamplesFile(LineFile):
         return super().restart(version)
 
     def write(self, version: int, groups: Iterable[SampledGroup], kind: Kind = "training") -> None:
-        """Append a line a group, in their order, until the iteration's limit is reached; the rest is not written."""
+        """Append a line per group, in order, until the iteration's limit is reached; the rest is not written."""
         for group in groups:
             responses = group.responses[: self.left(version, kind)]
             if not responses:

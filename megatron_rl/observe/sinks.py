@@ -1,4 +1,4 @@
-"""Where metrics go beside their file: TensorBoard, Weights & Biases. Each package is imported when it is asked for."""
+"""Where metrics go besides their file: TensorBoard, Weights & Biases. Each package is imported only when asked for."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in a folder. Those of a resumed run hide what an earlier one wrote from `version` on."""
+    """Event files in a folder. A resumed run's files hide what earlier ones have from `version` on."""
 
     def __init__(self, folder: Path, version: int) -> None:
         module = _imported("torch.utils.tensorboard", "tensorboard", "--tensorboard-dir")
@@ -29,7 +29,7 @@ class TensorBoardSink:
     def write(self, version: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, version)
-        # Else a kill loses the last two minutes.
+        # Otherwise a kill would lose the last two minutes.
         self._writer.flush()
 
     def close(self) -> None:
@@ -42,19 +42,19 @@ class WandbSink:
     def __init__(self, config: ObserveConfig, run: str, settings: Mapping[str, Any]) -> None:
         wandb = _imported("wandb", "wandb", "--wandb-project")
         if config.wandb_save_dir:
-            # Not made by wandb, which would write to a temporary folder in its place.
+            # wandb does not make the folder: it would write to a temporary one instead.
             Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity or None,
             name=config.wandb_exp_name or run,
             dir=config.wandb_save_dir or None,
-            # The characters that an id may not have.
+            # An id may not have these characters.
             id=re.sub(r"[/\\#?%:\s]", "-", run),
             resume="allow",
             config=dict(settings),
         )
-        # Over the version, not over wandb's own count of steps, which cannot go back to where a resumed run continues.
+        # Plotted over the version: wandb's own count of steps cannot go back to where a resumed run continues.
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
@@ -66,8 +66,8 @@ class WandbSink:
 
 
 class Sinks:
-    """All of them. One that fails is said and left out from then on: the metrics file has the same, and a run of days
-    does not end because a dashboard cannot be reached.
+    """All sinks. One that fails is reported and left out from then on: the metrics file has the same numbers, and a run
+    of days must not end because a dashboard cannot be reached.
     """
 
     def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
@@ -99,7 +99,7 @@ def sinks_of(
     say: Callable[[str], None],
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
-    """The sinks that flags ask for, in a run that starts at `version`; `settings` are shown beside its curves."""
+    """Make the sinks that flags ask for, of a run that starts at `version`; `settings` are shown beside its curves."""
     sinks: list[Sink] = []
     folder = config.tensorboard_dir
     if folder is not None:
@@ -112,7 +112,7 @@ def sinks_of(
 
 
 def _add(sinks: list[Sink], flag: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
-    """One that cannot be made is left out as one that fails is; a package that is missing is an error of its flag."""
+    """Add a sink; if it cannot be made it is left out, but a missing package is an error of the flag."""
     try:
         sinks.append(make())
     except MegatronRLError:

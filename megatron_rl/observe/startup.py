@@ -1,4 +1,4 @@
-"""What a run does before its first iteration, said as it is done: a line each, beside the seconds since its start."""
+"""Says what a run does before its first iteration: one line for each step, with the seconds since the start."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ from megatron_rl.weights.mapping import Mapping
 
 
 class Startup:
-    """Rank 0's. What other ranks say of theirs is not shown."""
+    """The start of rank 0; other ranks have one too, and show nothing."""
 
     def __init__(self, begun: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`begun` is what the clock said when the process began."""
+        """`begun` is the clock's time when the process began."""
         self._clock = clock
         self._begun = clock() if begun is None else begun
         self._stream: TextIO | None = None
@@ -22,15 +22,15 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return self._clock() - self._begun
 
     def show(self, stream: TextIO) -> None:
-        """Say from now on there what is done; before, and where this is not called, nothing is said."""
+        """Print to this stream from now on; before this call nothing is printed."""
         self._stream = stream
 
     def say(self, text: str) -> None:
-        """A line for people. A terminal that is gone is the display's to notice, and costs the run nothing."""
+        """Print a line for people. If the terminal is gone, the run goes on silently; the display notices it."""
         with self._lock:
             if self._stream is None:
                 return
@@ -41,13 +41,13 @@ class Startup:
 
 
 def describe_prompts(num_trained: int, num_held_out: int, num_read: int) -> str:
-    """How many prompts there are of each kind."""
+    """Say how many prompts there are of each kind."""
     num_left_out = num_read - num_trained - num_held_out
     return f"prompts: {num_trained:,} to train on, {num_held_out:,} held out, {num_left_out:,} left out"
 
 
 def describe_model(settings: Settings, platform: str, world_size: int) -> str:
-    """How large the model is, and how it is divided."""
+    """Say how large the model is, and how it is divided."""
     num_parameters = sum(spec.num_elements for spec in Mapping(settings.architecture).manifest())
     sizes = settings.parallel_sizes
     layout = {
@@ -64,7 +64,7 @@ def describe_model(settings: Settings, platform: str, world_size: int) -> str:
 
 
 def describe_cores(cores: CoreShares, num_threads: int) -> str:
-    """How ranks and engines on a CPU share it; whoever said OMP_NUM_THREADS has decided on the ranks' threads."""
+    """Say how ranks and engines share a CPU; OMP_NUM_THREADS, if set, decides the ranks' threads."""
     ranks, workers = (
         f"{count} thread" if count == 1 else f"{count} threads" for count in (num_threads, cores.threads_of_worker)
     )

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 WHOLE = "iteration"
 REST = "other"
-# Not of an iteration: what the run did before its first one.
+# Time of no iteration: before the first one.
 START = "start"
 
 
 class Timeline:
     """Seconds by the name of a span, each moment counted once.
 
-    Invariants: a moment belongs to the innermost span that is open, or to "other"; so the parts of an iteration add up
-    to the whole. One thread has it.
+    Invariant: a moment belongs to the innermost open span, or to "other", so the parts of an iteration add up to the
+    whole. Only one thread may use it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The time in here is that of `name`, save what an inner span takes. A name may come again."""
+        """Count the time in this context for `name`, except in inner spans. A name may be used again."""
         assert name not in (WHOLE, REST, START), f"{name} is not a part of an iteration"
         assert threading.get_ident() == self._thread, f"the span {name} is of another thread"
         self._count()
@@ -40,9 +40,9 @@ class Timeline:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call: "iteration", each span, and "other". A span that is open goes on.
+        """Return the seconds since the last call: "iteration", each span, and "other". An open span goes on.
 
-        The first call after a restart has "start" beside them.
+        The first call after a restart also has "start".
         """
         self._count()
         taken = {WHOLE: self._since - self._begin, **self._seconds, REST: self._seconds.get(REST, 0.0)}
@@ -53,7 +53,7 @@ class Timeline:
         return taken
 
     def restart(self, start: float | None = None) -> None:
-        """Forget the time until now; the next `take` has these seconds under "start", where they are given."""
+        """Forget the time until now; if `start` is given, the next `take` has it under "start"."""
         self.take()
         self._start = start
 

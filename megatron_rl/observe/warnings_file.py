@@ -1,4 +1,4 @@
-"""Where other packages' warnings go while a run is shown: into a file of the run, not between lines of its display."""
+"""Sends other packages' warnings into a file of the run, so that they do not appear between lines of its display."""
 
 import contextlib
 import logging
@@ -11,9 +11,9 @@ FILE_NAME = "warnings.log"
 
 @contextlib.contextmanager
 def keep_warnings(path: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Within this context, what packages warn of or log as a warning is appended to the file.
+    """Within this context, append to the file what packages warn of or log as a warning.
 
-    `say` is told once that there is something. What the file cannot take goes to standard error, as it would have.
+    `say` is called once, at the first warning. If the file cannot be written, warnings go to standard error as usual.
     """
     handler = _File(path, say)
     root = logging.getLogger()
@@ -28,7 +28,7 @@ def keep_warnings(path: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 class _File(logging.Handler):
-    """Opened for each record: there are few, and several ranks append to one file."""
+    """Opens the file for each record: there are few, and several ranks append to one file."""
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What is exchanged in megatron.training while a recipe runs: `pretrain`, and what leads to it.
+"""What is replaced in megatron.training while a recipe runs: `pretrain`, and what leads to it.
 
 script ──> parse_args, validate_args            ours first: a mistake is found before a process group exists
        ──> set_global_variables                 arguments, timers and writers are Megatron's
@@ -23,10 +23,10 @@ from megatron_rl.recipe import parsing
 from megatron_rl.recipe.tree import check_one_tree
 from megatron_rl.training.entry import Entry
 
-# Asked of a CUDA device by checks of arguments, which want environment variables on some: of the newest, none.
+# Checks of arguments ask a CUDA device for its generation, and want environment variables on some; on the newest, none.
 _DEVICE_GENERATION = 10
 _CONFIG = "core_transformer_config_from_args"
-# What `pretrain` is called with in every version that is known.
+# The parameters that `pretrain` has in every known version.
 _PRETRAIN = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
 
 
@@ -34,16 +34,16 @@ class Hooks:
     """The hooks of one process, and what they keep from one to the next."""
 
     def __init__(self, entry: Entry, words: Sequence[str]) -> None:
-        """`words` are the flags."""
+        """`words` are the command line's flags."""
         self._entry = entry
         self._words = list(words)
         self._platform = platforms.select(find_platform_name(self._words))
         self._settings: RunSettings | None = None
         self.exit_code: int | None = None
-        """Of the training, once it is over."""
+        """The exit code of the training, once it is over."""
 
     def install(self) -> None:
-        """Before the script runs; nothing of Megatron may have been imported."""
+        """Install the hooks, before the script runs and before anything of Megatron is imported."""
         self._platform.install()
         check_one_tree()
         install_patches(self.patches())
@@ -58,7 +58,7 @@ class Hooks:
         ]
 
     def parse_both(self, module: ModuleType) -> None:
-        """Both parsers see the words: each takes its own, and those that both know."""
+        """Let both parsers see the words: each takes its own flags, and those that both know."""
         parse = expect_parameters(module, "parse_args", "extra_args_provider", "ignore_unknown_args")
         validate = expect_parameters(module, "validate_args", "args", "defaults")
         if self._platform.device_type != "cuda":
@@ -85,9 +85,9 @@ class Hooks:
         module.validate_args = validate_args  # type: ignore[attr-defined]
 
     def settle_configs(self, module: ModuleType) -> None:
-        """Megatron's translation of arguments sets some fields by itself that packs or our flags settle otherwise."""
+        """Settle fields that Megatron's translation of arguments sets in another way than packs or our flags need."""
         if getattr(getattr(module, _CONFIG, None), "__module__", None) != module.__name__:
-            # One of two modules defines it, which of them depends on the version.
+            # One of two modules defines it; which one depends on the version.
             return
         stock = expect_parameters(module, _CONFIG, "args", "config_class")
 
@@ -101,7 +101,7 @@ class Hooks:
         setattr(module, _CONFIG, from_args)
 
     def train_instead(self, module: ModuleType) -> None:
-        """`pretrain` trains with GRPO: the recipe's model; our data, loss and loop."""
+        """Make `pretrain` train with GRPO: the recipe's model; our data, loss and loop."""
         signature = inspect.signature(module.pretrain)
         if missing := sorted(_PRETRAIN - set(signature.parameters)):
             raise unknown_megatron(
@@ -126,7 +126,7 @@ class Hooks:
         module.pretrain = pretrain  # type: ignore[attr-defined]
 
     def _get_args(self, bound: Mapping[str, Any]) -> argparse.Namespace:
-        """The recipe's arguments. Scripts of 0.16 and 0.17 leave parsing to `pretrain`."""
+        """Return the recipe's arguments; scripts of 0.16 and 0.17 leave it to `pretrain` to parse them."""
         from megatron.training import arguments, global_vars
 
         if "cfg_container" not in bound:
@@ -136,7 +136,7 @@ class Hooks:
         return global_vars.get_args()
 
     def _settled_fields(self) -> Iterator[tuple[str, Any]]:
-        """The fields of TransformerConfig that our flags, packs and the platform settle."""
+        """Yield the fields of TransformerConfig that our flags, packs and the platform settle."""
         assert self._settings is not None
         for target in self._settings.sources:
             subject, _, field = target.partition(".")
@@ -144,7 +144,7 @@ class Hooks:
                 yield field, getattr(self._settings.transformer, field)
 
     def _settled_args(self) -> Iterator[tuple[str, Any]]:
-        """The same as arguments, which choose the layer spec, and what Megatron would ask its tokenizer."""
+        """Yield the same as arguments, which choose the layer spec, and what Megatron would ask its tokenizer."""
         from megatron_rl.mcore.model.gpt import padded_vocab_size
 
         assert self._settings is not None
@@ -156,8 +156,9 @@ class Hooks:
 
 
 def set_for_our_loop(module: ModuleType) -> None:
-    """Megatron opens writers on the last rank, and metrics are written on the first one. No tokenizer is built: prompts
-    are read with that of --hf-model, and the recipe's need not be there.
+    """Have Megatron open its writers on the first rank, where metrics are written, instead of the last.
+
+    No tokenizer is built: prompts are read with that of --hf-model, and the recipe's need not exist.
     """
     stock = expect_parameters(module, "set_global_variables", "args", "build_tokenizer")
 

@@ -1,4 +1,4 @@
-"""The recipe's model: built by its own provider or builder, made one that takes packs."""
+"""The recipe's model: built by its own provider or builder, then made to take packs."""
 
 import argparse
 import contextlib
@@ -24,15 +24,15 @@ from megatron_rl.recipe.writers import MegatronTimers, open_writers
 
 @dataclasses.dataclass(frozen=True)
 class Provided:
-    """What a script hands to `pretrain` to make a model of: a provider, or a configuration that has a builder."""
+    """What a script hands to `pretrain` to build a model with: a provider, or a configuration that has a builder."""
 
     model_provider: Callable[..., Any] | None
     model_type: Any
     config: Any
-    """From 0.18 on: what the script has made of its arguments."""
+    """From 0.18 on: the configuration that the script has made of its arguments."""
 
     def build(self) -> list[torch.nn.Module]:
-        """This rank's stages as the recipe has them, without wrappers; a configuration goes before a provider."""
+        """Build this rank's stages as the recipe has them, without wrappers; a configuration precedes a provider."""
         described = getattr(self.config, "model", None)
         if described is not None:
             return self._build_from(described)
@@ -45,7 +45,7 @@ class Provided:
         return [_unwrap(chunk) for chunk in get_model(self.model_provider, self.model_type, wrap_with_ddp=False)]
 
     def _build_from(self, described: Any) -> list[torch.nn.Module]:
-        # Megatron keeps what its schedules call in there, which differs from model to model.
+        # Megatron stores the functions that its schedules call in the configuration, and they differ between models.
         described = copy.copy(described)
         described.transformer = copy.copy(described.transformer)
         builder = described.get_builder_cls()(described)
@@ -57,7 +57,7 @@ class Provided:
 def build_recipe(
     provided: Provided, args: argparse.Namespace, timers: MegatronTimers, say: Callable[[str], None]
 ) -> Recipe:
-    """What a run takes from the recipe; `say` hears once in what its model is not that of config.json."""
+    """Collect what a run takes from the recipe; tell `say`, once, how its model differs from config.json."""
     said: set[str] = set()
 
     def build_model(settings: Settings) -> list[PackedGPTModel]:
@@ -97,7 +97,7 @@ def _built_for_one_context_rank() -> Iterator[None]:
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
-    """Where a provider makes a configuration by itself, what the schedules depend on must be in it."""
+    """Check a configuration that a provider made itself: it must have what the schedules depend on."""
     for target, source in settings.sources.items():
         subject, _, field = target.partition(".")
         if subject != "transformer":
@@ -111,7 +111,7 @@ def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
 
 
 def _list_differences(config: Any, settings: Settings) -> Iterator[str]:
-    """In what the model is not what the engines load."""
+    """Yield each way in which the model differs from what the engines load."""
     for field in list_architecture_fields(settings.architecture):
         value, described = getattr(config, field), getattr(settings.transformer, field)
         if value != described and not callable(value):

@@ -14,7 +14,7 @@ from megatron_rl.config.flag import index_by_name
 from megatron_rl.errors import UsageError
 from megatron_rl.mcore.configs import find_megatron_version
 
-# What only the recipe's builder reads; ours has a layer of its own, and refuses another one.
+# Flags that only the recipe's builder reads; our builder has its own layer, and refuses any other.
 _OF_THE_BUILDER = {"--spec"}
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
@@ -22,7 +22,7 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
 
 
 def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
-    """Our settings. A flag that nobody knows is ours to report; one that only the recipe knows is not."""
+    """Parse our settings, and report flags that nobody knows, but not those that only the recipe knows."""
     ours = set(index_by_name(list_flags())) - _OF_THE_BUILDER
     return command_line.parse_run(select_words(words, ours, theirs))
 
@@ -30,14 +30,14 @@ def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
 def parse_theirs(
     parse: Callable[..., argparse.Namespace], words: Sequence[str], theirs: Collection[str], extra: ExtraArgs
 ) -> argparse.Namespace:
-    """What Megatron's own parser makes of its words, which it reads from `sys.argv`."""
+    """Have Megatron's own parser parse its words, which it reads from `sys.argv`."""
     ours = index_by_name(list_own_flags())
     with _argv(select_words(words, theirs, ours)), _errors_of_argparse():
         return parse(extra)
 
 
 def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
-    """The flags of `megatron.training.arguments`, and those that the recipe adds."""
+    """List the flags of `megatron.training.arguments`, and those that the recipe adds."""
     parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if extra is not None:
         parser = extra(parser)
@@ -46,7 +46,7 @@ def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """What Megatron asserts of arguments, as an error with its text."""
+    """Turn what Megatron asserts of arguments into an error with its text."""
     try:
         yield
     except (AssertionError, ValueError) as error:
@@ -55,7 +55,7 @@ def refusals() -> Iterator[None]:
 
 
 def select_words(words: Sequence[str], names: Collection[str], others: Collection[str]) -> list[str]:
-    """The flags of `names` with their values, and what is in neither list."""
+    """Select the flags of `names` with their values, and those that are in neither list."""
     selected: list[str] = []
     for flag in _split(words):
         name = flag[0].partition("=")[0]
@@ -65,7 +65,7 @@ def select_words(words: Sequence[str], names: Collection[str], others: Collectio
 
 
 def _split(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words that follow it."""
+    """Yield each flag with the words that follow it."""
     flag: list[str] = []
     for word in words:
         if word.startswith("--") and flag:
@@ -88,7 +88,7 @@ def _argv(words: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_of_argparse() -> Iterator[None]:
-    """What argparse says after a page of usage."""
+    """Turn the error that argparse prints after its usage into a UsageError."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -1,4 +1,4 @@
-"""Running a recipe's script as `__main__`, with `pretrain` exchanged; the two ways to start one."""
+"""Runs a recipe's script as `__main__`, with `pretrain` replaced; has the two ways to start one."""
 
 import logging
 import runpy
@@ -14,10 +14,10 @@ _running: list[Path] = []
 
 
 def start(name: str) -> None:
-    """What a patched script calls first, with its `__name__`: start it again inside a run, and exit with that's code.
+    """Start a patched script again inside a run, and exit with the run's code; the script calls this first.
 
-    Does nothing without --prompts, which only GRPO has: then the script does what it did. Nor where a run has started
-    the script already, nor in processes that only import it.
+    Do nothing without --prompts, which only GRPO has, so that the script works as before. Do nothing either if a run
+    has already started the script, or if a process only imports it.
     """
     is_asked = any(word.partition("=")[0] == "--prompts" for word in sys.argv)
     if name == "__main__" and is_asked and not _running:
@@ -25,7 +25,7 @@ def start(name: str) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the script that the first word names on the flags that follow; returns the exit code."""
+    """Run the script that the first word names, with the flags that follow; return the exit code."""
     return Entry("recipe").run(lambda entry: _run(words, entry))
 
 
@@ -35,11 +35,11 @@ def _run(words: Sequence[str], entry: Entry) -> int:
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(f"{script} must be a file: write the path of the recipe's script, as pretrain_gpt.py")
-    # As Python itself does for a script: what lies beside it is imported from there, Megatron's tree first of all.
+    # As Python does for a script: modules beside it, above all Megatron's tree, are imported from its folder.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = list(words)
     _running.append(script)
-    # Megatron lets every package log what it informs of; this one informs of each request to the sidecar.
+    # Megatron lets every package log at level INFO, where httpx logs each request to the sidecar.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     late = entry.late()
     try:

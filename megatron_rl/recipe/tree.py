@@ -7,7 +7,7 @@ from megatron_rl.errors import PlatformError
 
 
 def check_one_tree() -> Path:
-    """The folder that both are in. The platform must be installed before, nothing of Megatron need be imported."""
+    """Return the folder that both are in. The platform must be installed; nothing of Megatron need be imported."""
     training, core = _find("megatron.training"), _find("megatron.core")
     if core is None:
         raise PlatformError("megatron.core is not found: install megatron-core, or start in a Megatron-LM tree")
@@ -31,5 +31,5 @@ def _find(name: str) -> Path | None:
         return None
     if spec is None or not spec.submodule_search_locations:
         return None
-    # Not where links lead to: a tree may borrow its core.
+    # Links are not followed: a tree may borrow its core.
     return Path(next(iter(spec.submodule_search_locations))).absolute().parent

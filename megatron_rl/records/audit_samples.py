@@ -151,7 +151,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
 
 
 def _is_of_the_same_request(responses: list[Response], event: audit_log.GroupFinished) -> bool:
-    """Whether both were sampled from the same weights with the same seeds; a journal may hold other attempts' groups."""
+    """Whether both have the same weights and seeds; a journal may also hold groups of other attempts."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
 

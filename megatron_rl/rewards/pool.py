@@ -2,7 +2,7 @@
 
 Invariants:
 
-- each function scores every group exactly once, on a worker on which nothing has failed, or the group fails with a
+- each function scores every group exactly once, on a worker in which nothing has failed, or the group fails with a
   RewardError that names function and prompt;
 - a worker on which something failed is never used again, and a group's failure reaches no other group;
 - nothing that a function started outlives `close`.
@@ -28,9 +28,9 @@ from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
-# A trial that takes longer is given up, and nothing follows from it.
+# A trial that takes longer is given up, without consequences.
 _TRIAL_SECONDS = 3.0
-# What would be asked for nothing.
+# Rewards that are not tried out: their servers would be asked for nothing.
 _REMOTE = ("http",)
 
 
@@ -59,7 +59,7 @@ class RewardPool:
         """What workers are not confined in, and why not."""
 
     async def start(self, trials: Sequence[RewardRequest] = ()) -> None:
-        """Load every function in every worker; a UsageError names the file and line that does not import.
+        """Load every function in every worker; raise a UsageError that names the file and line that does not import.
 
         For each trial, a row with made-up completions, every function is called once; a UsageError names each mistake
         that would fail with any completion, at the first row at which there is one.
@@ -103,7 +103,7 @@ class RewardPool:
 
     @property
     def identity(self) -> str:
-        """All that decides a reward, as far as a pool can see: not what functions import, read or ask."""
+        """Everything that decides a reward, as far as a pool can see: not what functions import, read or ask for."""
         assert self._started, "sources are read by start"
         digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
         specs = [dataclasses.asdict(spec) for spec in self._specs]
@@ -135,14 +135,14 @@ class RewardPool:
         return worker
 
     async def _try_out(self, worker: RewardWorker, request: RewardRequest) -> RewardWorker | None:
-        """Call every function once; returns the worker, which remembers nothing of it, or None for a fresh one."""
+        """Call every function once; return the worker, which remembers nothing of it, or None: take a fresh one."""
         functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
         job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
         answers: dict[int, FunctionAnswer] = {}
         try:
             answers = await worker.try_out(job, request.encode(), len(request.completions), _TRIAL_SECONDS)
         except WorkerFault as fault:
-            # With a real completion it may not come to that, and if it does, the group's failure says so.
+            # A real completion may not cause this; if it does, the group's failure will say so.
             _LOGGER.info("a trial of the rewards with made-up completions: %s", fault)
             self._end(worker)
             return None
@@ -170,7 +170,7 @@ class RewardPool:
         return ", ".join(spec.name for spec in self._specs)
 
     async def score(self, request: RewardRequest) -> RewardResult:
-        """Score a group; RewardError if a function fails for it and `on_error` gives no value."""
+        """Score a group; raise RewardError if a function fails for it and `on_error` gives no value."""
         assert self._started, "score comes after start"
         begin = time.monotonic()
         line = request.encode()
@@ -208,7 +208,7 @@ class RewardPool:
         return RewardResult([float(reward or 0.0) for reward in rewards], components, time.monotonic() - begin, errors)
 
     def _failed(self, function: str, request: RewardRequest, reason: str, has_remedy: bool = False) -> float:
-        """Count a failure; returns the reward that takes its place, or raises."""
+        """Count a failure; return the reward that is substituted, or raise."""
         self.errors[function] += 1
         if self._settings.on_error is None:
             raise RewardError(function, request, reason, is_at_fault=not has_remedy)
@@ -223,7 +223,7 @@ class RewardPool:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End all workers. Groups that are being scored, or wait, fail."""
+        """End all workers; groups that are being scored, or wait, fail."""
         self._closed = True
         for worker in list(self._alive):
             self._end(worker)
@@ -247,7 +247,7 @@ class _Scoring:
         self._answers: list[FunctionAnswer] = []
 
     async def run(self) -> list[FunctionAnswer]:
-        """Answers of all functions, or up to the first failure if that fails the group."""
+        """Return the answers of all functions, or up to the first failure if that fails the group."""
         while len(self._answers) < len(self._pool._specs):
             try:
                 self._check_open()

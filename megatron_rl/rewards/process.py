@@ -23,7 +23,7 @@ _MOST_BYTES = 16 << 20
 
 
 class OutputLog:
-    """Appends to a file up to 16 MiB, or until the disk is full, says so, and drops the rest; without a file, all."""
+    """Appends to a file up to 16 MiB, or until the disk is full; says so, and drops the rest. Without a file, drops all."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else _open_for_owner(path)
@@ -38,7 +38,7 @@ class OutputLog:
             if self._left <= 0:
                 self._file.write(b"\n[16 MiB were printed; what follows is dropped]\n")
         except OSError as error:
-            # Rewards go on without it: a function whose output is not read would wait for ever.
+            # Rewards go on without the file: output must still be read, or functions would block forever.
             self._left = 0
             _LOGGER.warning(
                 "%s cannot be written: %s; the output of reward functions is dropped", self._file.name, error.strerror
@@ -110,7 +110,7 @@ class RewardWorker:
         try:
             return cls(await asyncio.shield(starting), log)
         except asyncio.CancelledError:
-            # Half a start cannot be undone: pipes would stay open.
+            # A start cannot be undone halfway, since pipes would stay open: it is finished, then ended.
             await cls(await starting, log).end()
             raise
 
@@ -134,7 +134,7 @@ class RewardWorker:
     async def try_out(
         self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
     ) -> dict[int, FunctionAnswer]:
-        """What functions say of a made-up group, by their numbers; those that end the trial say nothing."""
+        """Return functions' answers to a made-up group, by number; a function that ends the trial has none."""
         answers: dict[int, FunctionAnswer] = {}
         try:
             async with asyncio.timeout(timeout):
@@ -171,7 +171,7 @@ class RewardWorker:
         return self._process.returncode is None
 
     def served(self) -> None:
-        """A group is done; the next one meets what it left behind."""
+        """Count a group that is done: the next one may meet what it left behind."""
         self._num_served += 1
 
     async def _send(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """Parses --reward SOURCE[=WEIGHT][@SECONDS], and checks the flags of rewards.
 
-The files that they name are read and not run. What only running a file shows, such as a missing import, a worker
-reports when the sidecar starts.
+The files that they name are read, not run. Mistakes that only running a file shows, such as a missing import, are
+reported by a worker when the sidecar starts.
 """
 
 import ast
@@ -25,10 +25,10 @@ _DEFAULT_TIMEOUT = 30.0
 
 
 def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
-    """One function: FILE.py:FUNCTION, a ready-made NAME or NAME:ARGUMENT, or the http(s) address of a reward model.
+    """Parse one function: FILE.py:FUNCTION, ready-made NAME or NAME:ARGUMENT, or the http(s) address of a reward model.
 
-    A number after the last "=" is the weight and one after a last "@" the limit in seconds; an argument that itself
-    ends in such a number is followed by its weight.
+    A number after the last "=" is the weight and one after a last "@" the limit in seconds. If an argument itself ends
+    in such a number, the weight must be written after it.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -62,7 +62,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
 
 
 def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tuple[RewardSpec, ...]:
-    """All functions of a run, under different names: equal ones get their source as a prefix."""
+    """Parse all functions of a run and give them different names: equal names get their source as a prefix."""
     specs = [parse_spec(text, timeout) for text in texts]
     counts = Counter(spec.name for spec in specs)
     named = [spec if counts[spec.name] == 1 else _with_long_name(spec) for spec in specs]
@@ -96,14 +96,14 @@ def _with_long_name(spec: RewardSpec) -> RewardSpec:
     return RewardSpec(name, spec.source, spec.function, spec.argument, spec.weight, spec.timeout)
 
 
-# What Python alone needs.
+# What Python alone needs, without any function.
 _LEAST_MEMORY_GIB = 0.125
-# Ways to bind names that reading does not find.
+# Ways to bind names that reading the source cannot find.
 _DYNAMIC = {"exec", "globals", "locals", "setattr", "vars", "modules", "__getattr__"}
 
 
 def problems(reward: RewardConfig) -> Iterator[str]:
-    """Each mistake for which workers would end."""
+    """Yield each mistake for which workers would end."""
     if not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
@@ -171,7 +171,7 @@ def _check_file(text: str, spec: RewardSpec) -> None:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """The names that a module binds; None if reading cannot tell."""
+    """Find the names that a module binds; None if reading cannot tell."""
     for node in ast.walk(tree):
         is_star = isinstance(node, ast.alias) and node.name == "*"
         if is_star or {getattr(node, field, None) for field in ("id", "attr", "name")} & _DYNAMIC:
@@ -181,7 +181,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def _bound(parent: ast.AST) -> Iterator[str]:
-    """The names bound below a node, except in inner scopes."""
+    """Find the names bound below a node, except in inner scopes."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

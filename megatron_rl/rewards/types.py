@@ -18,7 +18,7 @@ Values = list[float | None]
 
 
 class Misfit(ValueError):
-    """A function and the data, or what is wanted of it, do not fit together: no other completion would mend that."""
+    """A function does not fit the data, or what is wanted of it: every completion would fail in the same way."""
 
 
 class MissingColumn(Misfit):
@@ -29,7 +29,7 @@ class RewardError(MegatronRLError):
     """A reward function failed for one group: which function, which prompt, why."""
 
     def __init__(self, function: str, request: "RewardRequest", reason: str, *, is_at_fault: bool = True) -> None:
-        """Without `is_at_fault`, neither the function nor a value for its failures could help."""
+        """Without `is_at_fault` the message does not advise to correct the function or to substitute a reward."""
         remedy = (
             "; correct the function, or substitute a reward for failures with --reward-on-error" if is_at_fault else ""
         )
@@ -72,8 +72,8 @@ class RewardRequest:
     """The row's name in its file."""
 
     def encode(self) -> bytes:
-        """The request as one line."""
-        # Workers, which import this module too, have no use for it.
+        """Encode the request as one line."""
+        # Imported here: workers import this module too, and need no msgspec.
         import msgspec
 
         clashing = sorted(set(GIVEN) & set(self.columns))
@@ -94,7 +94,7 @@ class RewardRequest:
             text = json.dumps(content).encode()
         except (TypeError, ValueError) as error:
             raise InputError(f"prompt {self.index}: a column cannot be handed to rewards as JSON: {error}") from None
-        # Many numbers, which json takes ten times as long for.
+        # For this many numbers json takes ten times as long as msgspec.
         return b'%s, "completion_ids": %s}\n' % (text[:-1], msgspec.json.encode(self.completion_ids))
 
 
@@ -134,7 +134,7 @@ class PoolSettings:
 
 
 def check_values(values: object, num_samples: int) -> Values:
-    """Check the values that a function returned; a ValueError says what is wrong, a Misfit if it is their type.
+    """Check the values that a function returned; raise a ValueError that says what is wrong, a Misfit for a wrong type.
 
     Runs in the worker, which still has the function's result, and again on the other side of the pipe, because a worker
     cannot be trusted.
@@ -165,7 +165,7 @@ def _checked_value(index: int, value: object) -> float | None:
 
 
 def get_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """A completion as text, also if it is a list of chat messages."""
+    """Return a completion as text, also if it is a list of chat messages."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 

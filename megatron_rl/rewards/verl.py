@@ -6,12 +6,11 @@ from typing import Any
 
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function of TRL's signature around verl's `compute_score(data_source, solution_str, ground_truth,
-    extra_info)`, sync or async.
+    """Wrap verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`, sync or async, in a reward
+    function of TRL's signature.
 
-    The rows are verl's: `data_source`, `extra_info`, `reward_model` with its `ground_truth`, or a column
-    `ground_truth`.
-    A score that is a dict counts with its "score".
+    Rows have verl's columns: `data_source`, `extra_info`, and `reward_model` with its `ground_truth`, or a column
+    `ground_truth`. If a score is a dict, its "score" counts.
     """
 
     async def reward(completions: Sequence[Any], **columns: Any) -> list[Any]:

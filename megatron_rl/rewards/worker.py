@@ -1,13 +1,13 @@
 """A worker: `python -m megatron_rl.rewards.worker PARENT NAMESPACE`, spoken to over its standard streams.
 
-It is two processes. The keeper runs no reward function: it starts the other, adopts what the other leaves behind, and
-ends all of it when the other ends, on SIGTERM, or when its own parent dies. The other confines itself, loads the
-functions and answers.
+It is two processes, a keeper and a second one. The keeper runs no reward function: it starts the second process, adopts
+the processes that it leaves behind, and ends them all when the second process ends, on SIGTERM, or when its own parent
+dies. The second process confines itself, loads the functions and answers.
 
-The first line it reads is the set-up, and is answered with {"ready"} or {"cannot_load"}. Then each job is two lines,
-what to do and the group, and is answered with one line a function: {"job", "function", "values" or "error"}. An error
-also says whether it is a "misfit", which any completion would meet, and whether its text has a "remedy". A "trial" is a
-job that is done by a process forked off, and answered with {"trial_is_over"} at its end, however that comes.
+The first line that it reads is the set-up, answered with {"ready"} or {"cannot_load"}. Then each job is two lines, what
+to do and the group, answered with one line per function: {"job", "function", "values" or "error"}. An error also says
+whether it is a "misfit", which any completion would meet, and whether its text has a "remedy". A "trial" is a job that
+a forked process does; however that process ends, {"trial_is_over"} is the last answer.
 """
 
 import json
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _tidy_up() -> None:
-    """Remove the scratch folder in the place of a parent that was killed."""
+    """Remove the scratch folder, which the parent can no longer do if it was killed."""
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
@@ -80,7 +80,7 @@ def _close_streams() -> None:
 
 
 def _wait_for(child: int) -> int:
-    """Wait for the child; returns its status, or 0 if the keeper is told to end first."""
+    """Wait for the child; return its status, or 0 if the keeper is told to end first."""
     while signal.sigwait(_EVENTS) == signal.SIGCHLD:
         while (ended := _reap()) is not None:
             if ended[0] == child:
@@ -89,13 +89,13 @@ def _wait_for(child: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """A child that has ended, with its status."""
+    """Return a child that has ended, with its status; None if none has."""
     ended = os.waitpid(-1, os.WNOHANG)
     return ended if ended[0] else None
 
 
 def _end_all() -> None:
-    """End every descendant: the children of one that ends become ours, until none is left."""
+    """End every descendant: when one ends its children become ours, so repeat until none is left."""
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)
@@ -138,7 +138,7 @@ def _work(missing: dict[str, str]) -> NoReturn:
 
 
 def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Keep the channel apart from what functions print, which goes to standard error."""
+    """Separate the channel from what functions print, which goes to standard error."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -152,7 +152,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> 
     _limit_memory(setup["memory_bytes"])
     if setup["confinement"] is not None:
         missing |= confine(Confinement(**{name: tuple(paths) for name, paths in setup["confinement"].items()}))
-    # Imported after the confinement, with the functions: the keeper has no use for it.
+    # Imported here, after the confinement: the keeper does not need it.
     from megatron_rl.rewards.calling import CannotLoad, Functions
 
     try:
@@ -182,7 +182,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> 
 
 
 def _is_trial_child() -> bool:
-    """Fork: what functions remember of a trial ends with the child; the parent waits until it has."""
+    """Fork, so that what functions remember of a trial ends with the child; the parent waits for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Whether a run may go on with the schedule that its checkpoint was saved with, found out before anything is loaded."""
+"""Checks, before anything is loaded, that a run and its checkpoint have the same schedule."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ SAVED = "opt_param_scheduler"
 
 
 def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
-    """An InputError where the checkpoint that --load names has another schedule than the flags give."""
+    """Raise an InputError if the checkpoint that --load names has another schedule than the flags give."""
     config = settings.checkpoint
     if config.load is None or config.finetune or config.no_load_optim:
         return
@@ -26,9 +26,9 @@ def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
 
 
 def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: ScheduleConfig, source: Path) -> None:
-    """An InputError that names the flags by which the two differ, unless a flag says which of them counts.
+    """Raise an InputError that names the flags by which the two differ, unless a flag says which of them counts.
 
-    Both have the scheduler's names; what the checkpoint does not have is not compared.
+    Both use the scheduler's names. Values that the checkpoint lacks are not compared.
     """
     if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
         return
@@ -48,7 +48,7 @@ def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: Sch
 
 
 def _flag(name: str, config: ScheduleConfig) -> str:
-    """What on the command line decides a value."""
+    """Name the flag that decides a value."""
     if name == "lr_decay_steps":
         return "--train-iters" if config.lr_decay_iters is None else "--lr-decay-iters"
     if name == "lr_warmup_steps":

@@ -1,4 +1,4 @@
-"""State dicts to files and back, by Megatron's dist_checkpointing: any layout writes them, any layout reads them."""
+"""State dicts to files and back, with Megatron's dist_checkpointing: every layout reads what any layout wrote."""
 
 import concurrent.futures
 import dataclasses
@@ -46,13 +46,13 @@ from megatron_rl.platforms.megatron_patches import unknown_megatron
 __all__ = ["find", "load_model", "save_model"]
 
 T = TypeVar("T")
-# What Megatron and torch raise about files; anything else is a fault of a program.
+# Errors that Megatron and torch raise about files; any other is a bug.
 _OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
-# What writes a rank's files, by the name that it has from 0.17 on and by that of 0.16.
+# The function that writes a rank's files: its name from 0.17 on, and its name in 0.16.
 _WRITERS = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
-# Where what is not tensors lies: up to 0.18 in a file of its own, from 0.19 on under a key among the shards.
+# Everything but tensors lies in a file of its own up to 0.18, and under a key among the shards from 0.19 on.
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/"
-# Torch's is none of Python's.
+# Torch's CheckpointException is not an Exception.
 _ANY = (Exception, CheckpointException)
 
 
@@ -66,7 +66,7 @@ def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, sessi
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A checkpoint that is planned, and the folder that it is written in until it is whole."""
+    """A checkpoint that is planned, and the folder that it is written to until it is complete."""
 
     request: AsyncRequest
     staged: Path
@@ -91,10 +91,10 @@ def prepare(
     fully_parallel: bool = False,
     loaded: int | None = None,
 ) -> Prepared:
-    """Plan a checkpoint of what `build` returns. Executing the request writes it, and makes it the newest at last.
+    """Plan a checkpoint of what `build` returns. Executing the request writes it and finally makes it the newest.
 
-    `loaded` is the iteration of the folder that the run went on from.
-    `build` may wait for other ranks. The request's parts do, but for the writing itself; every rank raises if one does.
+    `loaded` is the iteration in `folder` that the run went on from. `build` may wait for other ranks, and so do all
+    parts of the request but the writing itself; every rank raises if one does.
     """
     created = session.run_or_raise_everywhere(
         lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None
@@ -120,7 +120,7 @@ def prepare(
 
 
 def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
-    """Do what writes, or ends writing; what was written for nothing is removed: it may fill the disk."""
+    """Run `action`, which writes or ends writing; if it fails, remove what was written, which may fill the disk."""
     try:
         return run_together(session, action, unwritable(prepared.staged.parent))
     except BaseException:
@@ -130,10 +130,10 @@ def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
 
 
 def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
-    """Run what waits for other ranks by itself, and raise on every rank, with one text, if it raises on one.
+    """Run an action that itself waits for other ranks; if it raises on one, raise on every rank with the same text.
 
-    `explain` says what an error of files means. Ranks that wait for one that failed do so until their collective's
-    timeout.
+    `explain` says what an error about files means. Ranks that wait for a failed one do so until their collective times
+    out.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -142,7 +142,7 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
         result = action()
     except _ANY as caught:
         failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
-        # Torch tells its first rank what happened, and the others that something did.
+        # Torch tells its first rank what happened, and the others only that something did.
         is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
     reports = [
         report
@@ -158,19 +158,19 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
 
 
 def unwritable(place: Path) -> Callable[[BaseException], InputError]:
-    """What an error means for somebody who wanted to save."""
+    """Explain an error to somebody who wanted to save."""
     return lambda error: InputError(
         f"{place} cannot be written ({_cause(error)}): make room there, or choose another --save"
     )
 
 
 def unreadable(source: Path) -> Callable[[BaseException], InputError]:
-    """What an error means for somebody who wanted to load."""
+    """Explain an error to somebody who wanted to load."""
     return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
 
 
 def read_common(source: Path) -> dict[str, Any]:
-    """What is not tensors."""
+    """Read all of the checkpoint that is not tensors."""
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
     except _ANY as error:
@@ -185,7 +185,7 @@ def read_common(source: Path) -> dict[str, Any]:
 
 
 def read_metadata(source: Path) -> dict[str, Any]:
-    """What is there, by name: shapes of tensors, and objects."""
+    """Read what the checkpoint holds, by name: shapes of tensors, and objects."""
     try:
         return load_sharded_metadata(str(source))
     except _ANY as error:
@@ -193,12 +193,12 @@ def read_metadata(source: Path) -> dict[str, Any]:
 
 
 def get_content(common: Mapping[str, Any]) -> dict[str, Any]:
-    """How the checkpoint's parts are divided: what Megatron wrote down, or its defaults where it did not."""
+    """Return how the checkpoint's parts are divided: what Megatron recorded, or else its defaults."""
     return dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {})
 
 
 def check(state: dict[str, Any], found: Mapping[str, Any], source: Path) -> None:
-    """Compare names and shapes: loading itself writes into the model before it finds that something is missing."""
+    """Compare names and shapes first: loading writes into the model before it finds that something is missing."""
     apply_factories(state)
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor):
@@ -224,14 +224,14 @@ def read(
     strictness: str = "assume_ok_unexpected",
     fully_parallel: bool = False,
 ) -> dict[str, Any]:
-    """What the checkpoint has for the shards in `state`."""
+    """Load the checkpoint's values for the shards in `state`."""
 
     def load() -> dict[str, Any]:
         strategy = None
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
         loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
-        # Some ways of being strict return the names that differ too.
+        # With some settings of strictness it also returns the names that differ.
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
     return run_together(session, load, unreadable(source))
@@ -241,7 +241,7 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
     strategy = None
     if fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas())
-    # From 0.17 on an asynchronous save is that of nvidia-resiliency-ext if nothing is said.
+    # From 0.17 on the default for an asynchronous save is nvidia-resiliency-ext.
     said = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
     return dist_checkpointing.save(
         state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT), **said
@@ -249,9 +249,10 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
 
 
 def _in_one_process(request: AsyncRequest) -> AsyncRequest:
-    """Megatron's writer of 0.16 starts further processes, and waits for good for one of them that is killed.
+    """Replace Megatron's writer by one that starts no processes and reports errors.
 
-    Later ones start threads, and lose what went wrong.
+    The writer of 0.16 starts further processes, and waits forever if one is killed. Later ones start threads, and lose
+    their errors.
     """
     write = request.async_fn
     if write is None:
@@ -264,7 +265,7 @@ def _in_one_process(request: AsyncRequest) -> AsyncRequest:
 
 
 def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -> None:
-    """Write a rank's files, a thread each; what went wrong is a result too, for all ranks to be told of."""
+    """Write a rank's files, one thread per file; an error is returned as a result, so that all ranks are told of it."""
 
     def write_one(index: int) -> Any:
         written: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -287,7 +288,7 @@ def _replicas() -> torch.distributed.ProcessGroup:
 
 
 def _num_bytes(state: dict[str, Any]) -> int:
-    """What this rank's shards come to, each counted on one rank."""
+    """Count the bytes of this rank's shards; each shard is counted on one rank only."""
     return sum(
         value.data.nbytes
         for value in nested_values(state)
@@ -298,7 +299,7 @@ def _num_bytes(state: dict[str, Any]) -> int:
 
 
 def _check_room(staged: Path, num_bytes: int) -> None:
-    """Before the first rank writes: one that cannot would leave the others waiting."""
+    """Check, before any rank writes, that this one can: one that cannot would leave the others waiting."""
     if not os.access(staged, os.W_OK):
         raise InputError(f"{staged} cannot be written from this host: every rank must reach the same folder")
     free = shutil.disk_usage(staged).free
@@ -316,7 +317,7 @@ def _report(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError
 
 
 def _cause(error: BaseException) -> str:
-    """What happened on the first rank that failed, if this one was told."""
+    """Say what happened on the first rank that failed, if this one was told."""
     if not isinstance(error, CheckpointException):
         return str(error) or type(error).__name__
     text = str(next(iter(error.failures.values()))[0]) if error.failures else ""

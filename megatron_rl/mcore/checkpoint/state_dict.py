@@ -26,28 +26,28 @@ CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
-    # Else the names of experts' states would say how many optimizers there are.
+    # Otherwise the names of experts' states would depend on the number of optimizers.
     "chained_optim_avoid_prefix": True,
 }
 
 
 def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
-    """The names that Megatron's own checkpoints give the stages."""
+    """Name the stages as Megatron's own checkpoints do."""
     return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
 
 
 def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights, as shards of the whole model's."""
+    """Describe the weights as shards of the whole model's."""
     return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
 
 
 def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the reference, beside the model's."""
+    """Describe the reference's weights, under names beside the model's."""
     state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
-            # A process that writes meanwhile has no copy of such memory, and the reference may move.
+            # A background writer gets no copy of pinned memory, and the reference may move while it writes.
             part.data = part.data.clone()
     return state
 
@@ -55,7 +55,7 @@ def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str
 def build_optimizer_state(
     policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """Optimizer and schedule. The distributed optimizer gathers over replicas here, when it is saved."""
+    """Describe optimizer and schedule; for a save, the distributed optimizer gathers over replicas here."""
     if not is_loading:
         _allocate(policy.optimizer)
     return {
@@ -65,12 +65,12 @@ def build_optimizer_state(
 
 
 def get_rng_state(platform: Platform) -> dict[str, Any]:
-    """The random numbers of this rank's place in the model; replicas have the same."""
+    """Describe the state of random numbers of this rank's place in the model; replicas have the same."""
     of_numpy: Any = np.random.get_state()
     version, keys, *rest = of_numpy
     states = {
         "random_rng_state": random.getstate(),
-        # Lists and numbers only: an array would need more of torch.load than it does for tensors.
+        # Lists and numbers only: torch.load takes arrays only with more permissions than it needs for tensors.
         "np_rng_state": (version, keys.tolist(), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": platform.rng_state(),
@@ -95,7 +95,7 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
     optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
     if is_overriding:
-        # The groups came with the bounds that they were saved with.
+        # The loaded groups have the bounds that they were saved with.
         for group, own in zip(optimizer.param_groups, bounds, strict=True):
             group.update(own)
     scheduler.num_steps = 0
@@ -142,24 +142,24 @@ def _place() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """An optimizer that has not stepped has no state to save, and one that loads expects it."""
+    """Allocate the optimizer's state: before its first step it has none, and loading expects one."""
     for inner in _torch_adams(optimizer):
         allocate_adam_state(inner)
 
 
 def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Megatron does not save a step that is zero, and torch's Adam loads no state without."""
+    """Add the step where it is missing: Megatron does not save a zero step, and torch's Adam requires one."""
     if not _torch_adams(optimizer):
         return
     for one in loaded.values() if 0 in loaded else [loaded]:
         state = one.get("optimizer", one).get("state")
-        # The distributed optimizer has it elsewhere.
+        # The distributed optimizer keeps its state elsewhere.
         if state is not None:
             state.setdefault("common_step", torch.tensor(0.0))
 
 
 def _allocate_steps(optimizer: MegatronOptimizer) -> None:
-    """The distributed optimizer loads without a step that was not saved, but does not go on so."""
+    """Set steps that were not saved to zero: the distributed optimizer loads without them, but cannot step."""
     for inner in _torch_adams(optimizer):
         for values in inner.state.values():
             values.setdefault("step", torch.tensor(0.0))

@@ -1,4 +1,4 @@
-"""exact[:COLUMN]: 1 for a completion that is the answer, white space at both ends aside, else 0."""
+"""exact[:COLUMN]: 1 for a completion that equals the answer, ignoring white space at both ends, else 0."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

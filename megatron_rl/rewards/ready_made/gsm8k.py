@@ -1,8 +1,8 @@
 """gsm8k[:COLUMN]: 1 for a completion whose number is the answer's, else 0.
 
-The answer is what follows "####" in the column, or all of the column where there is no "####". Of a completion it is
-the number after its last "####", or inside its last \\boxed{}, or, with neither, its last number. Thousands separators,
-currency, a percent sign and a final period do not count; 42 and 42.0 are equal.
+The answer is what follows "####" in the column, or the whole column if it has no "####". A completion's number is the
+one after its last "####", or inside its last \\boxed{}, or, with neither, its last number. Thousands separators,
+currency, a percent sign and a final period are ignored; 42 and 42.0 are equal.
 """
 
 import re
@@ -17,7 +17,7 @@ _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
 def find_number(text: str) -> Decimal | None:
-    """The number that a completion, or the column, gives as its answer."""
+    """Find the number that a completion, or the column, gives as its answer."""
     boxed = _BOXED.findall(text)
     if "####" in text:
         found = _NUMBER.findall(text.rpartition("####")[2])[:1]

@@ -31,7 +31,7 @@ def make(argument: str | None, timeout: float) -> Callable[..., list[Any]]:
             "completion_ids": completion_ids,
             "columns": columns,
         }
-        # The answer should be this function's own error, not the pool's knife: it ends a little earlier.
+        # Ends a little before the pool's limit, so that a late answer is this function's own error.
         return _rewards(url, _ask(url, json.dumps(content).encode(), time.monotonic() + 0.9 * timeout))
 
     return http

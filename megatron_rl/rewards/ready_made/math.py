@@ -1,4 +1,4 @@
-"""math[:COLUMN]: 1 for a completion whose answer is mathematically the solution's, else 0, judged by math-verify.
+"""math[:COLUMN]: 1 for a completion whose answer is mathematically equal to the solution, else 0; math-verify judges.
 
 The column is `solution` unless another is named. A solution that cannot be parsed gives None: the reward does not
 apply.
