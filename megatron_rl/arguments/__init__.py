@@ -1,1 +1,1 @@
-"""From the words of a command line to the settings of a run: flags, what they come to, and what is wrong with them."""
+"""From the words of a command line to the settings of a run: flags, their resolution, and checks of them."""

@@ -1,6 +1,6 @@
-"""What flags must not say together. Each problem names the flag, its value, what it must be, and what to write instead.
+"""Combinations of flags that are wrong. Each problem names the flag, its value, what it must be, and what to write.
 
-What a number must be for itself is its flag's bound, and checked where the flag is read.
+The bound of a single number belongs to its flag, and is checked where the flag is read.
 """
 
 import importlib.util
@@ -15,9 +15,9 @@ from megatron_rl.config.settings import Settings
 
 
 def check_settings(settings: Settings) -> Iterator[str]:
-    """Everything that is wrong with the flags of any command; what is wrong with a run is in `run`.
+    """Yield everything that is wrong with the flags of any command; `run` checks what concerns only runs.
 
-    An architecture that is None could not be read: what depends on it is left out.
+    If the architecture is None it could not be read, and checks that depend on it are left out.
     """
     if settings.architecture is not None:
         yield from model_checks.check_model(settings)
@@ -33,7 +33,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
 
 
 def _check_needs(settings: Settings) -> Iterator[str]:
-    """Flags that are an error without another."""
+    """Yield flags that need another flag, which is missing."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
     truncation = algorithm.importance_truncation
@@ -62,7 +62,7 @@ def _check_needs(settings: Settings) -> Iterator[str]:
 
 
 def _check_pairs(settings: Settings) -> Iterator[str]:
-    """Flags that cannot stand together."""
+    """Yield flags that exclude each other."""
     config, schedule = settings.transformer, settings.schedule
     for first, second, are_given in (
         ("--bf16", "--fp16", config.bf16 and config.fp16),
@@ -120,12 +120,12 @@ def _check_batches(settings: Settings) -> Iterator[str]:
 
 
 def count_interleaved(settings: Settings) -> int:
-    """The micro-batches that a virtual stage takes in turn."""
+    """Return how many micro-batches a virtual stage takes in turn."""
     return settings.transformer.microbatch_group_size_per_vp_stage or settings.parallel_sizes.pipeline
 
 
 def fills_interleaving(settings: Settings, num_micro_batches: int) -> bool:
-    """Whether the interleaved schedule can run so many."""
+    """Whether the interleaved schedule can run this many micro-batches."""
     stages = settings.parallel_sizes.pipeline
     return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 
@@ -187,7 +187,7 @@ def _check_endpoint(settings: Settings) -> Iterator[str]:
 
 
 def _is_address(text: str) -> bool:
-    # Imported here: whoever starts its own sidecar, or none, parses flags without it.
+    # Imported here: only a run that names a running sidecar needs it.
     import httpx
 
     try:
@@ -199,7 +199,7 @@ def _is_address(text: str) -> bool:
 
 
 def note_idle_flags(settings: Settings) -> Iterator[str]:
-    """What was asked for and nothing reads without another flag, each with what it needs."""
+    """Yield flags that were given but have no effect without another flag, which each note names."""
     for is_there, text, subject, fields in _list_readers(settings):
         for field in fields.split():
             source = settings.sources.get(f"{subject}.{field}", "")
@@ -208,7 +208,7 @@ def note_idle_flags(settings: Settings) -> Iterator[str]:
 
 
 def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
-    """Whether something reads these fields of a subject, and without what it does not."""
+    """Yield whether something reads these fields of a subject, and the condition under which nothing does."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     checkpoint, model = settings.checkpoint, settings.architecture
     adaptation = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"

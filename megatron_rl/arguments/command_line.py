@@ -27,10 +27,10 @@ _NAME = re.compile(r"--[a-z][\w-]*")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
-    """The settings of a command line, by default this process's.
+    """Parse the settings of a command line, by default this process's.
 
-    Everything that is wrong with it is one UsageError, before any process group exists. Installs the platform, because
-    the flags are those of the megatron-core that runs on it.
+    All mistakes are raised as one UsageError, before any process group exists. Installs the platform, because the flags
+    are those of the megatron-core that runs on it.
     """
     reading = _read(argv)
     settings = _resolve_settings(reading, _find_world_size(), needs_folder=False)
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
 
 
 def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
-    """The settings of a run that trains, on the launcher's ranks; without a launcher it has one."""
+    """Parse the settings of a run that trains, on the launcher's ranks, or on one rank without a launcher."""
     reading = _read(argv)
     world_size = _find_world_size()
     if world_size is None and "run.print_config" not in reading.given:
@@ -61,9 +61,9 @@ class _Reading:
     given: dict[str, Given] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
-    # Flags that something is wrong with already: what follows from their values is not said too.
+    # Flags that are already known to be wrong: what follows from their values is not reported too.
     faulty: set[str] = dataclasses.field(default_factory=set)
-    # What could not be read from a file, if it is all that is wrong.
+    # The error of reading a file; raised itself if nothing else is wrong.
     input_error: InputError | None = None
     # The names that were written.
     written: set[str] = dataclasses.field(default_factory=set)
@@ -77,7 +77,7 @@ class _Reading:
         self.faulty.add(name)
 
     def keep(self, target: str, new: Given) -> None:
-        """Keep a value, unless one that goes before it is there; of one flag the last value counts."""
+        """Keep a value, unless one with precedence is there; of one flag the last value counts."""
         old = self.given.get(target)
         if old is None or old.value == new.value:
             if old is None or new.rank > old.rank:
@@ -93,7 +93,7 @@ class _Reading:
             self.notes.append(f"{falls.source} is overruled by {holds.source}, {where}")
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add the problems that name no faulty flag; the others follow from one that is known."""
+        """Add the problems that name no faulty flag; the others follow from a problem that is already known."""
         for problem in problems:
             named = _NAME.findall(problem)
             if problem in self.problems or not self.faulty.isdisjoint(named):
@@ -111,7 +111,7 @@ def _raise_problems(reading: _Reading) -> None:
 
 
 def _read(argv: Sequence[str] | None) -> _Reading:
-    """What the command line says, as far as it can be understood."""
+    """Read the command line, as far as it can be understood."""
     words = list(sys.argv[1:] if argv is None else argv)
     platform = platforms.select(find_platform_name(words))
     absence = None
@@ -133,11 +133,11 @@ def _read(argv: Sequence[str] | None) -> _Reading:
 
 
 def find_platform_name(words: list[str]) -> str:
-    """The value of --platform: the one flag that is needed before the others can be known."""
+    """Find the value of --platform, which is needed before the other flags can be known."""
     flag = next(flag for flag in derive_flags(RunConfig, "run") if flag.name == "--platform")
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == flag.name]
     names += [word.partition("=")[2] for word in words if word.startswith(f"{flag.name}=")]
-    # An unknown platform is said with all else that is wrong.
+    # An unknown platform is reported together with all other mistakes.
     return names[-1] if names and names[-1] in flag.choices else str(flag.default)
 
 
@@ -178,7 +178,7 @@ class _Store(argparse.Action):
                 reading.fault(f"{source} is refused: {self.flag.remedy}", self.flag.name)
             return
         if self.flag.kind is Kind.IGNORED:
-            # A value that asks for what is done anyway is not worth a note.
+            # A value that asks for what happens anyway is not worth a note.
             if self.flag.allowed is None or not self.flag.accepts(value):
                 reading.ignored.setdefault(self.flag.remedy, {})[name] = None
         elif not self.flag.accepts(value):
@@ -203,7 +203,7 @@ def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     )
     for flag in flags:
         text = flag.help if flag.kind is Kind.USED else f"{flag.kind}: {flag.remedy}"
-        # Any number of words, because argparse ends at the first number that is wrong.
+        # Any number of words is allowed here, because argparse would stop at the first wrong number.
         parser.add_argument(
             *flag.names, action=_Store, flag=flag, dest=flag.name, help=text.replace("%", "%%"), nargs="*"
         )
@@ -211,7 +211,7 @@ def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
 
 
 def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
-    # Nobody meant one that is refused.
+    # A refused flag is never suggested.
     known = index_by_name(flag for flag in reading.flags if flag.kind is not Kind.REFUSED and not flag.project)
     names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
     for name in names:
@@ -222,14 +222,14 @@ def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
         reading.problems.append(f"unknown flag {name}{suggest_nearest(name, known)}")
         near = find_nearest(name, known)
         if near is not None:
-            # It is not missing.
+            # The flag that was probably meant is not reported as missing.
             reading.faulty.add(known[near].name)
     if rest and not names:
         reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
 
 
 def _find_prefix(name: str) -> str | None:
-    """Why a flag that begins as many of another project's do has no effect."""
+    """Return why a flag has no effect, if it has a prefix of another project's flags."""
     for project in flags.list_projects().values():
         if name.startswith(tuple(project.get("prefixes", ()))):
             return str(project["prefix_reason"])
@@ -237,9 +237,9 @@ def _find_prefix(name: str) -> str | None:
 
 
 def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
-    """The settings, which hold only if nothing is wrong.
+    """Resolve the settings, which are valid only if nothing is wrong.
 
-    Where a folder is needed and missing, flags that describe a model are not read; whoever needs it reports that.
+    If a folder is needed and missing, flags that describe a model are not read; the code that needs it reports that.
     """
     given, platform = reading.given, reading.platform
     configs_of = get_type_hints(Subjects)
@@ -256,7 +256,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         **subjects,
         platform=platform.name,
         world_size=world_size,
-        # What hangs on an architecture that cannot be read is not checked, and an error follows.
+        # If the architecture cannot be read, what depends on it is not checked, and an error follows.
         architecture=architecture,  # type: ignore[arg-type]
         **configs,
         sources=sources,
@@ -274,7 +274,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
 
 
 def _note_other_defaults(reading: _Reading) -> Iterator[str]:
-    """What a command line leaves to defaults that are not those of Megatron's scripts."""
+    """Yield a note of the flags left to defaults that differ from those of Megatron's scripts."""
     others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
     relied = {
         name: own
@@ -289,7 +289,7 @@ def _note_other_defaults(reading: _Reading) -> Iterator[str]:
 def _derive(
     reading: _Reading, architecture: Architecture | None, world_size: int | None, configs_of: Mapping[str, type]
 ) -> None:
-    """Add what follows from the flags to what was given."""
+    """Add to the given values those that follow from them."""
     defaults = {
         f"{subject}.{field.name}": field.default
         for subject, config in configs_of.items()
@@ -325,7 +325,7 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 
 
 def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
-    """The settings with the backend of shared-prompt attention that will run."""
+    """Return the settings with the backend of shared-prompt attention that will run."""
     device = platforms.select(settings.platform).device_type
     conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
     try:
@@ -352,10 +352,10 @@ def _select_values(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a command line and print what it comes to; with --docs alone, print docs/flags.md."""
+    """Check a command line and print the resolved settings; with --docs alone, print docs/flags.md."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--docs"]:
-        # The page is of a version of megatron-core, not of a platform.
+        # The page depends on the version of megatron-core, not on the platform.
         platforms.select("cpu").install()
         sys.stdout.write(describe.write_flags_page())
         return ExitCode.OK

@@ -1,6 +1,6 @@
-"""What follows from flags before the settings are made of them: counts in samples, sizes that others say, lengths.
+"""Values that follow from flags, before settings are made: counts in samples, sizes implied by others, lengths.
 
-Each function adds to what was given, with the flag that it follows from as the source, and notes what it did.
+Each function adds values to the given ones, with the flag that they follow from as their source, and notes what it did.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _ABSENT: Mapping[str, int] = {
 
 
 class Derivation:
-    """The values that were given, to which this adds."""
+    """Adds values to those that were given."""
 
     def __init__(self, given: dict[str, Given], defaults: Mapping[str, Any], note: Callable[[str], None]):
         self._given = given
@@ -27,7 +27,7 @@ class Derivation:
         self.problems: list[str] = []
 
     def imply_project(self, names: set[str], by_name: Mapping[str, Any]) -> None:
-        """What a project's scripts need not write, where a flag shows that it is one of them."""
+        """Add what another project's scripts leave out, if a flag shows that this is one of them."""
         for project in list_projects().values():
             implied = []
             for name, unless in project.get("implies", {}).items():
@@ -44,7 +44,7 @@ class Derivation:
                 self._note(f"taken as {project['title']}'s, whose runs have {', '.join(implied)}")
 
     def settle_vocabulary(self, architecture: Architecture | None) -> None:
-        """--padded-vocab-size is the multiple that pads to it."""
+        """Turn --padded-vocab-size into the multiple that pads to it."""
         padded = self._given.get("described.padded_vocab_size")
         if padded is None:
             return
@@ -64,7 +64,7 @@ class Derivation:
         self._given[target] = Given(max(1, padded.value // ranks), padded.source, padded.name)
 
     def settle_group_size(self, world_size: int | None) -> None:
-        """A script that says only how many sequences an update has gets groups that divide them over the replicas."""
+        """Choose a group size that divides an update over the replicas, if a script gives only its sequences."""
         whole, target = self._given.get("training.global_batch_size"), "algorithm.group_size"
         if whole is None or target in self._given or "algorithm.prompts_per_step" in self._given:
             return
@@ -83,7 +83,7 @@ class Derivation:
             self._note(f"--grpo-group-size is {size}, not {usual}: {whole.source} has no more for {replicas} replicas")
 
     def count_samples(self) -> None:
-        """Counts in responses, as Megatron's scripts have them, are counts of iterations and of updates."""
+        """Turn counts in responses, as Megatron's scripts have them, into counts of iterations and updates."""
         of_update, prompts = self._look_up("training.global_batch_size"), self._look_up("algorithm.prompts_per_step")
         group = self._look_up("algorithm.group_size")
         of_iteration = prompts * group if prompts is not None else of_update
@@ -106,7 +106,7 @@ class Derivation:
             self._note(f"{samples.source} makes {flag} {count}, of {divisor} responses each")
 
     def settle_lengths(self, architecture: Architecture | None) -> None:
-        """Prompt and response have half of the length each, where nothing says more."""
+        """Settle lengths that are not given: prompt and response get half of the whole each."""
         whole, response = self._given.get("training.seq_length"), self._given.get("sampling.max_tokens")
         prompt = self._given.get("data.max_prompt_tokens")
         if whole is None and response is not None:
@@ -122,7 +122,7 @@ class Derivation:
             self._note(f"--rollout-max-tokens is half of {whole.source}: {half}")
 
     def settle_micro_batch(self, world_size: int | None, is_shared: bool) -> None:
-        """--max-tokens-per-gpu makes micro-batches as large as it lets them be."""
+        """Make micro-batches as large as --max-tokens-per-gpu allows."""
         budget = self._given.get("training.max_tokens_per_gpu")
         if budget is None or "training.micro_batch_size" in self._given:
             return
@@ -147,7 +147,7 @@ class Derivation:
             )
 
     def _list_micro_batches(self, world_size: int | None) -> list[int]:
-        """The sizes that divide the groups of an update over the replicas."""
+        """List the sizes that divide the groups of an update over the replicas."""
         group, prompts = self._look_up("algorithm.group_size"), self._look_up("algorithm.prompts_per_step")
         of_update = self._look_up("training.global_batch_size") or (None if prompts is None else prompts * group)
         groups = 0 if of_update is None else of_update // group // self._count_replicas(world_size)
@@ -165,11 +165,11 @@ class Derivation:
 
 
 def _count_tokens(size: int, group: int, prompt: int, response: int, is_shared: bool) -> int:
-    """The most tokens of a micro-batch of so many responses."""
+    """Return the most tokens of a micro-batch of `size` responses."""
     prompts = max(1, size // group) if is_shared else size
     return prompts * prompt + size * response
 
 
 def drop_longest_sequence(given: dict[str, Given]) -> Given | None:
-    """Take out what a script says of the longest sequence: a folder's config.json knows, and rotary positions reach."""
+    """Drop a script's longest sequence: the folder's config.json gives it, and rotary positions have no such limit."""
     return given.pop("architecture.max_position_embeddings", None)

@@ -1,6 +1,6 @@
 """How the cores of a host are shared by the ranks and engines that compute on them.
 
-Both compute at the same time, so more threads than cores cost each of them its caches and its turns.
+Both compute at the same time, so with more threads than cores they take caches and time slices from each other.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ class CoreShares:
     """Threads of each process on this host that computes on its cores."""
 
     num_cores: int
-    """Those that the run may use."""
+    """The cores that the run may use."""
     threads_of_rank: int
     threads_of_worker: int
-    """Of a process of an engine: it has as many as devices."""
+    """Threads of one worker of an engine, which has a worker for each device."""
 
 
 def count_cores(quota: Path = _QUOTA) -> int:
-    """The cores that this process may use: its affinity, and the quota of its container."""
+    """Count the cores that this process may use, by its affinity and its container's quota."""
     num_cores = len(os.sched_getaffinity(0))
     try:
         limit, period = quota.read_text().split()
         return max(1, min(num_cores, int(limit) // int(period)))
     except (OSError, ValueError):
-        # No container's, or "max".
+        # There is no quota, or it is "max".
         return num_cores
 
 
@@ -42,7 +42,7 @@ def share_cores(num_cores: int, num_ranks: int, num_workers: int, threads_of_wor
 
 
 def find_asked_threads() -> int | None:
-    """The threads of a rank that somebody asked for: OMP_NUM_THREADS, unless torchrun has set it by itself."""
+    """Return the threads that somebody asked for, for a rank: OMP_NUM_THREADS, unless torchrun has set it by itself."""
     said = os.environ.get("OMP_NUM_THREADS", "")
     if not said.isdecimal() or ("TORCHELASTIC_RUN_ID" in os.environ and not _has_parent_been_told()):
         return None
@@ -50,7 +50,7 @@ def find_asked_threads() -> int | None:
 
 
 def _has_parent_been_told() -> bool:
-    """Whether OMP_NUM_THREADS was there when torchrun began."""
+    """Whether OMP_NUM_THREADS was set when torchrun began."""
     try:
         begun_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from megatron_rl.errors import UsageError
 
-# How alike two words are, of 1, where one is a slip of the pen for the other.
+# Two words with at least this similarity (of 1) are taken for a misspelling.
 _NEAR = 0.85
 
 T = TypeVar("T")
 
-# The bounds that numbers may have: what stands after "must be", the test, and what to write instead.
+# The bounds that numbers may have: the text after "must be", the test, and what to write instead.
 BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "at least 0": (lambda number: number >= 0, "write 0 or more"),
     "at least 1": (lambda number: number >= 1, "write 1 or more"),
@@ -47,12 +47,12 @@ class Flag:
     kind: Kind = Kind.USED
     # "transformer.layernorm_epsilon" or "checkpoint.save"; a flag that means several things has several.
     targets: tuple[str, ...] = ()
-    # Makes the value of one word; None for a switch, whose value is `const`.
+    # Turns one word into a value; None for a switch, whose value is `const`.
     convert: Callable[[str], object] | None = None
     const: object = True
     nargs: str | int | None = None
     choices: tuple[object, ...] = ()
-    # What holds without the flag; None leaves it to whoever receives the value.
+    # The value without the flag; None leaves it to the code that receives the value.
     default: object = None
     # Whether that default is this package's and not Megatron's.
     is_own_default: bool = False
@@ -61,11 +61,11 @@ class Flag:
     # Which numbers are accepted, a key of BOUNDS; "" accepts all.
     bound: str = ""
     help: str = ""
-    # Why the flag or a value is not taken, and what to write instead.
+    # Why the flag or a value is refused, and what to write instead.
     remedy: str = ""
     # Whether Megatron's scripts know this flag too.
     megatron: bool = True
-    # The other project whose scripts have this flag, where Megatron's do not; "" for none.
+    # The other project whose scripts have this flag, if Megatron's do not; "" for none.
     project: str = ""
     # The flag of ours that one of another project means.
     means: str = ""
@@ -79,7 +79,7 @@ class Flag:
         return self.convert is None
 
     def read(self, words: Sequence[str], name: str | None = None) -> object:
-        """The value that these words on the command line mean, under the name they were written with."""
+        """Turn words of the command line into a value; `name` is the spelling that was used."""
         name = name or self.name
         if self.convert is None:
             return self.const
@@ -87,7 +87,7 @@ class Flag:
         return items[0] if self.nargs is None else items
 
     def check_count(self, words: Sequence[str], name: str) -> None:
-        """A UsageError unless as many words follow the flag as it takes."""
+        """Raise a UsageError unless as many words follow the flag as it takes."""
         if self.convert is None and words:
             raise UsageError(f"unexpected {words[0]!r}: {name} takes no value; drop it")
         if self.convert is not None and not words and self.nargs != "*":
@@ -109,7 +109,7 @@ class Flag:
         return item
 
     def check_bound(self, value: object, name: str | None = None) -> Iterator[str]:
-        """What is wrong with a value, or a list of them, that is out of the flag's bound."""
+        """Yield what is wrong with a value, or with values of a list, outside the flag's bound."""
         if not self.bound or value is None:
             return
         holds, remedy = BOUNDS[self.bound]
@@ -122,7 +122,7 @@ class Flag:
         return self.allowed is None or all(item in self.allowed for item in items)
 
     def value_text(self) -> str:
-        """What stands after the flag, for people."""
+        """Describe, for people, the value that follows the flag."""
         if self.convert is None:
             return ""
         if self.choices:
@@ -132,16 +132,16 @@ class Flag:
 
 
 def suggest_nearest(word: str, among: Iterable[object]) -> str:
-    """ " (the nearest is ...)" where something is near, else nothing."""
+    """Return " (the nearest is ...)" if something is near, else an empty text."""
     near = find_nearest(word, among)
     return "" if near is None else f" (the nearest is {near})"
 
 
 def find_nearest(word: str, among: Iterable[object]) -> str | None:
-    """What was probably meant: a slip of the pen away, dashes aside."""
+    """Find what was probably meant: the nearest word, ignoring dashes; None if none is near."""
     plain = {_strip_dashes(format_value(item)): format_value(item) for item in among}
     written = _strip_dashes(word)
-    # One wrong letter is more of a short word.
+    # One wrong letter is a larger part of a short word.
     cutoff = min(_NEAR, 1 - 1 / max(len(written), 4))
     near = difflib.get_close_matches(written, plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
@@ -152,7 +152,7 @@ def _strip_dashes(word: str) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as one would write it on the command line."""
+    """Write a value as one would on the command line."""
     if isinstance(value, enum.Enum):
         return str(value) if isinstance(value, enum.StrEnum) else value.name
     if isinstance(value, tuple | list):
@@ -163,9 +163,9 @@ def format_value(value: object) -> str:
 
 
 def own_flag(default: T, help: str, *names: str, bound: str = "", remedy: str = "") -> T:
-    """A field of our own configuration with a flag that only this package has.
+    """Declare a field of our own configuration with a flag that only this package has.
 
-    Its name is the field's where none is given.
+    Without `names` the flag is named after the field.
     """
     return _declare(default, help=help, names=names, bound=bound, remedy=remedy, megatron=False)
 
@@ -178,7 +178,7 @@ def megatron_flag(
     allowed: tuple[object, ...] | None = None,
     remedy: str = "",
 ) -> T:
-    """A field of our own configuration with a flag that Megatron's scripts have too."""
+    """Declare a field of our own configuration with a flag that Megatron's scripts have too."""
     return _declare(default, help=help, names=names, bound=bound, allowed=allowed, remedy=remedy, megatron=True)
 
 
@@ -199,15 +199,15 @@ def derive_flags(config: type, subject: str) -> list[Flag]:
 
 
 def check_bounds(config: Any) -> Iterator[str]:
-    """What is wrong with the values of one of our own configurations for themselves."""
+    """Yield what is wrong with single values of one of our own configurations."""
     for flag, field in zip(derive_flags(type(config), ""), dataclasses.fields(config), strict=True):
         yield from flag.check_bound(getattr(config, field.name))
 
 
 def derive_flag(field: dataclasses.Field, annotation: object, target: str, names: Sequence[str] = ()) -> Flag | None:
-    """The flag of a field, as Megatron derives one; None where no command line can say a value of the type.
+    """Derive a field's flag as Megatron does; None if no command line can write a value of its type.
 
-    A boolean that is off is a switch under its own name, one that is on a switch with "no" or "disable" before it.
+    A boolean that is off gets a switch of its own name; one that is on gets a switch with "no" or "disable" before it.
     """
     shape = _derive_shape(annotation)
     if shape is None:
@@ -223,7 +223,7 @@ def derive_flag(field: dataclasses.Field, annotation: object, target: str, names
 
 
 def _derive_shape(annotation: object) -> dict[str, Any] | None:
-    """How words become a value of this type, as arguments of Flag."""
+    """Say how words become a value of this type, as arguments of Flag."""
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -242,7 +242,7 @@ def _derive_shape(annotation: object) -> dict[str, Any] | None:
 
 
 def index_by_name(flags: Iterable[Flag]) -> Mapping[str, Flag]:
-    """Every spelling with its flag; where two claim one spelling, the first has it."""
+    """Map every spelling to its flag; if two flags claim a spelling, the first gets it."""
     by_name: dict[str, Flag] = {}
     for flag in flags:
         for name in flag.names:

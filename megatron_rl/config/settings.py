@@ -1,4 +1,4 @@
-"""What a command line comes to: our own configuration by subject, and Megatron's. Nothing here needs torch."""
+"""What a command line is resolved to: our own configuration by subject, and Megatron's. Nothing here needs torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -54,17 +54,17 @@ class Settings(Subjects):
     """Everything that a command line said, checked, and what follows from it."""
 
     platform: str
-    # The ranks of the run; None where it is not known yet: no launcher has started this process.
+    # The ranks of the run; None if not known yet, because no launcher has started this process.
     world_size: int | None
     architecture: Architecture
-    # megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Whoever builds something of
-    # them takes a copy: Megatron writes into its own.
+    # megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Code that builds something
+    # of them takes a copy, since Megatron writes into it.
     transformer: Any
     optimizer: Any
     ddp: Any
     # Where a value came from, under "subject.field"; what is not here is a default.
     sources: Mapping[str, str]
-    # What was asked for and has no effect, to be said once at start.
+    # What was asked for and has no effect; printed once at the start.
     notes: tuple[str, ...] = ()
 
     @property

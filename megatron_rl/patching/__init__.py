@@ -1,1 +1,1 @@
-"""The smallest changes that trees of others need, and how they are made and taken back."""
+"""The smallest changes that other projects' source trees need, and how they are made and taken back."""

@@ -1,6 +1,6 @@
-"""The patches that there are, and the trees that they are for: folders of `patches`, one an upstream.
+"""The available patches and the trees that they are for: `patches` has a folder for each upstream.
 
-An upstream's `tree.toml` says by which files it is known; beside it lie the patches, NAME.diff with NAME.toml each.
+An upstream's `tree.toml` says by which files it is recognized; beside it lie its patches, each NAME.diff and NAME.toml.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class FilePatch:
     file: str
     reason: str
     until: str
-    """The event after which nobody needs it."""
+    """The event after which nobody needs the patch."""
     marker: str
-    """What is in a file that has it, and in no other."""
+    """A text that only a patched file has."""
     blobs: Mapping[str, tuple[str, ...]]
     """The files that it was made for: git's hash, and the tags that have it."""
     hunks: tuple[Hunk, ...]
@@ -33,19 +33,19 @@ class FilePatch:
 
 @dataclasses.dataclass(frozen=True)
 class Upstream:
-    """A tree that is known. What it is follows from its files, since forks copy version numbers too."""
+    """A known tree. It is recognized by its files, since forks copy version numbers too."""
 
     name: str
     has: tuple[str, ...]
     anchors: Mapping[str, str]
-    """Files with a text that only versions of it have which can be patched."""
+    """Files, each with a text that only patchable versions have."""
     refused: str
-    """Why it cannot be patched, where it cannot, or where an anchor is missing."""
+    """Why the tree cannot be patched, if it cannot, or if an anchor is missing."""
     patches: tuple[FilePatch, ...]
 
 
 def read_catalog(folder: Path = FOLDER) -> list[Upstream]:
-    """All upstreams: a fork, which has files of its own beside those of the tree it was made of, goes first."""
+    """Read all upstreams; a fork comes first, since it has the files of the original tree and its own."""
     if not folder.is_dir():
         raise InputError(f"{folder} must be a folder of patches: run megatron-rl from a clone, which holds it")
     upstreams = [_read_upstream(path.parent) for path in sorted(folder.glob("*/tree.toml"))]

@@ -17,7 +17,7 @@ _NO_NEWLINE = "\\ No newline at end of file\n"
 
 @dataclasses.dataclass(frozen=True)
 class Hunk:
-    """Lines that take the place of others; both hold the lines around."""
+    """Lines that replace others; both include the unchanged lines around them."""
 
     number: int
     old: str
@@ -30,7 +30,7 @@ class Hunk:
 
 
 def read_hunks(text: str) -> list[Hunk]:
-    """The hunks of a diff of one file."""
+    """Read the hunks of a diff of one file."""
     lines = text.splitlines(keepends=True)
     starts = [index for index, line in enumerate(lines) if _HEADER.match(line)]
     ends = [*starts[1:], len(lines)]
@@ -46,7 +46,7 @@ def _read_hunk(number: int, lines: Sequence[str]) -> Hunk:
     sides: tuple[list[str], ...] = ()
     for line in lines:
         if line == _NO_NEWLINE:
-            # It is said of the line before.
+            # This refers to the line before.
             for side in sides:
                 side[-1] = side[-1].removesuffix("\n")
             continue
@@ -57,12 +57,12 @@ def _read_hunk(number: int, lines: Sequence[str]) -> Hunk:
 
 
 def reverse(hunks: Sequence[Hunk]) -> list[Hunk]:
-    """What undoes them."""
+    """Return the hunks that undo these."""
     return [Hunk(hunk.number, hunk.new, hunk.old) for hunk in hunks]
 
 
 def apply(text: str, hunks: Sequence[Hunk], name: str) -> str:
-    """The text of the file `name` after the hunks, or an InputError that names the one that does not fit."""
+    """Return the text of the file `name` after the hunks; raise an InputError that names a hunk that does not fit."""
     for hunk in hunks:
         place = _find(text, hunk, name)
         text = text[:place] + hunk.new + text[place + len(hunk.old) :]
@@ -70,7 +70,7 @@ def apply(text: str, hunks: Sequence[Hunk], name: str) -> str:
 
 
 def fits(text: str, hunks: Sequence[Hunk]) -> bool:
-    """Whether every hunk has its one place."""
+    """Whether every hunk fits in exactly one place."""
     return all(_count(text, hunk) == 1 for hunk in hunks)
 
 
@@ -90,6 +90,6 @@ def _count(text: str, hunk: Hunk) -> int:
 
 
 def _places(text: str, hunk: Hunk) -> list[int]:
-    """Where the old lines stand as whole lines."""
+    """Find where the old lines stand as whole lines."""
     pattern = re.compile(rf"^(?={re.escape(hunk.old)})", re.MULTILINE)
     return [match.start() for match in pattern.finditer(text)]

@@ -2,9 +2,9 @@
 
 Invariants:
 - nothing is written unless everything fits;
-- a file changes by a rename, so that it is the old one or the new one;
-- a receipt lies in the tree before the first file changes, and is gone after the last one is back;
-- only a file that is as a patch left it is taken back, to the bytes that it had.
+- a file changes by a rename, so that it is always either the old or the new one;
+- a receipt lies in the tree before the first file changes, and until the last one is restored;
+- a file is restored, to its former bytes, only if it is as the patch left it.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ class Change:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The releases whose file this is; none, where somebody has changed another place of it."""
+        """The releases that have this file; none if somebody has changed another part of it."""
         return self.patch.blobs.get(hash_blob(self.before), ())
 
 
 def hash_blob(content: bytes) -> str:
-    """What git calls a file with this content."""
+    """Compute git's hash of a file with this content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def find_upstream(tree: Path, catalog: Sequence[Upstream]) -> Upstream:
-    """What the tree is, or an InputError: it is unknown, or known and cannot be patched."""
+    """Recognize the tree; raise an InputError if it is unknown, or known and cannot be patched."""
     if not tree.is_dir():
         raise InputError(f"{tree} must be a folder: write that of a Megatron-LM tree")
     for upstream in catalog:
@@ -59,7 +59,7 @@ def find_upstream(tree: Path, catalog: Sequence[Upstream]) -> Upstream:
 
 
 def plan(tree: Path, upstream: Upstream) -> list[Change]:
-    """What there is to change: nothing, where all is applied; an InputError where some is, or something has moved."""
+    """List the changes to make, none if all are applied; raise an InputError if only some are, or a text has moved."""
     changes, applied = [], []
     for patch in upstream.patches:
         content = _read(tree / patch.file)
@@ -93,14 +93,14 @@ def write(tree: Path, changes: Sequence[Change]) -> None:
         for change in changes
     ]
     with _staged() as stage:
-        # Everything that needs room or a right to write, before anything is changed.
+        # All that needs disk space or write permission is done before anything is changed.
         for change in changes:
             stage(tree / change.patch.file, change.after)
         _put(tree / RECEIPT, (json.dumps(receipt, indent=2) + "\n").encode())
 
 
 def undo(tree: Path, upstream: Upstream) -> list[str]:
-    """Take back what the receipt says; the files that changed. An InputError if one is not as it was left."""
+    """Take back what the receipt lists, and return the files; raise an InputError if one is not as it was left."""
     if not (tree / RECEIPT).exists():
         raise InputError(f"{tree} has no {RECEIPT}: megatron-rl patch has changed nothing there")
     patches = {patch.name: patch for patch in upstream.patches}
@@ -136,7 +136,7 @@ def _read_receipt(tree: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _staged() -> Iterator[Any]:
-    """Files are written beside their places inside, and renamed at the end, unless something fails before."""
+    """Within this context write files beside their places; rename them at the end, unless something fails before."""
     staged: list[tuple[Path, Path]] = []
 
     def stage(place: Path, content: bytes) -> None:

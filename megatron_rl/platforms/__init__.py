@@ -22,8 +22,8 @@ from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
 # The platform that this process is set up for; a process can be set up for one only.
 _installed: "Platform | None" = None
 
-# Beginnings of messages with which megatron warns at every import: of missing optional packages, which `megatron-rl
-# doctor` reports once, of its own defaults, and of deprecated functions that it still uses.
+# Beginnings of warnings that megatron gives at every import: of missing optional packages (`megatron-rl doctor` reports
+# these), of its own defaults, and of deprecated functions that it still uses.
 KNOWN_WARNINGS = (
     ".*(Apex|Transformer Engine).*not installed.*",
     "full scope is deprecated.*",
@@ -44,7 +44,7 @@ KNOWN_WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes of the memory that tensors of this process live in."""
+    """Bytes of the memory that this process's tensors live in."""
 
     allocated: int
     peak: int
@@ -108,7 +108,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def place(self, num_threads: int) -> None:
-        """Run this process's threads where they compute best: so many on a CPU, else near its device."""
+        """Run this process's threads where they compute best: `num_threads` of them on a CPU, else near its device."""
 
     @abc.abstractmethod
     def device(self) -> torch.device:
@@ -128,7 +128,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def on(self, stream: Any) -> AbstractContextManager:
-        """Operations inside go to that queue."""
+        """Return a context in which operations go to that queue."""
 
     @abc.abstractmethod
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def seed(self, seed: int) -> None:
-        """Start the device's random numbers anew."""
+        """Seed the device's random numbers."""
 
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
@@ -156,7 +156,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
-        """Start `MemoryFigures.peak` anew."""
+        """Reset `MemoryFigures.peak`."""
 
 
 NAMES = ("cpu", "cuda", "npu")
@@ -168,7 +168,7 @@ def is_installed(name: str) -> bool:
 
 
 def install_for_reading(platform: Platform) -> str | None:
-    """Make megatron usable for what computes nothing. Where the platform is not here, it is the CPU's; returns why."""
+    """Make megatron usable for code that computes nothing; if the platform is missing, use the CPU's and return why."""
     try:
         platform.install()
     except PlatformError as error:
@@ -180,7 +180,7 @@ def install_for_reading(platform: Platform) -> str | None:
 
 
 def select(name: str | None = None) -> Platform:
-    """The platform of that name; without one, or with "auto", the best that this machine has."""
+    """Return the platform of that name; without a name, or with "auto", the best that this machine has."""
     if name is None or name == "auto":
         name = _detect()
     if name not in NAMES:

@@ -44,7 +44,7 @@ class CpuPlatform(Platform):
         return [*replacements, *cpu_torch.tensor_method_reasons(), *super().patches()]
 
     def _prepare(self) -> None:
-        # Without it megatron warns where tensor parallelism overlaps; it has no effect here.
+        # Without it megatron warns if tensor parallelism overlaps; the variable has no effect here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())
@@ -62,7 +62,7 @@ class CpuPlatform(Platform):
         return DEVICE
 
     def synchronize(self) -> None:
-        """What was asked for is done when the call returns."""
+        """Do nothing: work is done when its call returns."""
 
     def stream(self) -> Any:
         return Stream()

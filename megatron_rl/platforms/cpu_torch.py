@@ -1,8 +1,8 @@
 """The `torch` that megatron's modules import on the CPU: torch itself, but "cuda" means the host.
 
-Only modules of megatron get it: everyone else's `import torch` gives torch, untouched. Methods of tensors and modules
-belong to everyone's, so each of those that are replaced looks at who calls, and for all others is what it was. A CPU
-does all work in the order it is asked for, so streams and events have nothing to do.
+Only modules of megatron get it: any other `import torch` gives torch, untouched. Methods of tensors and modules are
+shared by all callers, so each replaced method looks at its caller, and works as before unless megatron calls it. A CPU
+does all work in the order in which it is asked for, so streams and events have nothing to do.
 """
 
 import builtins
@@ -250,7 +250,7 @@ REPLACEMENTS = (
 
 
 class Namespace(ModuleType):
-    """A module in which some names mean something else; the others are looked up in the module itself, each time."""
+    """A module in which some names are replaced; the others are looked up in the original module, each time."""
 
     def __init__(self, original: ModuleType, names: Mapping[str, Any]) -> None:
         super().__init__(original.__name__, original.__doc__)
@@ -351,7 +351,7 @@ METHODS: tuple[tuple[str, Callable[[], None]], ...] = (
 
 
 def replace_tensor_methods() -> None:
-    """Have them answer megatron, and only megatron, as if the host were CUDA."""
+    """Make these methods answer megatron, and only megatron, as if the host were CUDA."""
     for _, patch in METHODS:
         patch()
 

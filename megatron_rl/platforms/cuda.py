@@ -14,7 +14,7 @@ from megatron_rl.platforms import MemoryFigures, Platform
 from megatron_rl.platforms.binding import bind_to, read_core_list
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-# A field of TransformerConfig, and the modules of which any one brings the kernel that it asks for.
+# A field of TransformerConfig, and modules any one of which has the kernel that the field asks for.
 _KERNELS = {
     "apply_rope_fusion": ("transformer_engine",),
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "transformer_engine"),
@@ -41,8 +41,8 @@ class CudaPlatform(Platform):
                 f"torch {torch.__version__} finds no CUDA device; install a CUDA build of torch and the driver, make a "
                 "device visible (CUDA_VISIBLE_DEVICES), or write --platform cpu"
             )
-        # megatron's tensor parallelism overlaps a collective with a matrix product by queueing it first: that needs
-        # one hardware queue. It is read when the context is made, so a value that the user gave stands.
+        # megatron's tensor parallelism overlaps a collective with a matrix product by queueing the collective first,
+        # which needs a single hardware queue. The variable is read when the context is made; a user's value is kept.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def set_device(self, local_rank: int) -> None:
@@ -54,10 +54,10 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(local_rank)
 
     def place(self, num_threads: int) -> None:
-        """On the cores of the GPU's own NUMA node, unless somebody has bound this process already."""
+        """Bind to the cores of the GPU's own NUMA node, unless this process is already bound."""
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         if not hasattr(found, "pci_bus_id"):
-            # A torch that does not tell: it costs speed and nothing else.
+            # An older torch does not tell: this costs only speed.
             return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         bind_to(read_core_list(_PCI_DEVICES / address / "local_cpulist"))

@@ -1,8 +1,8 @@
 """How modules of megatron are patched, and the patches that every platform needs.
 
-A hook into the import of megatron applies the patches of a module when megatron itself imports it. So nothing of
-megatron is imported for the sake of a patch, and no patch can come too late. Most mend megatron-core where neither
-TransformerEngine nor apex is installed; each checks the code it changes and raises on a megatron-core it does not know.
+A hook into the import of megatron applies a module's patches when megatron itself imports it. So nothing of megatron is
+imported for the sake of a patch, and no patch can come too late. Most of them repair megatron-core where neither
+TransformerEngine nor apex is installed. Each checks the code it changes, and raises on a megatron-core it doesn't know.
 """
 
 import builtins
@@ -50,7 +50,7 @@ def replace_import(function: Callable[..., ModuleType]) -> None:
 
 
 def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., Any]:
-    """The function `owner.name`, or an error if it does not take the parameters a patch was written for."""
+    """Return the function `owner.name`; raise if it does not take the parameters that a patch was written for."""
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else None
     if function is None or found != expected:
@@ -60,9 +60,9 @@ def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., An
 
 
 def expect_one_of(owner: Any, **forms: tuple[str, ...]) -> str:
-    """Of functions that versions of megatron-core name differently, the name of the one that is there.
+    """Return the name of the one function that exists, of those that versions of megatron-core name differently.
 
-    Each is given with the parameters that a patch was written for; as many as one must be there, and take them.
+    Each is given with the parameters that a patch was written for. Exactly one must exist, and take its parameters.
     """
     names = [name for name in forms if hasattr(owner, name)]
     if len(names) != 1:
@@ -73,7 +73,7 @@ def expect_one_of(owner: Any, **forms: tuple[str, ...]) -> str:
 
 
 def unknown_megatron(what: str) -> PlatformError:
-    """The error for a megatron-core that a patch was not written for."""
+    """Make the error for a megatron-core that a patch was not written for."""
     return PlatformError(
         f"megatron-core {versions.describe_megatron()}: {what}; a patch of megatron_rl was written for another "
         f"version: install megatron-core {versions.MEGATRON_CORE.wanted}"
@@ -112,7 +112,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         if self._finder.import_function is not None:
-            # Python looks `__import__` up among the builtins of the globals that the import statement runs in.
+            # For an import statement, Python looks `__import__` up in the builtins of the module's globals.
             module.__dict__["__builtins__"] = _builtins_with(self._finder.import_function)
         super().exec_module(module)
         for patch in self._finder.patches.get(self.name, ()):
@@ -272,7 +272,7 @@ class SharedResults:
         self._file.write(pickle.dumps(results))
 
     def get_nowait(self) -> Any:
-        """Take the results; those of a fork that was killed halfway do not count."""
+        """Take the results; half-written ones, of a fork that was killed, do not count."""
         data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         try:
             return pickle.loads(data)
@@ -293,7 +293,7 @@ def results_without_a_process(module: ModuleType) -> None:
     setattr(module, name, lambda mp_mode="spawn": SharedResults())
 
 
-# What modules of megatron log as warnings of all runs alike.
+# Warnings that modules of megatron log in every run.
 _NOTICES = (
     "DistributedDataParallel: full_param_layout not provided",
     "GPTModel IS DEPRECATED",
@@ -307,7 +307,7 @@ def silence_notices(module: ModuleType) -> None:
 
 
 def _unfused_optimizer(module: ModuleType) -> Any:
-    """DistributedOptimizer where it runs torch's own Adam, None where TransformerEngine's or apex' is there."""
+    """Return DistributedOptimizer if it runs torch's own Adam, None if TransformerEngine's or apex's is installed."""
     if not hasattr(module, "HAVE_APEX_OR_TE") or not hasattr(module, "DistributedOptimizer"):
         raise unknown_megatron(f"{module.__name__} has no HAVE_APEX_OR_TE or no DistributedOptimizer")
     return None if module.HAVE_APEX_OR_TE else module.DistributedOptimizer

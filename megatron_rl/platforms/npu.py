@@ -21,8 +21,8 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform
 from megatron_rl.platforms.binding import is_bound
 
-# The minor version of megatron-core, MindSpeed's branch for it, and the version that this branch's setup.py gives
-# itself: later branches still call themselves 0.12.1.
+# The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py: later
+# branches still call themselves 0.12.1.
 _MINDSPEED = {
     "0.16": ("core_r0.16.0", "0.16"),
     "0.17": ("core_r0.17.0", "0.12"),
@@ -40,22 +40,22 @@ class NpuPlatform(Platform):
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:
-        # MindSpeed brings kernels for the others. Its fused rope and fused norm hang on flags of its own.
+        # MindSpeed has kernels for the others. Its fused rope and fused norm depend on flags of its own.
         return {"apply_rope_fusion": False, "persist_layer_norm": False}
 
     def _prepare(self) -> None:
-        """Everything that can be wrong is found before MindSpeed changes torch."""
+        """Check everything before MindSpeed changes torch."""
         _check_torch_npu()
         _check_mindspeed()
         if not is_bound():
-            # Threads of an NPU stay on cores of its own. torch_npu reads it when it is loaded.
+            # Keeps an NPU's threads on that NPU's own cores. torch_npu reads the variable when it is loaded.
             os.environ.setdefault("CPU_AFFINITY_CONF", "1")
 
     def _after_install(self) -> None:
-        # torch_npu first: the adaptor needs it. The adaptor puts stand-ins for TransformerEngine and apex in place
-        # before it imports megatron itself, so it must be the first to do so.
+        # torch_npu comes first, since the adaptor needs it. The adaptor installs stand-ins for TransformerEngine and
+        # apex before it imports megatron, so nothing may import megatron earlier.
         _load("torch_npu", "run CANN's set_env.sh in this shell, and install the torch_npu that was built for torch")
-        # It reads the command line by itself and puts the words that it knows, unconverted, into configurations.
+        # The adaptor reads the command line itself, and puts the words that it knows, unconverted, into configurations.
         with _without_words():
             _load(
                 "mindspeed.megatron_adaptor", "install MindSpeed from its branch for your megatron-core, and its needs"
@@ -72,7 +72,7 @@ class NpuPlatform(Platform):
         _npu().set_device(local_rank)
 
     def place(self, num_threads: int) -> None:
-        """torch_npu has done it: CPU_AFFINITY_CONF."""
+        """Do nothing: torch_npu binds threads itself, by CPU_AFFINITY_CONF."""
 
     def device(self) -> torch.device:
         return torch.device("npu", _npu().current_device())
@@ -116,7 +116,7 @@ class NpuPlatform(Platform):
 
 
 def has_device() -> bool:
-    """Whether torch_npu loads and finds a device. That it does not load is logged: the choice falls on another."""
+    """Whether torch_npu loads and finds a device. If it does not load, that is logged and another platform chosen."""
     try:
         importlib.import_module("torch_npu")
     except ImportError as error:
@@ -139,7 +139,7 @@ def _load(name: str, remedy: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _without_words() -> Iterator[None]:
-    """The command line of a program without flags."""
+    """Within this context the command line has no flags."""
     words, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield

@@ -23,7 +23,7 @@ _MOST_BYTES = 16 << 20
 
 
 class OutputLog:
-    """Appends to a file up to 16 MiB, or until the disk is full; says so, and drops the rest. Without a file, drops all."""
+    """Appends up to 16 MiB to a file, or until the disk is full; says so, and drops the rest; without a file, all."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else _open_for_owner(path)
