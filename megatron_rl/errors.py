@@ -16,9 +16,9 @@ class ExitCode(enum.IntEnum):
     INPUT = 4
     RUN = 5
     INTERRUPTED = 130
-    """By SIGINT, and as a shell has it: 128 and the signal's number."""
+    """Ended by SIGINT; as in a shell, 128 plus the signal's number."""
     OUT_OF_GRACE = 143
-    """By SIGTERM, before the first iteration or because what ran was not over in time."""
+    """Ended by SIGTERM, before the first iteration or because the iteration was not over in time."""
 
 
 class MegatronRLError(Exception):
@@ -28,12 +28,12 @@ class MegatronRLError(Exception):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, each a line of its own."""
+        """What is wrong, one line for each problem."""
         return (str(self),)
 
 
 class UsageError(MegatronRLError, ValueError):
-    """Flags are unknown, contradict each other, or ask for what is not supported: all that is known to be wrong."""
+    """Flags are unknown, contradict each other, or ask for what is not supported; has all that is known to be wrong."""
 
     exit_code = ExitCode.USAGE
 

@@ -33,7 +33,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture-of-experts part of a model, where it has one."""
+    """The mixture-of-experts part of a model that has one."""
 
     num_experts: int
     num_active: int
@@ -65,7 +65,7 @@ class Architecture:
     qkv_bias: bool = False
     linear_bias: bool = False
     experts: Experts | None = None
-    # Attention reaches back this many tokens; None is all of them.
+    # Attention reaches back this many tokens; None means all of them.
     sliding_window: int | None = None
     # The dtype of the stored weights: "float32", "bfloat16" or "float16".
     dtype: str = "float32"
@@ -73,7 +73,7 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSizes:
-    """Over how many ranks each dimension is divided; the data-parallel size is what is left."""
+    """Over how many ranks each dimension is divided; the remaining factor is the data-parallel size."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -1,6 +1,6 @@
 """The versions of other packages that this one is written for, checked when a process starts.
 
-That of megatron-core is the one that an import takes, which may be a tree that nobody installed.
+The version of megatron-core is that of the copy which an import finds; it may be a source tree that is not installed.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from megatron_rl.errors import PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """A package with the first version that works and the first that is not known to."""
+    """A package with the first version that works, and the first later one that is not known to work."""
 
     package: str
     at_least: str
@@ -45,7 +45,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not there."""
+    """Return the version of a package; None if it is missing."""
     if package == "python":
         return ".".join(str(part) for part in sys.version_info[:3])
     if package == MEGATRON_CORE.package and (version := _read_megatron_version()) is not None:
@@ -54,7 +54,7 @@ def installed(package: str) -> str | None:
 
 
 def installed_by_pip(package: str) -> str | None:
-    """The version that a package's metadata names, None where there is none."""
+    """Return the version that a package's metadata names; None if it has none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -62,11 +62,11 @@ def installed_by_pip(package: str) -> str | None:
 
 
 def find_megatron() -> Path | None:
-    """The folder of the megatron.core that an import takes, None if there is none. Nothing is imported."""
+    """Find the folder of the megatron.core that an import would find, without importing; None if there is none."""
     try:
         top = importlib.util.find_spec("megatron")
     except ValueError:
-        # A module that somebody made by hand has no place.
+        # A module that was made by hand has no location.
         return None
     if top is None or top.submodule_search_locations is None:
         return None
@@ -78,13 +78,13 @@ def find_megatron() -> Path | None:
 
 
 def describe_megatron() -> str:
-    """Version and place of the megatron-core that an import takes."""
+    """Return version and folder of the megatron-core that an import finds."""
     version, folder = installed(MEGATRON_CORE.package) or "of unknown version", find_megatron()
     return version if folder is None else f"{version} in {folder}"
 
 
 def _read_megatron_version() -> str | None:
-    """What a tree says of itself: one that nobody installed has no metadata."""
+    """Read the version in a source tree's own file: a tree that is not installed has no metadata."""
     folder = find_megatron()
     if folder is None or not (folder / "package_info.py").is_file():
         return None
@@ -96,7 +96,7 @@ def _read_megatron_version() -> str | None:
 
 
 def problem(requirement: Requirement) -> str | None:
-    """What is wrong with a package, None if nothing is."""
+    """Say what is wrong with a package; None if nothing is."""
     version = installed(requirement.package)
     if version is None:
         return f"{requirement.package} is not installed, wanted {requirement.wanted}: {requirement.remedy}"
@@ -107,7 +107,7 @@ def problem(requirement: Requirement) -> str | None:
 
 
 def check() -> None:
-    """Raise for the packages that are missing or of a version outside the range, all of them in one message."""
+    """Raise one error that names all packages that are missing or of a version outside the range."""
     problems = [text for text in map(problem, REQUIREMENTS) if text is not None]
     if problems:
         raise PlatformError("; ".join(problems))

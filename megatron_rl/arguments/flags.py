@@ -1,6 +1,6 @@
-"""Every flag: our own, and Megatron's with what becomes of each, which megatron_flags.toml says.
+"""Every flag: our own, and Megatron's; megatron_flags.toml says what becomes of each of Megatron's.
 
-A field of megatron-core that is nowhere in that file is refused: one that a newer version adds may change the model in
+A field of megatron-core that is not in that file is refused: a field that a newer version adds may change the model in
 a way that neither the engines nor the export of weights know. other_flags.toml has the flags of other projects.
 """
 
@@ -33,17 +33,17 @@ class Given:
     source: str
     name: str = ""
     rank: int = 0
-    """Of two flags that set one value the one with the higher rank holds: see below."""
+    """If two flags set the same value, the one with the higher rank wins: see below."""
 
 
-# What a project implies, what a flag of another project means beside its own meaning, what it means, our own flags.
+# Ranks: implied by another project; a secondary meaning of another project's flag; its main meaning; our own flags.
 IMPLIED, SECONDARY, MEANT, OWN = range(4)
 
 
 def list_flags() -> list[Flag]:
-    """Every flag once. What our own configuration defines goes before the scripts' spelling, and that before fields.
+    """List every flag once. Our own configuration's flags precede the scripts' spellings, and those precede fields.
 
-    What Megatron's scripts know goes before what other projects' do.
+    Flags that Megatron's scripts know precede those of other projects.
     """
     everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags(), *list_unused_flags())
     known = list(_drop_repeats(everything))
@@ -51,7 +51,7 @@ def list_flags() -> list[Flag]:
 
 
 def list_other_flags(known: Iterable[Flag]) -> Iterator[Flag]:
-    """The flags of other projects' scripts, of which some mean a flag that is known."""
+    """List the flags of other projects' scripts; some of them mean a known flag."""
     by_name = index_by_name(known)
     for section in list_projects().values():
         title = section["title"]
@@ -69,28 +69,28 @@ def list_other_flags(known: Iterable[Flag]) -> Iterator[Flag]:
 
 
 def find_other_defaults() -> Mapping[str, tuple[str, str]]:
-    """Flags that Megatron's scripts know too, what holds here without them, and what holds there."""
+    """Return flags that Megatron's scripts know too, each with the default here and the default there."""
     return {name: (str(own), str(theirs)) for name, (own, theirs) in _read_file()["other_defaults"].items()}
 
 
 def list_projects() -> Mapping[str, Any]:
-    """What the file of other projects' flags says, by project."""
+    """Return what the file of other projects' flags says, by project."""
     return _read_others()
 
 
 def list_own_flags() -> Iterator[Flag]:
-    """The flags of our own configuration, which are there without megatron."""
+    """List the flags of our own configuration, which need no megatron."""
     for subject, config in typing.get_type_hints(Subjects).items():
         yield from derive_flags(config, subject)
 
 
 def list_script_flags() -> list[Flag]:
-    """Used flags that Megatron's scripts add to megatron-core's fields, or spell in another way."""
+    """List used flags that Megatron's scripts add to megatron-core's fields, or spell in another way."""
     return [Flag(name=name, **_read_entry(entry)) for name, entry in _read_file()["scripts"].items()]
 
 
 def list_field_flags() -> Iterator[Flag]:
-    """The flags of megatron-core's fields that have one, whatever becomes of them."""
+    """List the flags of megatron-core's fields that have one, whatever becomes of them."""
     classes, table = import_configs(), _read_file()
     without = table["without_flag"]["fields"].split()
     for field, annotation in _list_fields(classes["transformer"]):
@@ -107,7 +107,7 @@ def list_field_flags() -> Iterator[Flag]:
 
 
 def list_unused_flags() -> Iterator[Flag]:
-    """Flags of Megatron's scripts that have no effect here, and those that are refused."""
+    """List flags of Megatron's scripts that have no effect here, and those that are refused."""
     yield from _list_unused(_read_file())
 
 
@@ -128,7 +128,7 @@ def _list_unused(table: Mapping[str, Any]) -> Iterator[Flag]:
 
 
 def _read_number(word: str) -> float | str:
-    """0 and 0.0 are the same where they ask for nothing."""
+    """Read a number if the word is one: 0 and 0.0 are the same where they ask for nothing."""
     try:
         return float(word)
     except ValueError:
@@ -146,7 +146,7 @@ def _read_others() -> dict[str, Any]:
 
 
 def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says about one flag, as arguments of Flag."""
+    """Return what the file says about one flag, as arguments of Flag."""
     if isinstance(entry, str):
         return {"help": entry}
     arguments: dict[str, Any] = {}
@@ -166,17 +166,17 @@ def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reject_field(name: str, flag: Flag) -> dict[str, Any]:
-    """Why the flag of a field of TransformerConfig has no effect or is refused, as arguments of Flag."""
+    """Say why the flag of a field of TransformerConfig has no effect or is refused, as arguments of Flag."""
     kind, reason = _find_reason(name)
     if kind is Kind.IGNORED:
         return {"kind": kind, "remedy": reason, "targets": ()}
-    # Nothing is asked for by the value that holds without the flag, nor by a count of none.
+    # The default asks for nothing, and neither does a count of 0.
     harmless = () if flag.is_switch else (flag.default, 0) if flag.convert is int else (flag.default,)
     return {"kind": kind, "remedy": reason, "targets": (), "allowed": harmless}
 
 
 def _find_reason(name: str) -> tuple[Kind, str]:
-    """What becomes of a field of TransformerConfig that is not used: exact names go before patterns."""
+    """Find what becomes of a field of TransformerConfig that is not used; exact names precede patterns."""
     reasons = _index_reasons()
     pattern = name if name in reasons else next(word for word in reasons if fnmatch.fnmatchcase(name, word))
     return reasons[pattern]
@@ -184,7 +184,7 @@ def _find_reason(name: str) -> tuple[Kind, str]:
 
 @functools.cache
 def _index_reasons() -> Mapping[str, tuple[Kind, str]]:
-    """What the groups say about fields and patterns of them, in the file's order."""
+    """Return what the groups say about fields and patterns of fields, in the file's order."""
     groups = _list_groups(_read_file())
     return {word: (kind, reason) for kind, reason, words in groups for word in words if not word.startswith("--")}
 
@@ -196,7 +196,7 @@ def _list_groups(table: Mapping[str, Any]) -> Iterator[tuple[Kind, str, list[str
 
 
 def _split_mark(word: str) -> tuple[str, str, str]:
-    """The name of a listed flag, the mark of how many words it takes, and the value that asks for nothing."""
+    """Split a listed flag into its name, the mark of how many words it takes, and the value that asks for nothing."""
     for mark in "=+*":
         name, found, harmless = word.partition(mark)
         if found:
@@ -210,7 +210,7 @@ def _list_fields(config: type) -> Iterator[tuple["dataclasses.Field[Any]", objec
 
 
 def _refuse_missing(flags: Iterable[Flag]) -> Iterator[Flag]:
-    """The flags, those refused whose fields the installed megatron-core lacks."""
+    """Yield the flags; refuse those whose fields the installed megatron-core lacks."""
     configs = import_configs()
     fields = {f"{subject}.{field.name}" for subject in configs for field in dataclasses.fields(configs[subject])}
     for flag in flags:
@@ -232,7 +232,7 @@ def _drop_repeats(flags: Iterable[Flag]) -> Iterator[Flag]:
 
 
 def _read_window(word: str) -> int:
-    """Megatron's pair of tokens seen to the left and to the right, as the count of tokens seen in all."""
+    """Turn Megatron's pair of tokens seen to the left and to the right into the count of all tokens seen."""
     left, right = (int(part) for part in word.strip("()").split(","))
     if right != 0:
         raise ValueError
@@ -240,14 +240,14 @@ def _read_window(word: str) -> int:
 
 
 def _read_layer_frequency(word: str) -> int | tuple[int, ...]:
-    """One expert layer in so many, or a pattern of layers such as ([0]*2+[1]*46); -1 leaves it to the model."""
+    """Read N (every N-th layer has experts), or a pattern such as ([0]*2+[1]*46); -1 leaves it to the model."""
     if word.strip() == "-1":
         return 1
     return _evaluate(ast.parse(word.strip(), mode="eval").body)
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """The value of an expression of whole numbers, lists of them, + and *; nothing else is evaluated."""
+    """Evaluate an expression of whole numbers, lists of them, + and *, and nothing else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

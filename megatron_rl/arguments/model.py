@@ -1,4 +1,4 @@
-"""The architecture of the model, from Megatron's flags or from a Hugging Face folder that they must not contradict."""
+"""The model's architecture: from Megatron's flags, or from a Hugging Face folder that flags must not contradict."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_fa
 
 
 def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
-    """The architecture in the folder, and a problem for each flag that contradicts it."""
+    """Read the architecture in the folder, with a problem for each flag that contradicts it."""
     architecture = families.read_architecture(folder)
     said = _collect_statements(given)
     for name, kind in _FACTORS.items():
@@ -50,9 +50,9 @@ def _is_idle(architecture: Architecture, path: str) -> bool:
 
 
 def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
-    """The architecture that Megatron's flags describe; what they leave out is as in Megatron's scripts.
+    """Read the architecture that Megatron's flags describe, with the defaults of Megatron's scripts, and its problems.
 
-    And what is wrong with it; where that leaves no architecture, None.
+    The architecture is None if problems leave none.
     """
     said = {path: item.value for path, item in _collect_statements(given).items()}
     missing = [flag for field, flag in REQUIRED.items() if field not in said]
@@ -77,7 +77,7 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     fields.setdefault("tied_embeddings", True)
     fields.setdefault("norm_epsilon", 1e-5)
     fields.setdefault("linear_bias", True)
-    # A bias of every linear layer is one of the attention's too, to Megatron.
+    # To Megatron, a bias of every linear layer includes the attention's.
     fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
     fields["rope"] = _describe_rope(said)
     fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
@@ -89,14 +89,14 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
 
 
 def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
-    """What the flags say about the architecture, under the field's path in it."""
+    """Collect what the flags say about the architecture, by the path of its field."""
     said = {
         target.removeprefix("architecture."): item
         for target, item in given.items()
         if target.startswith("architecture.")
     }
     if "experts.num_experts" in said and said["experts.num_experts"].value == 0:
-        # Megatron's way of writing that there are none.
+        # In Megatron's flags 0 means that there are no experts.
         said["experts.num_experts"] = dataclasses.replace(said["experts.num_experts"], value=None)
     if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
@@ -113,7 +113,7 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
 
 
 def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
-    """Megatron's defaults describe a GPT of 2019, so flags must say what every supported model has."""
+    """Check that flags say what every supported model has: Megatron's defaults describe a GPT of 2019."""
     for name, flag in (
         ("described.swiglu", "--swiglu"),
         ("described.normalization", "--normalization RMSNorm"),
@@ -127,7 +127,7 @@ def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
 
 
 def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
-    """Flags that describe a part which the model lacks."""
+    """Yield flags that describe a part that the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     yarn = "--position-embedding-type yarn"
     needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
@@ -190,7 +190,7 @@ _ROPE_KEYS = {"base": "rope_theta", "kind": "rope_type", "original_max_positions
 
 
 def _name_key(architecture: Architecture, path: str) -> str:
-    """What config.json calls a field of the architecture."""
+    """Return the name of an architecture's field in config.json."""
     subject, _, field = path.partition(".")
     if subject == "rope":
         return _ROPE_KEYS.get(field, field)
@@ -205,5 +205,5 @@ def _name_key(architecture: Architecture, path: str) -> str:
 
 
 def _write_json(value: object) -> str:
-    """A value as config.json has it."""
+    """Write a value as config.json has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)

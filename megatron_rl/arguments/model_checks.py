@@ -1,4 +1,4 @@
-"""What flags must not say together about the model and how it is divided. See `checks`."""
+"""Combinations of flags that are wrong, about the model and how it is divided. See `checks`."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ ETP = "--expert-tensor-parallel-size"
 
 
 def check_model(settings: Settings) -> Iterator[str]:
-    """Everything that is wrong, each with its flag, what it must be, and what to write instead."""
+    """Yield everything that is wrong, each with its flag, what it must be, and what to write instead."""
     model, sizes = settings.architecture, settings.parallel_sizes
     yield from _check_architecture(settings, model)
     yield from _check_tensor_parallel(model, sizes)
@@ -193,7 +193,7 @@ def _check_recompute(settings: Settings, model: Architecture) -> Iterator[str]:
 
 
 def _check_recomputed_modules(settings: Settings, model: Architecture) -> Iterator[str]:
-    """Modules that the model lacks. Those that only TransformerEngine's layers recompute were left out already."""
+    """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already left out."""
     config = settings.transformer
     can = {"core_attn"} | ({"moe"} if model.experts else set())
     if config.transformer_impl != "local":

@@ -17,14 +17,14 @@ from megatron_rl.types import Architecture
 Reasons = dict[str, tuple[Any, str]]
 """Values of fields, each with the reason for it."""
 
-# Modules that megatron-core computes anew through a class that it has only with TransformerEngine.
+# Modules that megatron-core recomputes with a class that it has only with TransformerEngine.
 _ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
 # Kernels of TransformerEngine, which only its layers call.
 _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
 
 
 class HasFusions(Protocol):
-    """What this module asks of a platform."""
+    """What this module needs of a platform."""
 
     @property
     def name(self) -> str: ...
@@ -34,18 +34,18 @@ class HasFusions(Protocol):
 
 
 def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
-    """The TransformerConfig of a model of this architecture, with what else is asked for."""
+    """Build the TransformerConfig of a model of this architecture, with what else is asked for."""
     settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
     return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
 
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
-    """Fields that follow from packs of any length, from loaded weights, and from the kernels that the platform has."""
+    """Settle fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
     return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
 
 
 def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
-    """What TransformerConfig says about the model itself."""
+    """Return TransformerConfig's fields about the model itself."""
     window = architecture.sliding_window
     fields: dict[str, Any] = {
         "num_layers": architecture.num_layers,
@@ -92,12 +92,12 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     interleaving = "as virtual pipeline stages need it" if is_interleaved else "without virtual pipeline stages"
     return {
         "variable_seq_lengths": (True, "packed groups differ in length"),
-        # Megatron wants it for variable lengths, in models without experts too.
+        # Megatron requires it for variable lengths, even in models without experts.
         "moe_token_dispatcher_type": ("alltoall", "packed groups differ in length"),
         "perform_initialization": (False, "weights are loaded"),
         "hidden_dropout": (0.0, "the policy is the one that the engines sample from"),
         "attention_dropout": (0.0, "the policy is the one that the engines sample from"),
-        # Megatron divides the loss by its weight to report it, and leaves it out only where there is none.
+        # Megatron divides the loss by its weight to report it, and leaves it out only if the weight is None.
         "moe_z_loss_coeff": (asked.get("moe_z_loss_coeff") or None, "a weight of 0 means no such loss"),
         "overlap_p2p_comm": (is_interleaved, interleaving),
         "batch_p2p_comm": (not is_interleaved, interleaving),
@@ -139,7 +139,7 @@ class Fields:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     has_model: bool = True
-    # What cannot be.
+    # What is wrong with the values.
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def derive(self, target: str, value: object, source: str) -> None:
@@ -151,9 +151,9 @@ class Fields:
 def resolve_fields(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
-    """The fields of megatron-core's dataclasses that get a value from flags, or from what follows from them.
+    """Resolve the fields of megatron-core's dataclasses that get a value from flags, or from what follows from flags.
 
-    Without an architecture, what follows from it is left out; that it is missing is an error of its own.
+    Without an architecture, what follows from it is left out; its absence is reported elsewhere.
     """
     fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
@@ -174,7 +174,7 @@ def resolve_fields(
 
 
 def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
-    """megatron-core's configurations, and why it refuses one. In that one's place stand the values for it."""
+    """Build megatron-core's configurations; for one that it refuses, return the values and why."""
     built: dict[str, Any] = {}
     refusals = []
     for subject, config in import_configs().items():
@@ -199,7 +199,7 @@ def _list_defaults(config: type) -> dict[str, Any]:
 
 
 def _collect_given(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
-    """What flags say, and what Megatron's scripts take without the flag where that is not the field's default."""
+    """Collect what flags say, and the scripts' defaults where they differ from the field's default."""
     defaults = {
         f"{subject}.{field.name}": field.default
         for subject, config in import_configs().items()
@@ -247,7 +247,7 @@ def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Arc
 def _count_virtual_stages(
     fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
-    """How many, and the flag that says so; None without such a flag, or if its value is wrong."""
+    """Return the number of virtual stages and the flag that says so; None without a flag, or if its value is wrong."""
     transformer, problems = fields.transformer, fields.problems
     layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
     if layers is not None and stages is not None:
@@ -281,18 +281,18 @@ def _count_virtual_stages(
 
 
 def list_divisors(*numbers: int) -> str:
-    """The numbers that divide all of these, for people."""
+    """List, for people, the numbers that divide all of these."""
     return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
 
 
 def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
-    """The layers that stages share, and what else counts as one."""
+    """Count the layers that stages share, and what else counts as a layer."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return architecture.num_layers + sum(bool(transformer.get(field)) for field in extra)
 
 
 def _unwrap_single_values(fields: Fields) -> None:
-    """megatron-core reads a list as one value for each layer, or for each loss."""
+    """Unwrap lists of one value: megatron-core reads a list as one value for each layer, or for each loss."""
     for field in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
         value = fields.transformer.get(field)
         if isinstance(value, list) and len(value) == 1:
@@ -310,7 +310,7 @@ def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
 
 
 def _keep_experts_whole(fields: Fields, architecture: Architecture | None) -> None:
-    """On a CPU experts that nobody asked to divide are whole: alltoall does not run there with divided ones."""
+    """Keep experts whole on a CPU unless a flag divides them: alltoall does not run there with divided experts."""
     ranks = fields.transformer.get("tensor_model_parallel_size", 1)
     if architecture is None or architecture.experts is None or ranks == 1:
         return
@@ -320,7 +320,7 @@ def _keep_experts_whole(fields: Fields, architecture: Architecture | None) -> No
 
 
 def _leave_out_offload(fields: Fields) -> None:
-    """On a CPU the optimizer's state lies on the host anyway, and float32 state needs no other optimizer."""
+    """Leave out offload on a CPU: the optimizer's state is on the host anyway, and float32 needs no other optimizer."""
     kept = [
         name
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -333,7 +333,7 @@ def _leave_out_offload(fields: Fields) -> None:
             fields.notes.append(f"without effect on the platform cpu: {source}")
             fields.derive(f"optimizer.{name}", False, "platform cpu")
     if fields.transformer.get("deterministic_mode"):
-        # Megatron would take rows with weight[ids], whose backward differs from run to run on two threads.
+        # Megatron would look rows up with weight[ids], whose backward differs from run to run on two threads.
         fields.notes.append(
             f"without effect on the platform cpu, where results are the same without it: "
             f"{fields.sources['transformer.deterministic_mode']}"
@@ -342,7 +342,7 @@ def _leave_out_offload(fields: Fields) -> None:
 
 
 def _apply_settled(fields: Fields, platform: HasFusions) -> None:
-    """Set the fields that no flag can change, and note each flag that tried."""
+    """Set the fields that no flag can change, and note each flag that tried to."""
     for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"
         if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:

@@ -31,7 +31,7 @@ class Sizes:
     is_shared: bool
     """Whether the responses of a group share one copy of their prompt."""
     multiple_of: int
-    """What the tokens of a micro-batch are padded to a multiple of."""
+    """The tokens of a micro-batch are padded to a multiple of this."""
 
     @property
     def plan(self) -> Plan:
@@ -50,7 +50,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """What every rank of a run is made of."""
+    """The settings that every rank of a run is built from."""
 
     sizes: Sizes
     folder: Path
@@ -58,11 +58,11 @@ class RunSettings(Settings):
     sidecar: SidecarSettings | None
     """The sidecar that rank 0 starts; None where one is running already."""
     cores: CoreShares
-    """How ranks and engines on a CPU share it."""
+    """How ranks and engines share a CPU."""
 
 
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
-    """The settings of the run, and what is wrong with it that is not wrong with every command.
+    """Resolve the settings of the run, and find what is wrong beyond the checks of every command.
 
     Only the first rank checks what the sidecar needs, because the sidecar starts on its host.
     """
@@ -88,7 +88,7 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
 
 
 def _share_cores(settings: Settings) -> CoreShares:
-    """Of this host, where ranks and the engines of the run's own sidecar compute on its cores."""
+    """Share out this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
     num_ranks = _count_local_ranks(settings) if is_cpu else 0
     has_engines = is_cpu and settings.service.endpoint is None and rollout.engine == "vllm"
@@ -103,7 +103,7 @@ def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares)
     num_threads = rollout.num_threads
     if settings.platform == "cpu" and rollout.engine == "vllm":
         num_threads = cores.threads_of_worker
-    # A run that is killed goes on from its checkpoint: the groups since then are not generated again.
+    # A run that is killed goes on from its checkpoint; with journals since then no group is generated again.
     journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
     sidecar = SidecarSettings(
         platform=platform,
@@ -120,7 +120,7 @@ def _count_local_ranks(settings: Settings) -> int:
 
 
 def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
-    """The sizes of a run on so many replicas, or a UsageError with everything that is wrong."""
+    """Compute the sizes of a run on this many replicas; raise a UsageError with everything that is wrong."""
     sizes, problems = resolve_sizes(settings, num_replicas)
     if sizes is None or problems:
         raise UsageError(*problems)
@@ -128,9 +128,9 @@ def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
 
 
 def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
-    """The sizes of a run, and everything that is wrong with them.
+    """Resolve the sizes of a run, and find everything that is wrong with them.
 
-    Without a number of replicas, the sizes are those of one, and what depends on their number is not checked.
+    If the number of replicas is not known, sizes are those of one, and what depends on the number is not checked.
     """
     training = settings.training
     problems = [*_check_missing(settings), *_check_sampling(settings), *_check_lengths(settings)]
@@ -158,7 +158,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
 
 
 def _check_missing(settings: Settings) -> Iterator[str]:
-    """Flags that every run needs."""
+    """Yield flags that every run needs and that are missing."""
     if settings.training.train_iters is None:
         yield "--train-iters is missing: write the number of iterations"
     if settings.optimizer.lr is None:
@@ -168,7 +168,7 @@ def _check_missing(settings: Settings) -> Iterator[str]:
 
 
 def _check_sampling(settings: Settings) -> Iterator[str]:
-    """What the sidecar would only refuse once its engines run."""
+    """Yield what the sidecar would refuse only after its engines have started."""
     temperature, evaluation = settings.sampling.temperature, settings.evaluation
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         yield (
@@ -188,7 +188,7 @@ def _check_sampling(settings: Settings) -> Iterator[str]:
 
 
 def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
-    """What the number of updates means for the learning rate."""
+    """Check the schedule of the learning rate against the number of updates."""
     schedule = settings.schedule
     if schedule.lr_decay_iters is None and schedule.lr_warmup_iters >= num_updates:
         yield (
@@ -205,7 +205,7 @@ def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
 
 
 def _check_reference(settings: Settings) -> Iterator[str]:
-    """Flags of a reference, which only some runs have."""
+    """Check the flags of a reference, which only some runs have."""
     algorithm = settings.algorithm
     for flag, value in (("--grpo-ref-interval", algorithm.ref_interval), ("--grpo-ref-model", algorithm.ref_model)):
         if value is not None and not algorithm.kl_beta:
@@ -224,7 +224,7 @@ def _check_offload(settings: Settings, division: Division) -> Iterator[str]:
 
 
 def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, list[str]]:
-    """How an iteration is divided, or why it cannot be."""
+    """Divide an iteration, or say why that cannot be done."""
     algorithm, training = settings.algorithm, settings.training
     group_size, of_update = algorithm.group_size, training.global_batch_size
     prompts = algorithm.prompts_per_step
@@ -265,7 +265,7 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:
-    """The number of micro-batches is known here even where no flag gives it."""
+    """Check the number of micro-batches, which is known here even if no flag gives it."""
     count = division.slots_per_update
     sizes = settings.parallel_sizes
     if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
@@ -298,7 +298,7 @@ def _check_lengths(settings: Settings) -> Iterator[str]:
 
 
 def _resolve_lengths(settings: Settings) -> tuple[int, int] | None:
-    """The most tokens of a prompt and of a response, which together are at most --seq-length."""
+    """Return the most tokens of a prompt and of a response, which together are at most --seq-length."""
     whole, prompt, response = _read_lengths(settings)
     if whole is None or (prompt is None and response is None) or any(_check_lengths(settings)):
         return None
@@ -313,7 +313,7 @@ def _read_lengths(settings: Settings) -> tuple[int | None, int | None, int | Non
 
 
 def find_run_folder(settings: Settings) -> Path:
-    """The folder of everything of a run except its checkpoints; its name is the run's."""
+    """Find the folder of everything of a run except its checkpoints; its name is the run's name."""
     save = settings.checkpoint.save
     if settings.rollout.folder is not None:
         return settings.rollout.folder
@@ -323,7 +323,7 @@ def find_run_folder(settings: Settings) -> Path:
 
 
 def check_folders(settings: Settings) -> None:
-    """A UsageError for the first folder that this host cannot make; a run can do without a dashboard's."""
+    """Raise a UsageError for the first folder that this host cannot make; a dashboard's folder may be missing."""
     checkpoint = settings.checkpoint
     for flag, folder in (
         ("--rollout-folder", settings.rollout.folder),
@@ -346,13 +346,13 @@ def _check_folder(folder: Path) -> str | None:
 
 
 def find_shared_folder(settings: Settings) -> Path:
-    """The folder of this run's published weights; runs of one name in two places have one each."""
+    """Find the folder of this run's published weights; runs of one name in different places have different folders."""
     of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
     run = find_run_folder(settings).resolve()
     return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
 
 
 def find_pack_multiple(settings: Settings) -> int:
-    """The length of a pack is padded to a multiple of this, so that all ranks get equally many rows."""
+    """Return the number that a pack's length is padded to a multiple of, so that all ranks get equally many rows."""
     config = settings.transformer
     return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size

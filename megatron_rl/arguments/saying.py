@@ -1,9 +1,9 @@
 """One rank reports what is wrong with a command line, though every rank finds it.
 
-Under torchrun the ranks tell each other what they found, through the launcher's own store, which is there before they
-meet. The first rank that found something waits for what the others have, says all of it, and then every one of them
-ends; torchrun ends the rest. What only another rank can see, as a folder that its host does not have, is said with that
-rank's number. Ranks that something else starts say what they find each for itself: nothing is lost.
+Under torchrun the ranks tell each other what they found through the launcher's own store, which exists before they
+meet. The first rank that found something waits for the others' findings and reports all of them. Then every rank that
+found something ends, and torchrun ends the rest. What only another rank can see, such as a folder that is missing on
+its host, is reported with that rank's number. Without torchrun each rank reports what it finds: nothing is lost.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError
 
-# How long a rank that found something waits for others, which may be starting still.
+# How long a rank that found something waits for others, which may still be starting.
 _PATIENCE = datetime.timedelta(seconds=60)
 _SAID = "said"
 
@@ -25,7 +25,7 @@ _SAID = "said"
 def said_once(say: Callable[[str], None]) -> Iterator[None]:
     """Report what goes wrong inside, each problem once, and exit with the error's code.
 
-    Without the launcher's store the error is the caller's to say.
+    Without the launcher's store the error goes to the caller.
     """
     store, rank = _launchers_store(), int(os.environ.get("RANK", "0"))
     if store is None:
@@ -44,7 +44,7 @@ def said_once(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:
-    """What all ranks found, if this rank is to report it; else None, once another has reported."""
+    """Return what all ranks found, if this rank is to report it; else None, after another rank has reported."""
     _set(store, _key(rank), own)
     if any(_get(store, _key(other)) for other in range(rank)):
         _get(store, _SAID)
@@ -57,7 +57,7 @@ def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | Non
 
 
 def _launchers_store() -> dist.Store | None:
-    """torchrun's store; None where something else starts the ranks, or the store is out of reach."""
+    """Return torchrun's store; None if torchrun did not start the ranks, or the store cannot be reached."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -72,13 +72,13 @@ def _key(rank: int) -> str:
 
 
 def _set(store: dist.Store, key: str, problems: Sequence[str]) -> None:
-    # A store that is gone takes the run with it, and is not what is wrong here.
+    # If the store is gone the run ends anyway, and it is not the problem to report here.
     with contextlib.suppress(RuntimeError):
         store.set(key, json.dumps(list(problems)))
 
 
 def _get(store: dist.Store, key: str) -> list[str] | None:
-    """None if nothing came in time."""
+    """Read another rank's findings; None if none came in time."""
     try:
         return list(json.loads(store.get(key)))
     except RuntimeError:

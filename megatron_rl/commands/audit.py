@@ -71,7 +71,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
-    # Imported here: torch and transformers take seconds, and the check of the log does without them.
+    # Imported here: torch and transformers take seconds, and checking the log does not need them.
     from megatron_rl.commands.rescore import rescore
 
     # The head of a finished log is unknown while responses are sampled, and so is which will be chosen.

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _convert(settings: Settings) -> str:
-    # Below the platform's installation, which `parse` has done.
+    # Imported after the platform is installed, which `parse` has done.
     from megatron_rl.mcore.checkpoint.serialization import load_model, save_model
     from megatron_rl.mcore.model.gpt import build_model
     from megatron_rl.mcore.model.weights import ModelWeights

@@ -92,7 +92,7 @@ def _print_needed() -> list[str]:
 
 
 def _print_megatron() -> None:
-    """Where the megatron-core lies that an import takes, and that it is not the installed one if it is not."""
+    """Print the folder of the megatron-core that an import finds, and say so if it is not the installed one."""
     folder, package = versions.find_megatron(), versions.MEGATRON_CORE.package
     if folder is None:
         return

@@ -19,7 +19,7 @@ _WAYS = ("--list", "--check", "--undo")
 
 
 def main(argv: Sequence[str]) -> int:
-    """What is asked for; every error leaves the tree as it was."""
+    """Do what is asked for; every error leaves the tree as it was."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return ExitCode.OK if argv else ExitCode.USAGE

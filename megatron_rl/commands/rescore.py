@@ -1,10 +1,10 @@
 """Checks, by computing log-probs of responses again, that engines sampled with the weights that they reported.
 
-A version's weights are the checkpoint of its iteration, in Hugging Face's format, with the fingerprint that the log
-says was published. transformers computes in float32 what the engine reported, at the sampling temperature.
+A version's weights are the checkpoint of its iteration, in Hugging Face's format; its fingerprint must be the one that
+the log says was published. transformers computes the reported log-probs in float32, at the sampling temperature.
 
 A step of training may change log-probs by less than an engine's rounding. So an engine's responses are also compared,
-all together, with the version before: old weights draw them toward it, rounding does not.
+all together, with the previous version: they are nearer to it if the engine had old weights, but not by rounding.
 """
 
 import dataclasses
@@ -28,9 +28,10 @@ from megatron_rl.weights.mapping import Mapping
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Engines and transformers round differently, by the precision that engines compute in.
+# How far engines and transformers may differ by rounding, by the precision that engines compute in.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
-# An engine's responses count as nearer to the version before from so many on, so many standard errors beyond chance.
+# An engine's responses are judged nearer to the previous version only with at least this many responses, and only by
+# this many standard errors.
 _LEAST_RESPONSES = 8
 _STANDARD_ERRORS = 8.0
 
@@ -87,7 +88,7 @@ def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float |
 
 
 def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
-    """Of the tokens of a response, from the model's logits divided by the temperature."""
+    """Compute log-probs of a response's tokens, from the model's logits divided by the temperature."""
     tokens_T = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
         logits_TV = model(tokens_T[None], logits_to_keep=len(response) + 1, use_cache=False).logits[0, :-1]
@@ -97,7 +98,7 @@ def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray
 
 
 def _read_fingerprint(folder: Path) -> str:
-    """The fingerprint of the weights in a folder, as a publish of them would have it."""
+    """Compute the fingerprint that the weights in a folder would be published with."""
     mapping = Mapping(read_architecture(folder))
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(mapping)
@@ -110,7 +111,7 @@ def _find_folder(checkpoints: Path, version: int) -> Path:
 
 
 def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
-    """The checkpoint of the version before, if it exists and is another policy."""
+    """Find the checkpoint of the previous version, if it exists and is another policy."""
     folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
         held = _read_fingerprint(folder)
@@ -148,7 +149,7 @@ def _compare(
 
 
 def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
-    # Its import takes seconds, and nothing else of the package computes with it.
+    # Imported here: it takes seconds, and nothing else in the package computes with it.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -156,7 +157,7 @@ def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray
 
 
 def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
-    """Of each token; infinite if the engine's report cannot be of this model."""
+    """Compute the difference of each token; infinite if the engine's report cannot be of this model."""
     prompt, response = decode_tokens(sample.prompt_tokens), decode_tokens(sample.response.tokens)
     reported = decode_log_probs(sample.response.log_probs)
     everything = np.concatenate([prompt, response])
@@ -181,10 +182,10 @@ def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], boun
 def _nearer(
     samples: Sequence[Sample], differences: Sequence[np.ndarray], before: Sequence[np.ndarray]
 ) -> Iterator[Breach]:
-    """Engines whose responses, taken together, are nearer to the version before than to the one they claim."""
+    """Find engines whose responses, taken together, are nearer to the previous version than to the one they claim."""
     for engine in sorted({sample.response.engine for sample in samples}):
         mine = [number for number, sample in enumerate(samples) if sample.response.engine == engine]
-        # Tokens of a response are not independent of one another, so responses are what is counted.
+        # Tokens of a response are not independent of one another, so responses are counted.
         to_claimed_R = np.array([differences[number].mean() for number in mine])
         to_before_R = np.array([before[number].mean() for number in mine])
         excess_R = to_claimed_R - to_before_R

@@ -1,14 +1,14 @@
-"""The commands of a shell script, read and never run.
+"""Reads the commands of a shell script without running anything.
 
 Assignments, arrays, conditions, arithmetic and sourced files are followed, as launch scripts use them. Nothing is
-executed: what a command would print is left as it is written, and so is a variable that nobody sets.
+executed: a substitution of a command's output stays as it is written, and so does a variable that is never set.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Reads a file that the script sources; None where there is none.
+# Reads a file that the script sources; None if there is no such file.
 ReadFile = Callable[[str], str | None]
 
 _OPERATORS = ("&&", "||", ";;", "|&", "&>>", "&>", ">>", "<<<", ">&", "<&", ";", "|", "&", "(", ")", "<", ">", "\n")
@@ -19,21 +19,21 @@ _NAME = re.compile(r"\w+|[@*#?!$]")
 _BRACED = re.compile(r"(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC = re.compile(r"[\d\s()+*/%<>=!&|?:-]*")
 _SPACES = " \t\r\n"
-# A loop that runs longer waits for something that reading does not change.
+# A loop that runs longer waits for something that reading the script does not change.
 _MOST_ROUNDS = 1000
 _DEEPEST = 5
 
 
 @dataclasses.dataclass
 class ShellScript:
-    """What a script's text comes to."""
+    """What is read from a script."""
 
     variables: dict[str, list[str]]
     """The variables it sets, each with its words; a plain variable has one."""
     commands: list[list[str]] = dataclasses.field(default_factory=list)
     """The commands it would run, in order."""
     settable: set[str] = dataclasses.field(default_factory=set)
-    """The names that it sets somewhere, whether it comes there or not."""
+    """The names that it sets somewhere, whether or not that place is reached."""
 
 
 def read_shell_script(
@@ -42,7 +42,7 @@ def read_shell_script(
     arguments: Sequence[str] = (),
     read_file: ReadFile = lambda _: None,
 ) -> ShellScript:
-    """The variables and commands of a script that is started with these variables and arguments."""
+    """Read the variables and commands of a script that is started with these variables and arguments."""
     start = {name: [value] for name, value in (variables or {}).items()}
     start |= {str(at): [word] for at, word in enumerate(arguments, 1)}
     reader = _Reader(ShellScript({**start, "@": list(arguments)}), read_file)
@@ -57,11 +57,11 @@ class _Reader:
         self._depth = depth
         self._tokens: list[str] = []
         self._at = 0
-        # The exit status of the last condition; of other commands it is not known, and counts as success.
+        # The exit status of the last condition; that of other commands is not known, and counts as success.
         self._status = True
 
     def read(self, text: str) -> None:
-        # What the script sets in some branch is empty where that is not taken.
+        # A variable that the script sets in some branch is empty if that branch is not taken.
         self.script.settable |= set(re.findall(r"(?:^|[\s;&])(\w+)\+?=", text))
         self._tokens = list(_split_tokens(text))
         while self._at < len(self._tokens):
@@ -72,7 +72,7 @@ class _Reader:
         return self._tokens[self._at] if self._at < len(self._tokens) else ""
 
     def _read_list(self, is_run: bool, until: Sequence[str]) -> None:
-        """Commands up to one of these words, which is left."""
+        """Read commands up to one of these words, which is not consumed."""
         runs = is_run
         while self._at < len(self._tokens) and self._peek() not in until:
             word = self._peek()
@@ -113,7 +113,7 @@ class _Reader:
         self._status = True
 
     def _read_loop(self, is_run: bool) -> None:
-        """A `for` runs its body; what a `while` waits for is not known, and its body is skipped."""
+        """Run the body of a `for`; skip that of a `while`, whose condition is not known."""
         start = self._at
         self._skip_to("do")
         head, self._at = self._tokens[start + 1 : self._at], self._at + 1
@@ -185,7 +185,7 @@ class _Reader:
                     raw.pop()
                 self._at += 1
             elif word == "(":
-                # The head of a function: its body runs where it is called, which is not followed.
+                # The head of a function; calls of functions are not followed, so the body is skipped.
                 self._skip_function()
                 return
             else:
@@ -276,7 +276,7 @@ class _Reader:
         return len(words) == 1 and bool(words[0])
 
     def _expand(self, raw: str) -> list[str]:
-        """The words that a word of the script comes to, split where an expansion without quotes has spaces."""
+        """Expand a word of the script into words, split where an unquoted expansion has spaces."""
         words: list[str] = []
         is_open = False
         for text, is_quoted, is_whole in self._list_parts(raw):
@@ -302,7 +302,7 @@ class _Reader:
             at_first = False
 
     def _list_parts(self, raw: str) -> Iterator[tuple[str, bool, bool]]:
-        """The parts of a word: its text, whether quotes keep its spaces, whether it is an array's word by itself."""
+        """Yield the parts of a word: the text, whether quotes keep its spaces, whether it is a word of an array."""
         at = 0
         while at < len(raw):
             char = raw[at]
@@ -350,7 +350,7 @@ class _Reader:
                 at = end
 
     def _expand_variable(self, raw: str, at: int) -> tuple[list[str], int]:
-        """The words that an expansion comes to, and where it ends."""
+        """Return the words of an expansion, and where it ends."""
         if raw[at] == "`":
             end = raw.find("`", at + 1)
             end = len(raw) - 1 if end < 0 else end
@@ -373,7 +373,7 @@ class _Reader:
         return self._look_up(name, f"${name}"), end
 
     def _substitute(self, raw: str) -> str:
-        """What `dirname`, `basename`, `cd ... && pwd` and `echo` print; other commands are left as they are written."""
+        """Return what `dirname`, `basename`, `cd ... && pwd` and `echo` print; leave other commands as written."""
         inner = _Reader(ShellScript(dict(self.script.variables)), lambda _: None, self._depth + 1)
         if self._depth < _DEEPEST:
             inner.read(raw[2:-1])
@@ -415,7 +415,7 @@ class _Reader:
         return [value]
 
     def _compute(self, expression: str) -> str:
-        """The value of an arithmetic expression of whole numbers; left as it is written where it is more."""
+        """Compute an arithmetic expression of whole numbers; leave anything else as it is written."""
         plain = "".join(self._expand_parts(re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", expression)))
         if not _ARITHMETIC.fullmatch(plain) or "**" in plain or not plain.strip():
             return f"$(({expression}))"
@@ -541,7 +541,7 @@ def _find_word_end(text: str, at: int) -> int:
 
 
 def _find_quote(text: str, at: int) -> int:
-    """The end of the double quotes that begin here."""
+    """Find the end of the double quotes that begin here."""
     at += 1
     while at < len(text) and text[at] != '"':
         if text[at] == "\\":
@@ -554,7 +554,7 @@ def _find_quote(text: str, at: int) -> int:
 
 
 def _find_bracket(text: str, at: int) -> int:
-    """The end of the bracket that opens here, whatever is quoted inside."""
+    """Find the end of the bracket that opens here, ignoring what is quoted inside."""
     closing = {"(": ")", "{": "}"}
     stack = [closing[text[at]]]
     at += 1

@@ -25,7 +25,7 @@ _WIDTH = 100
 
 @dataclasses.dataclass
 class Translation:
-    """A command line, and what is not in it."""
+    """A command line, and what it leaves out."""
 
     source: str
     """The project that it was written for."""
@@ -35,11 +35,11 @@ class Translation:
     lost: list[str] = dataclasses.field(default_factory=list)
     """What could not be carried over, each with its reason."""
     unsaid: list[str] = dataclasses.field(default_factory=list)
-    """What needs no flag here."""
+    """Settings that need no flag here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the command line that a script comes to, and what could not be carried over."""
+    """Print the command line that a script is translated to, and what could not be carried over."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",
         description="Prints the command line of this package for a run of slime, Megatron-LM, verl or TRL.",
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
-    """What a script comes to; an InputError where it cannot be read, or starts no run."""
+    """Translate a script; raise an InputError if it cannot be read, or starts no run."""
     try:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
 
 
 def _read_beside(script: Path, path: str) -> str | None:
-    """A file that a script sources: by its path, or beside the script."""
+    """Read a file that a script sources: by its path, or beside the script."""
     for file in (Path(path), script.parent / path):
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def _read_beside(script: Path, path: str) -> str | None:
 
 
 def _find_run(command: list[str]) -> tuple[list[str], list[str]] | None:
-    """The launcher's words and the run's, where a command starts one."""
+    """Return the launcher's words and the run's, if a command starts a run."""
     if command[0].rsplit("/", 1)[-1] not in _LAUNCHERS:
         return None
     for at, word in enumerate(command[1:], 1):
@@ -101,13 +101,13 @@ def _find_run(command: list[str]) -> tuple[list[str], list[str]] | None:
 
 
 def _read_overrides(words: list[str]) -> dict[str, str]:
-    """Hydra's overrides: key=value, with + before a key that is new."""
+    """Read Hydra's overrides: key=value, with + before a new key."""
     pairs = (word.lstrip("+~").partition("=") for word in words if "=" in word and not word.startswith("--"))
     return {key: value.strip("'\"") for key, _, value in pairs}
 
 
 def _read_switches(words: Sequence[str]) -> dict[str, str]:
-    """--key value and --key=value, dashes as underscores; a key without a value is on."""
+    """Read --key value and --key=value, with dashes as underscores; a key without a value is on."""
     settings: dict[str, str] = {}
     for name, values in _group_words(words):
         settings[name.removeprefix("--").replace("-", "_")] = " ".join(values) or "true"
@@ -115,7 +115,7 @@ def _read_switches(words: Sequence[str]) -> dict[str, str]:
 
 
 def _read_flat_yaml(text: str) -> Iterator[tuple[str, str]]:
-    """The settings of a file of `key: value` lines; what is nested is not TRL's."""
+    """Read the settings of a file of `key: value` lines; nested ones are not TRL's."""
     for line in text.splitlines():
         match = re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)\s*(?:#.*)?", line)
         if match is not None and match.group(2):
@@ -123,7 +123,7 @@ def _read_flat_yaml(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_keywords(text: str, script: Path) -> Iterator[tuple[str, str]]:
-    """The keywords that a program gives to GRPOConfig, and the model that it gives to GRPOTrainer."""
+    """Read the keywords that a program passes to GRPOConfig, and the model that it passes to GRPOTrainer."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -163,7 +163,7 @@ def _translate_settings(project: str, settings: Mapping[str, str]) -> Translatio
 def _carry(
     translation: Translation, key: str, value: str, entry: Mapping[str, Any], settings: Mapping[str, str]
 ) -> None:
-    """Add what one setting comes to."""
+    """Add the flags that one setting is translated to."""
     needed = entry.get("needs")
     if needed is not None and settings.get(needed, "false").lower() != "true":
         translation.unsaid.append(key)
@@ -192,12 +192,12 @@ def _carry(
         elif place == 0:
             translation.words[name] = [value]
         else:
-            # What a name of its own says goes before it.
+            # A setting with this name of its own has precedence.
             translation.words.setdefault(name, [value])
 
 
 def _translate_flags(head: list[str], words: list[str]) -> Translation:
-    """Megatron's flags are ours; those of slime and others have an entry in the table of flags."""
+    """Translate flags: Megatron's are ours; those of slime and others have an entry in the table of flags."""
     known = _index_flags()
     projects = [flag.project for name, _ in _group_words(words) if (flag := known.get(name)) and flag.project]
     translation = Translation(max(projects, key=projects.count) if projects else "Megatron-LM")
@@ -237,7 +237,7 @@ def _is_accepted(flag: Flag, values: Sequence[str]) -> bool:
 
 
 def _count_ranks(head: Sequence[str], words: Sequence[str]) -> int | None:
-    """What torchrun, or slime, is told."""
+    """Return the number of ranks that torchrun, or slime, is given."""
     told = _read_launcher([*head, *words])
     pairs = (("nproc_per_node", "nnodes"), ("actor_num_gpus_per_node", "actor_num_nodes"))
     for per_node, nodes in pairs:
@@ -248,12 +248,12 @@ def _count_ranks(head: Sequence[str], words: Sequence[str]) -> int | None:
 
 
 def _read_launcher(words: Sequence[str]) -> dict[str, str]:
-    """A launcher's flags, each with its one value; what follows that is the program's."""
+    """Read a launcher's flags, each with one value; further words are the program's."""
     return {name.strip("-").replace("-", "_"): (values or [""])[0] for name, values in _group_words(words)}
 
 
 def _group_words(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the words that follow it."""
+    """Yield each flag with the words that follow it."""
     name, values = "", list[str]()
     for word in [*words, "--"]:
         if word.startswith("--"):
@@ -267,13 +267,13 @@ def _group_words(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 @functools.cache
 def _index_flags() -> Mapping[str, Flag]:
-    # Which flags there are is for the installed megatron-core to say.
+    # The flags depend on the installed megatron-core.
     select("cpu").install()
     return index_by_name(flags.list_flags())
 
 
 def write(translation: Translation) -> str:
-    """The command line, and what is not in it as comments of the shell."""
+    """Write the command line, with shell comments that name what it leaves out."""
     ranks = translation.ranks or 1
     lines = [f"# From {translation.source}."]
     lines += [f"# Not carried over: {text}" for text in translation.lost]
@@ -292,5 +292,5 @@ def write(translation: Translation) -> str:
 
 
 def _quote(word: str) -> str:
-    """A word for the shell; what a variable or a command would give is left to it."""
+    """Quote a word for the shell, which may still expand variables and commands."""
     return f'"{word}"' if "$" in word or "`" in word else shlex.quote(word)

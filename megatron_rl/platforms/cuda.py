@@ -57,7 +57,7 @@ class CudaPlatform(Platform):
         """Bind to the cores of the GPU's own NUMA node, unless this process is already bound."""
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         if not hasattr(found, "pci_bus_id"):
-            # An older torch does not tell: this costs only speed.
+            # This torch does not tell where the GPU is: that costs only speed.
             return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         bind_to(read_core_list(_PCI_DEVICES / address / "local_cpulist"))

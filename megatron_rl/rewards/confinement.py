@@ -81,7 +81,7 @@ def plan_confinement(
     allowed: list[Path] = [Path("/proc/self")]
     listed: list[Path] = []
     for root in roots:
-        # If our package is not installed, its folder lies in a whole project; the package alone is enough.
+        # If our package is not installed, the folder around it is a whole project; the package alone is enough.
         if root.resolve() != package.parent or root.name.endswith("-packages"):
             _keep_out(root.resolve(), hidden, allowed, listed)
     return Confinement(_texts(allowed), _texts(listed), (str(scratch), *_DEVICES))

@@ -57,7 +57,7 @@ class Saver:
         return version > 0 and (is_last or (interval is not None and version % interval == 0))
 
     def save_if_due(self, version: int, is_last: bool, audit_head: str) -> None:
-        """Both forms, and make an earlier one that was written meanwhile the newest."""
+        """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
         config = self._settings.checkpoint
         self._checkpointer.poll()
         if not self.is_due(version, is_last):

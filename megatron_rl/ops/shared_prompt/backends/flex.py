@@ -1,4 +1,4 @@
-"""Shared-prompt attention by torch's FlexAttention, compiled: who sees whom is a comparison of three numbers.
+"""Shared-prompt attention by torch's FlexAttention, compiled: comparing three numbers tells which token sees which.
 
 Tokens are renumbered in the order of a depth-first walk of the forest: a token, then all tokens that see it, then the
 others. So a token is seen exactly by the tokens numbered from its own number up to the end of those that see it.
