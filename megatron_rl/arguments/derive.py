@@ -64,7 +64,7 @@ class Derivation:
         self._given[target] = Given(max(1, padded.value // ranks), padded.source, padded.name)
 
     def settle_group_size(self, world_size: int | None) -> None:
-        """Choose a group size that divides an update over the replicas, if a script gives only its sequences."""
+        """Choose a group size that divides an update over the replicas, if only the update's sequences are given."""
         whole, target = self._given.get("training.global_batch_size"), "algorithm.group_size"
         if whole is None or target in self._given or "algorithm.prompts_per_step" in self._given:
             return
