@@ -39,8 +39,8 @@ def _names(text: str) -> Iterator[str]:
 
 def pick_after_ranks(kind: Kind, num_ranks: int, num_wanted: int) -> list[int] | None:
     """Devices for engines beside so many ranks, which have the first ones; None if there are too few."""
-    picked = list(range(num_ranks, num_ranks + num_wanted))
-    return picked if num_ranks + num_wanted <= len(list_visible_devices(kind)) else None
+    end = num_ranks + num_wanted
+    return list(range(num_ranks, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
 
 
 def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:

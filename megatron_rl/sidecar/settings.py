@@ -209,7 +209,7 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
             )
         if device == "cpu" and rollout.engine == "vllm":
             yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
-    elif visible := list_visible(settings):
+    elif wanted > 0 and (visible := list_visible(settings)):
         # They would have been picked otherwise.
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from megatron_rl.errors import UsageError
 
@@ -95,7 +96,7 @@ def _main(words: list[str]) -> int:
     return 0
 
 
-def _import_first(names: Sequence[str]):  # type: ignore[no-untyped-def]
+def _import_first(names: Sequence[str]) -> ModuleType | None:
     for name in names:
         try:
             return importlib.import_module(name)
