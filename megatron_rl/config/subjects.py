@@ -374,6 +374,14 @@ class PublishConfig:
         bound="above 0",
         remedy="write a mean difference of log-probs, or inf for no bound",
     )
+    agreement_bound: float | None = own_flag(
+        None,
+        "The largest mean difference between the log-probs of two engines on a version's probe; beyond it the publish "
+        "fails. By the engines' precisions and devices if not given, `inf` for none.",
+        "--publish-agreement-bound",
+        bound="above 0",
+        remedy="write a mean difference of log-probs, or inf for no bound",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The probe of a version: tokens whose log-probs engines and the trainer both compute, and how far these may differ.
+"""The probe of a version: tokens whose log-probs engines and the trainer all compute, and how far these may differ.
 
 The tokens are drawn anew for every version, uniformly from the vocabulary, so that over many versions all of a model
 is tested. Log-probs are taken at temperature 1, of every token but the first.
@@ -19,6 +19,8 @@ LEAST_TOKENS = 64
 # numbers with fewer bits.
 _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
+# Engines that multiply float32 numbers on CPUs run the same program, on other processors at most.
+_AGREEMENT_FLOAT32_CPU = 1e-5
 _COARSER = ("float32", "float16", "bfloat16")
 _QUANTIZED = 4.0
 # Tokens that are routed to other experts move the mean of a probe farther than the mean of an iteration.
@@ -45,9 +47,9 @@ def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> lis
     return stream.integers(0, vocab_size, count).tolist()
 
 
-def measure_difference(engine: Sequence[float], trainer: Sequence[float]) -> Difference:
+def measure_difference(engine: Sequence[float], others: Sequence[float]) -> Difference:
     """Compare the tokens that the engine took: a prompt's first ones, whose log-probs do not depend on the rest."""
-    distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(trainer[: len(engine)], dtype=np.float64))
+    distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(others[: len(engine)], dtype=np.float64))
     return Difference(float(distances.mean()), float(distances.max()))
 
 
@@ -62,6 +64,13 @@ def find_bound(kind: EngineKind, *dtypes: str) -> float:
     is_device = dtype == "float32" and kind.device != "cpu"
     experts = _EXPERTS if kind.has_experts else 1.0
     return (_BOUND_FLOAT32_DEVICE if is_device else _BOUNDS[dtype]) * experts * _quantized(kind)
+
+
+def find_agreement(kind: EngineKind) -> float:
+    """Return the largest mean difference accepted between engines; `kind` is the coarsest of theirs."""
+    if (kind.dtype, kind.device) == ("float32", "cpu") and not (kind.has_experts or kind.is_quantized):
+        return _AGREEMENT_FLOAT32_CPU
+    return find_bound(kind)
 
 
 def find_allowance(kind: EngineKind) -> float:

@@ -215,6 +215,8 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The precision that the trainer computes in."""
     bound: float | None = None
     """The largest mean difference accepted; None: it follows from the precisions."""
+    agreement: float | None = None
+    """The largest mean difference between engines accepted; None: it follows from their precisions and devices."""
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

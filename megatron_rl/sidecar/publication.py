@@ -9,13 +9,14 @@ bar: if one fails, none is READY. Invariants:
 - three fingerprints are the announced one: that of the weights an engine digested, that of its tag, and that of the
   token that it samples with the probe;
 - what an engine holds after a load is bit for bit what it was given, as far as it can compare the two;
-- the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any; engines with the
-  same weights give the same ones.
+- the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any, and within another
+  one of each other's.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -109,10 +110,9 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 class Steps:
     """Takes engines through the steps; `current` has each engine's step and since when."""
 
-    def __init__(self, deadlines: StepDeadlines = StepDeadlines(), probe_tolerance: float = 1e-5) -> None:
+    def __init__(self, deadlines: StepDeadlines = StepDeadlines()) -> None:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
-        self._probe_tolerance = probe_tolerance
         self._seconds: dict[str, float] = {}
 
     async def publish(
@@ -134,17 +134,11 @@ class Steps:
                 for proof, engine in zip(proofs, engines, strict=True)
             ]
             _must_be_the_trainers(proofs, weights)
-        self._check_probes(probes, weights, before)
+        kinds = tuple(engine.kind for engine in engines)
+        _must_agree(probes, kinds, weights, before, None if of_trainer is None else of_trainer.agreement)
         for engine in engines:
             engine.open()
-        return Published(
-            weights,
-            tuple(proofs),
-            tuple(next(iter(probes.values()))),
-            of_trainer,
-            tuple(engine.kind for engine in engines),
-            self._seconds,
-        )
+        return Published(weights, tuple(proofs), tuple(next(iter(probes.values()))), of_trainer, kinds, self._seconds)
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
         report = await self._take("load", engine, lambda: engine.load(weights), weights.deadline_seconds)
@@ -209,39 +203,51 @@ class Steps:
         finally:
             del self.current[name]
 
-    def _check_probes(self, probes: Mapping[str, list[float]], weights: Weights, before: Published | None) -> None:
-        # An earlier probe of the same weights tells which engine is wrong; two engines alone only differ.
-        errors = _off_the_known(probes, weights, before, self._probe_tolerance) if before else {}
-        if errors := errors or _off_the_middle(probes, weights, self._probe_tolerance):
-            raise StepFailed(errors)
 
-
-def _off_the_known(
-    probes: Mapping[str, list[float]], weights: Weights, before: Published, tolerance: float
-) -> dict[str, Exception]:
-    """Find engines whose log-probs differ from an earlier probe of the same version."""
-    if (weights.version, weights.fingerprint) != (before.weights.version, before.weights.fingerprint):
-        return {}
-    return {
-        name: EngineRefused(
-            f"engine {name}: its log-probs of the probe are not those of the other engines with the same weights"
-        )
-        for name, found in probes.items()
-        if not all(abs(a - b) <= tolerance for a, b in zip(found, before.probe, strict=True))
-    }
-
-
-def _off_the_middle(probes: Mapping[str, list[float]], weights: Weights, tolerance: float) -> dict[str, Exception]:
-    """Find engines whose log-probs differ from the median of all engines."""
+def _must_agree(
+    probes: Mapping[str, list[float]],
+    kinds: Sequence[EngineKind],
+    weights: Weights,
+    before: Published | None,
+    given: float | None,
+) -> None:
+    """Raise StepFailed unless the engines' log-probs of the probe are within a bound of each other's."""
+    # An earlier probe of the same weights tells which engine is wrong; two engines alone only differ.
+    known = before if before is not None and _holds(before, weights) else None
+    kind = find_coarsest_kind(kinds if known is None else (*kinds, *known.kinds))
+    bound = probe.find_agreement(kind) if given is None else given
     errors: dict[str, Exception] = {}
-    middle = [statistics.median(values) for values in zip(*probes.values(), strict=True)]
-    for name, found in probes.items():
-        differences = [abs(a - b) for a, b in zip(found, middle, strict=True)]
-        # Written so that NaN, on either side, never matches.
-        if not all(difference <= tolerance for difference in differences):
+    if known is not None:
+        errors = _find_far(probes, known.probe, "the other engines with the same weights", weights, bound)
+    if not errors:
+        # NaN would be sorted anywhere, and name every engine.
+        middle = [
+            statistics.median(math.inf if math.isnan(value) else value for value in values)
+            for values in zip(*probes.values(), strict=True)
+        ]
+        errors = _find_far(probes, middle, "all engines", weights, bound)
+    if errors:
+        raise StepFailed(errors)
+
+
+def _holds(before: Published, weights: Weights) -> bool:
+    return (before.weights.version, before.weights.fingerprint) == (weights.version, weights.fingerprint)
+
+
+def _find_far(
+    probes: Mapping[str, list[float]], middle: Sequence[float], whose: str, weights: Weights, bound: float
+) -> dict[str, Exception]:
+    """Find engines whose log-probs are farther than the bound from those in the middle."""
+    errors: dict[str, Exception] = {}
+    for name, log_probs in probes.items():
+        found = probe.measure_difference(log_probs, middle)
+        # Written so that NaN, on either side, is not within the bound.
+        if not found.mean <= bound:
             errors[name] = EngineRefused(
-                f"engine {name}: its log-probs of the probe are {max(differences):g} from those of all engines, beyond "
-                f"{tolerance:g}: it does not hold version {weights.version}"
+                f"engine {name}: its log-probs of the probe are {found.mean:.3g} on average (at most "
+                f"{found.largest:.3g}) from those of {whose}, beyond {bound:g} (--publish-agreement-bound): it does "
+                f"not hold version {weights.version}; or else it computes otherwise than they do: give all engines one "
+                f"--rollout-dtype and one kind of device, or write a wider bound"
             )
     return errors
 

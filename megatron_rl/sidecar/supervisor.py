@@ -105,7 +105,6 @@ class SupervisorConfig:
     healthy_seconds: float = 300.0
     """After so long a life, an engine's earlier deaths no longer count."""
     deadlines: StepDeadlines = StepDeadlines()
-    probe_tolerance: float = 1e-5
 
 
 @dataclasses.dataclass
@@ -138,7 +137,7 @@ class Supervisor:
         self._published: Published | None = None
         """The version that engines were last brought to; current unless another publish has begun since."""
         self._is_current = False
-        self._steps = Steps(config.deadlines, config.probe_tolerance)
+        self._steps = Steps(config.deadlines)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
         """Called for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()

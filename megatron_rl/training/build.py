@@ -216,11 +216,12 @@ def _connect(
 
 def _build_publisher(settings: RunSettings, session: Session, policy: Policy, client: RolloutClient) -> Publisher:
     receiver = client if session.rank == 0 else None
-    transport, dtype, run = settings.rollout.transport, settings.publish.dtype, _name(settings)
-    deadline = datetime.timedelta(minutes=settings.publish.deadline_minutes)
+    publish, run = settings.publish, _name(settings)
+    transport, dtype = settings.rollout.transport, publish.dtype
+    deadline = datetime.timedelta(minutes=publish.deadline_minutes)
     sizes = settings.sizes
     longest = sizes.longest_prompt + sizes.longest_response
-    probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, settings.publish.probe_bound)
+    probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
     if transport == "shm":
         folder = find_shared_folder(settings)
         return SharedMemoryPublisher(policy.weights, session, receiver, run, folder, dtype, deadline, probe)

@@ -150,12 +150,14 @@ def request(number: int, group_size: int = 2) -> GroupRequest:
     return GroupRequest(f"group-{number}", (1, 2, number), group_size, 1000 * number, Sampling(max_tokens=8))
 
 
-def answer(weights: Weights, sampled_with: str = "", bound: float | None = None) -> ProbeAnswer:
+def answer(
+    weights: Weights, sampled_with: str = "", bound: float | None = None, agreement: float | None = None
+) -> ProbeAnswer:
     """What the trainer says of these weights: what a fake engine with them says."""
     of_weights = ScriptedEngine("trainer")
     of_weights._sampled_with = sampled_with or weights.fingerprint
     log_probs = asyncio.run(of_weights.probe(())).log_probs
     return ProbeAnswer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
-        log_probs=encode_log_probs(log_probs),
+        agreement=agreement, log_probs=encode_log_probs(log_probs),
     )  # fmt: skip

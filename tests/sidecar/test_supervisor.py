@@ -1,6 +1,7 @@
 """A publish reaches all engines or none; groups go to engines that can take them; all without processes."""
 
 import asyncio
+import math
 
 import msgspec
 import pytest
@@ -223,6 +224,19 @@ def test_an_engine_with_weights_that_are_neither_the_old_nor_the_new_ones_is_fou
             with pytest.raises(PublishFailed, match="engine-1: its log-probs of the probe are .* from those of all"):
                 await supervisor.publish(weights(2))
             assert {name for name, made in factory.made.items() if len(made) > 1} == {"engine-1"}
+
+    asyncio.run(check())
+
+
+def test_engines_that_differ_are_accepted_if_the_trainer_wants_no_agreement():
+    factory = FakeFactory()
+    factory.keeps["engine-1"] = "others"
+    unbounded = answer(weights(1), bound=math.inf, agreement=math.inf)
+
+    async def check():
+        async with supervised(factory, 3) as supervisor:
+            await supervisor.publish(weights(1), given(unbounded))
+            assert states(factory) == {EngineState.READY}
 
     asyncio.run(check())
 

@@ -126,6 +126,10 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf must be a finite duration above 0"),
         ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 must be a finite duration above 0"),
         ("--publish-probe-bound 0", "--publish-probe-bound 0 must be above 0: write a mean difference of log-probs"),
+        (
+            "--publish-agreement-bound 0",
+            "--publish-agreement-bound 0 must be above 0: write a mean difference of log-probs",
+        ),
         ("--rollout-mismatch-error -1", "--rollout-mismatch-error -1 must be above 0: write a mean difference"),
         ("--exit-grace-seconds -5", "--exit-grace-seconds -5 must be finite and at least 0"),
         ("--save out --save-hf ./out", "--save and --save-hf are both out"),

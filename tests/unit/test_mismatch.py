@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_rl.protocol.probe import find_bound, find_coarsest_dtype
+from megatron_rl.protocol.probe import find_agreement, find_bound, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 from megatron_rl.training.mismatch import MismatchBounds, Part, combine_parts
 
@@ -38,6 +38,14 @@ def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
     assert find_bound(EngineKind(dtype="bfloat16", has_experts=True), "float32") == 2.0
     assert find_bound(EngineKind(is_quantized=True), "float32") == 4e-3
     assert find_coarsest_dtype("float32", "bfloat16", "float16") == "bfloat16"
+
+
+def test_the_bound_between_engines_is_tight_only_where_all_run_one_program_in_float32() -> None:
+    assert find_agreement(EngineKind()) == 1e-5
+    assert find_agreement(EngineKind(device="npu")) == 1e-2
+    assert find_agreement(EngineKind(dtype="bfloat16")) == 0.5
+    assert find_agreement(EngineKind(has_experts=True)) == 4e-3
+    assert find_agreement(EngineKind(dtype="bfloat16", is_quantized=True)) == 2.0
 
 
 def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:

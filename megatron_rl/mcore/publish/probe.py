@@ -39,9 +39,11 @@ class Probe:
         longest: int,
         multiple_of: int = 1,
         bound: float | None = None,
+        agreement: float | None = None,
     ):
         """`chunks` are not wrapped: parameters that are gathered late must have been gathered. `longest` is the most
-        tokens of a sequence. `bound` limits the mean difference of log-probs; if None, it follows from precisions."""
+        tokens of a sequence. `bound` limits the mean difference of log-probs from an engine's, `agreement` that between
+        engines; if None, they follow from precisions."""
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
@@ -51,6 +53,7 @@ class Probe:
         self._num_tokens = min(count, longest)
         self._multiple_of = multiple_of
         self._bound = bound
+        self._agreement = agreement
         self._dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
 
     def tokens(self, version: int) -> bytes:
@@ -104,6 +107,7 @@ class Probe:
                     log_probs=encode_log_probs(first),
                     dtype=self._dtype,
                     bound=self._bound,
+                    agreement=self._agreement,
                 )
             )
 
