@@ -1,12 +1,13 @@
-"""Compiles the kernels of the `triton` backend for a GPU that need not be there, and says what each one takes.
+"""Compiles the kernels of the `triton` backend for GPUs that need not be there, and says what each one takes.
 
-    python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 128
+    python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 128 --targets 90 gfx942
 
 Registers are of a thread, memory is that of a program; a stack means that registers were spilled.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -20,10 +21,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_rl.ops.shared_prompt.backends import triton_fused, triton_kernels
-from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import HOPPER, Blocks, Chip, choose_blocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TILE
 
-CAPABILITY = 90
+CHIPS = {
+    "80": Chip("cuda", 8, 163 * 1024),
+    "86": Chip("cuda", 8, 99 * 1024),
+    "89": Chip("cuda", 8, 99 * 1024),
+    "90": HOPPER,
+    "100": Chip("cuda", 10, 227 * 1024),
+    "120": Chip("cuda", 12, 99 * 1024),
+    "gfx942": Chip("hip", 0, 64 * 1024),
+}
+"""By compute capability, or AMD's name; the memory is that of the makers' documents."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = ("query_tiles", "ranges", "key_items", "sums")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -33,6 +43,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 class Compiled:
     """What a compiled kernel takes."""
 
+    target: str
     kernel: str
     dtype: str
     head_dim: int
@@ -41,6 +52,8 @@ class Compiled:
     stack: int
     shared_memory: int
     """In bytes."""
+    most_shared_memory: int
+    """What the chip has for a program."""
     num_tensor_core_instructions: int
 
 
@@ -48,18 +61,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 96, 128, 256])
+    parser.add_argument("--targets", nargs="+", choices=CHIPS, default=list(CHIPS))
     arguments = parser.parse_args()
-    for dtype in arguments.dtypes:
-        for head_dim in arguments.head_dims:
-            blocks = triton_fused.choose_blocks(triton_fused.compute_width(head_dim), DTYPES[dtype])
-            for name, sizes in (*blocks._asdict().items(), ("sum", Blocks(0, triton_fused.SUMMED, 4, 3))):
-                print(
-                    json.dumps(dataclasses.asdict(compile_kernel(f"{name}_kernel", dtype, head_dim, sizes))), flush=True
-                )
+    for target, dtype, head_dim in itertools.product(arguments.targets, arguments.dtypes, arguments.head_dims):
+        blocks = choose_blocks(triton_fused.compute_width(head_dim), DTYPES[dtype], CHIPS[target])
+        for name, sizes in (*blocks._asdict().items(), ("sum", Blocks(0, triton_fused.SUMMED, 4, 3))):
+            compiled = compile_kernel(target, f"{name}_kernel", dtype, head_dim, sizes)
+            print(json.dumps(dataclasses.asdict(compiled)), flush=True)
 
 
-def compile_kernel(name: str, dtype: str, head_dim: int, blocks: Blocks) -> Compiled:
-    """As the launcher would have it compiled."""
+def compile_kernel(target: str, name: str, dtype: str, head_dim: int, blocks: Blocks) -> Compiled:
+    """Compile a kernel as the launcher would have it compiled."""
     kernel = getattr(triton_kernels, name)
     heads = dict.fromkeys(("Q", "GRAD"), 32) | dict.fromkeys(("K", "V"), 8)
     sizes = {
@@ -77,14 +89,17 @@ def compile_kernel(name: str, dtype: str, head_dim: int, blocks: Blocks) -> Comp
     is_aligned = {
         (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
     }
+    is_hip = CHIPS[target].kind == "hip"
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=is_aligned),
-        target=GPUTarget("cuda", CAPABILITY, 32),
+        target=GPUTarget("hip", target, 64) if is_hip else GPUTarget("cuda", int(target), 32),
         options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
     )
-    used = _resources(compiled.asm["cubin"])
-    instructions = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
-    return Compiled(name, dtype, head_dim, blocks, used["REG"], used["STACK"], compiled.metadata.shared, instructions)
+    registers, stack = _read_hip(compiled.asm["amdgcn"]) if is_hip else _read_cuda(compiled.asm["cubin"])
+    assembly = compiled.asm["amdgcn"] if is_hip else compiled.asm["ptx"]
+    instructions = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma", assembly))
+    memory, most = compiled.metadata.shared, CHIPS[target].shared_memory
+    return Compiled(target, name, dtype, head_dim, blocks, registers, stack, memory, most, instructions)
 
 
 def _type_of(parameter: Any, dtype: str) -> str:
@@ -99,14 +114,25 @@ def _type_of(parameter: Any, dtype: str) -> str:
     return "fp32" if parameter.name == "scale" else "i32"
 
 
-def _resources(binary: bytes) -> dict[str, int]:
+def _read_cuda(binary: bytes) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
         text = subprocess.run(
             [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True, timeout=60
         ).stdout
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
+    return used["REG"], used["STACK"]
+
+
+def _read_hip(assembly: str) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread."""
+    used = {
+        name: int(number)
+        for name, number in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly)
+    }
+    return used["vgpr_count"], used["private_segment_fixed_size"]
 
 
 if __name__ == "__main__":

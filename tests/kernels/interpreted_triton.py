@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Attention, triton_fused
-from megatron_rl.ops.shared_prompt.backends.triton_fused import Blocks, KernelBlocks
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import Conditions
 from megatron_rl.ops.shared_prompt.backends import triton_fused
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import MOST_PARTS, TILE, Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.processes import ROOT, run_python
 
 CPU = torch.device("cpu")
-# What a program on an H200 can have.
-MOST_SHARED_MEMORY = 227 * 1024
 tile_sizes = st.integers(1, 5)
 
 
@@ -137,6 +137,27 @@ def test_without_the_package_triton_the_other_backends_remain() -> None:
     assert run_python(code).splitlines()[-2:] == ["merge", "the package triton is not installed"]
 
 
+@pytest.mark.parametrize(
+    ("properties", "queries"),
+    [
+        ({"major": 9, "shared_memory_per_block_optin": 232448}, 128),
+        ({"major": 8, "shared_memory_per_block_optin": 101376}, 64),
+        ({"major": 9}, 64),
+    ],
+)
+def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
+    properties: dict[str, int], queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(shared_memory_per_block=49152, **properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    find_chip.cache_clear()
+    try:
+        chip = find_chip(torch.device("cuda:0"))
+    finally:
+        find_chip.cache_clear()
+    assert choose_blocks(256, torch.bfloat16, chip).forward.queries == queries
+
+
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
 def test_interpreted_kernels_compute_what_the_definition_says() -> None:
@@ -150,18 +171,23 @@ def test_interpreted_kernels_compute_what_the_definition_says() -> None:
     "arguments",
     [
         pytest.param(("--dtypes", "bf16", "--head-dims", "128"), id="the usual one"),
+        pytest.param(("--dtypes", "bf16", "--head-dims", "256", "--targets", "86"), id="the tightest one"),
         pytest.param((), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_kernels_fit_into_registers_and_shared_memory(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("there is no ptxas in the package triton")
     output = _run("tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert len(found) in (4, 4 * 12)
+    targets = {kernel["target"] for kernel in found}
+    assert len(found) == 4 * len(targets) * (1 if arguments else 12)
+    assert len(targets) == (1 if "--targets" in arguments else 7)
     for kernel in found:
-        assert kernel["shared_memory"] <= MOST_SHARED_MEMORY, kernel
+        assert kernel["shared_memory"] <= kernel["most_shared_memory"], kernel
         if kernel["dtype"] != "fp32":
             assert kernel["stack"] <= 64, kernel
             assert kernel["num_tensor_core_instructions"] > 0 or kernel["kernel"] == "sum_kernel"

@@ -9,45 +9,18 @@ Letters: T tokens, H query heads, G key-value heads, D head dimension.
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 NARROWEST, WIDEST = 16, 256
 # Rows of one program of the summing kernel.
 SUMMED = 16
-
-
-class Blocks(NamedTuple):
-    """How many rows a program has at once, at most a tile of the tables, and how it is compiled."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-class KernelBlocks(NamedTuple):
-    """Blocks of each kernel."""
-
-    forward: Blocks
-    query_gradients: Blocks
-    key_gradients: Blocks
-
-
-# By the largest head dimension they serve. Compiled for compute capability 9.0, a thread spills at most 64 bytes of
-# registers.
-HALF = {
-    64: KernelBlocks(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
-    128: KernelBlocks(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
-    256: KernelBlocks(Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
-}
-# Tensor cores would round fp32; without them, products of larger blocks compile to very long programs.
-FULL = dict.fromkeys(HALF, KernelBlocks(*[Blocks(16, 16, 4, 1)] * 3))
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -93,12 +66,6 @@ def compute_width(head_dim: int) -> int:
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
 
 
-def choose_blocks(width: int, dtype: torch.dtype) -> KernelBlocks:
-    """The blocks for rows of that width."""
-    table = FULL if dtype == torch.float32 else HALF
-    return next(kernels for widest, kernels in table.items() if width <= widest)
-
-
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,7 +97,7 @@ class _Launcher:
         self._num_tokens, self._num_heads, head_dim = q_THD.shape
         self._num_groups = k_TGD.shape[1]
         self._sizes = {"HEAD_DIM": head_dim, "WIDTH": compute_width(head_dim), "TILE": tables.tile}
-        self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype)
+        self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype, find_chip(q_THD.device))
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention, and the base-2 logarithm of each softmax's denominator [H, T]."""

@@ -9,11 +9,16 @@ Letters: T tokens, H query heads, G key-value heads, D head dimension (padded wi
 M queries of a block, N keys of a block.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Before Triton 3.4 the environment alone says it.
+IS_INTERPRETED = tl.constexpr(
+    triton.knobs.runtime.interpret if hasattr(triton, "knobs") else os.environ.get("TRITON_INTERPRET") == "1"
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "heads_per_group"])
@@ -429,10 +434,9 @@ def _store(
 def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
     """Multiply two blocks, fp32 without rounding; the interpreter would multiply the bits of bf16 as integers."""
     if IS_INTERPRETED:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), added)
-    else:
-        product = tl.dot(a, b, added, input_precision="ieee")
-    return product
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    # Before 3.4, Triton does not take None for a block.
+    return tl.dot(a, b, input_precision="ieee") if added is None else tl.dot(a, b, added, input_precision="ieee")
 
 
 @triton.jit
