@@ -25,6 +25,7 @@ from megatron_rl.protocol.client import OtherWorkers, RolloutError
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.weights.shards import Bucket
 
 T = TypeVar("T")
 
@@ -78,19 +79,37 @@ class WholeModel:
             if stage == self._stage:
                 for bucket in self._weights.stream(*self._settings):
                     if root == 0:
-                        yield from bucket
+                        yield from _handed_over(bucket, self._session.device)
                     elif bucket:
                         dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
             elif self._session.rank == 0:
                 for specs in self._specs[stage]:
-                    yield from self._receive(specs, root)
+                    yield from _handed_over(self._receive(specs, root), self._session.device)
 
-    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
         sizes = [spec.num_elements for spec in specs]
         flat = torch.empty(sum(sizes), dtype=DTYPES[specs[0].dtype], device=self._session.device)
         dist.recv(flat, root)
-        for spec, part in zip(specs, flat.split(sizes), strict=True):
-            yield spec.name, part.view(spec.shape)
+        return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
+
+
+def _handed_over(bucket: Bucket, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that may be read on the stream that is current when each is taken.
+
+    vLLM's sender changes its stream whenever it has packed enough, in the middle of a bucket. The policy's parameters
+    themselves are in order on any stream: their fingerprint was read on the host before.
+    """
+    if device.type == "cpu":
+        yield from bucket
+        return
+    streams = torch.get_device_module(device)
+    made = streams.current_stream().record_event()
+    for name, tensor in bucket:
+        reading = streams.current_stream()
+        reading.wait_event(made)
+        # The sender lets go of a tensor before its stream has read it: its memory must not be given out before that.
+        tensor.record_stream(reading)
+        yield name, tensor
 
 
 MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
