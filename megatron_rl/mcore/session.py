@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 # Meets the other ranks in a store, within the time that is given.
 Meet = Callable[[datetime.timedelta], dist.Store]
+_ARRIVALS = "megatron_rl/arrivals"
+_POLL_SECONDS = 0.1
 
 
 class Session:
@@ -41,6 +44,8 @@ class Session:
         self._started_distributed = _start_distributed(platform, timeout, waiting, meet or _meet)
         timeout += waiting
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.distributed_c10d._get_default_store()
+        self._num_arrivals = 0
         if self.world_size % sizes.model:
             raise UsageError(
                 f"{self.world_size} ranks cannot be divided into replicas of {sizes.model} (tensor {sizes.tensor} x "
@@ -111,6 +116,20 @@ class Session:
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(group=self.control_group)
+
+    def all_arrive(self, seconds: float = 0.0) -> bool:
+        """Note that this rank has come so far, and return whether every rank has within `seconds`.
+
+        Every rank calls it. It is no collective: a rank that is held in one can be waited for in vain.
+        """
+        self._num_arrivals += 1
+        key = f"{_ARRIVALS}/{self._num_arrivals}"
+        deadline = time.monotonic() + seconds
+        num_there = self._store.add(key, 1)
+        while num_there < self.world_size and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            num_there = self._store.add(key, 0)
+        return num_there >= self.world_size
 
     def run_or_raise_everywhere(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails on any, raise the same error on all, so that none waits for another.

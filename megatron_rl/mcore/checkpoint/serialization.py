@@ -52,6 +52,8 @@ _OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
 _WRITERS = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
 # Everything but tensors lies in a file of its own up to 0.18, and under a key among the shards from 0.19 on.
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/"
+# Seconds that a rank which failed waits for the others, which may still write.
+_PATIENCE_SECONDS = 60.0
 # Torch's CheckpointException is not an Exception.
 _ANY = (Exception, CheckpointException)
 
@@ -132,8 +134,8 @@ def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
 def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
     """Run an action that itself waits for other ranks; if it raises on one, raise on every rank with the same text.
 
-    `explain` says what an error about files means. Ranks that wait for a failed one do so until their collective times
-    out.
+    `explain` says what an error about files means. Ranks may wait for a failed one in a collective of `action`, and
+    would until it times out: the failed one waits for them a while only, and then ends, which ends them.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -144,6 +146,9 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
         failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
         # Torch tells its first rank what happened, and the others only that something did.
         is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
+    all_arrived = session.all_arrive(0.0 if failure is None else _PATIENCE_SECONDS)
+    if failure is not None and not all_arrived:
+        raise failure
     reports = [
         report
         for report in session.gather(None if failure is None else _report(failure, is_told))
