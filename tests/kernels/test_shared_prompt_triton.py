@@ -168,24 +168,26 @@ def test_interpreted_kernels_compute_what_the_definition_says() -> None:
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "arguments",
+    ("dtypes", "head_dims", "targets"),
     [
-        pytest.param(("--dtypes", "bf16", "--head-dims", "128"), id="the usual one"),
-        pytest.param(("--dtypes", "bf16", "--head-dims", "256", "--targets", "86"), id="the tightest one"),
-        pytest.param((), id="all", marks=pytest.mark.slow),
+        pytest.param(("bf16",), (128,), ("80", "90", "100", "gfx942"), id="the usual ones"),
+        pytest.param(("bf16",), (256,), ("86",), id="the tightest one"),
+        pytest.param(
+            ("bf16", "fp16", "fp32"), (64, 96, 128, 256), ("80", "86", "89", "90", "100", "120", "gfx942"),
+            id="all", marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
-    arguments: tuple[str, ...], tmp_path: Path
+    dtypes: tuple[str, ...], head_dims: tuple[int, ...], targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("there is no ptxas in the package triton")
+    arguments = ("--dtypes", *dtypes, "--head-dims", *map(str, head_dims), "--targets", *targets)
     output = _run("tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    targets = {kernel["target"] for kernel in found}
-    assert len(found) == 4 * len(targets) * (1 if arguments else 12)
-    assert len(targets) == (1 if "--targets" in arguments else 7)
+    assert len(found) == 4 * len(dtypes) * len(head_dims) * len(targets)
     for kernel in found:
         assert kernel["shared_memory"] <= kernel["most_shared_memory"], kernel
         if kernel["dtype"] != "fp32":
