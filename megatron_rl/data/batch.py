@@ -15,6 +15,17 @@ from megatron_rl.protocol.wire import GroupPart, Slot, decode_log_probs, decode_
 
 
 @dataclasses.dataclass(frozen=True)
+class Contents:
+    """What stays known of a batch that was let go of: no tensors."""
+
+    num_tokens: int
+    """The length of the buffer, padding counted in."""
+    num_targets: int
+    num_responses: int
+    parts: tuple[GroupPart, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """One micro-batch. What belongs to a response is looked up by `pack.target_sequences_N`."""
 
@@ -36,6 +47,10 @@ class Batch:
     @property
     def num_targets(self) -> int:
         return len(self.engine_log_probs_N)
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self.pack.num_tokens, self.num_targets, self.num_responses, self.parts)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same batch on a device."""

@@ -1,22 +1,27 @@
 """The rollout-consumer data loader: the micro-batches of an iteration, given to Megatron's schedules as they come.
 
-Every rank has its own loader and asks for the slots of its replica; all ranks of a replica get the same bytes. `next()`
+Every rank has its own loader and takes the slots of its replica; all ranks of a replica get the same bytes. `next()`
 blocks until the slot is there, inside the schedule, where a rank reads its next micro-batch. Invariants:
 
-- a rank asks for its slots in order, one ahead of the one that is computed;
-- a batch is made once, however many chunks and passes use it;
+- a rank asks for its slots in order, so many ahead of the one that is computed;
+- a batch is made when it is the next one, and let go of when every pass that has begun has had it: on the device are
+  the batches between the first pass and the last, and one ahead;
+- a pass that begins later makes a batch anew, and the same, from the slot, which stays on the host;
 - what was not sampled from this version is refused here too, whatever the sidecar has checked.
 """
 
+import collections
 import dataclasses
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megatron_rl.data.batch import Batch, Batcher
+from megatron_rl.data.batch import Batch, Batcher, Contents
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
@@ -51,32 +56,49 @@ class IterationSlots:
         device: torch.device,
         waiting: Callable[[], AbstractContextManager] = nullcontext,
         num_ahead: int = 1,
+        leave: Callable[[], None] = lambda: None,
     ):
-        """`waiting` is entered while the rank has nothing to compute."""
+        """`waiting` is entered while the rank has nothing to compute.
+
+        One thread calls `fetch`, in the order of slots, and `leave` when it will call `fetch` no more.
+        """
         self.division = division
         self._fetch = fetch
+        self._leave = leave
         self._batcher = batcher
         self.identity = identity
         self._device = device
         self._waiting = waiting
         self._num_ahead = num_ahead
-        # One thread: the order of requests is the order of slots.
-        self._executor = ThreadPoolExecutor(1, "slots")
-        self._futures: list[Future[Batch]] = []
-        self._lock = threading.Lock()
-        self.num_given = 0
-        """How many of the batches have been given out."""
+        self._slots: list[Future[Slot]] = [Future() for _ in range(len(self))]
+        self._num_asked = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        # It may wait for what never comes, and must not keep the process alive then.
+        self._fetching = threading.Thread(target=self._fetch_in_order, name="slots", daemon=True)
+        self._executor = ThreadPoolExecutor(1, "batches")
+        self._made: dict[int, Future[Batch]] = {}
+        """Batches that a pass will ask for."""
+        self._alive: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._contents: dict[int, Contents] = {}
+        self._fetching.start()
 
     def __len__(self) -> int:
         return self.division.slots_per_replica
 
     def batch(self, index: int) -> Batch:
-        """Wait for a batch, and have the next one fetched meanwhile."""
-        self._ask_up_to(min(index + self._num_ahead, len(self) - 1))
+        """Wait for a batch, and have the next one made meanwhile."""
+        self._ask_up_to(index + self._num_ahead)
+        made = self._begin(index)
+        if index + 1 < len(self):
+            self._begin(index + 1)
         with self._waiting():
-            batch = self._futures[index].result()
-        self.num_given = max(self.num_given, index + 1)
-        return batch
+            return made.result()
+
+    def let_go(self, index: int) -> None:
+        """Keep a batch no longer than those keep it that have it."""
+        with self._changed:
+            self._made.pop(index, None)
 
     def of_update(self, update: int) -> "UpdateSlots":
         """The slots of one update."""
@@ -87,46 +109,134 @@ class IterationSlots:
         """The slots of all later updates."""
         return UpdateSlots(self, range((update + 1) * self.division.slots_per_update, len(self)))
 
-    def of_all(self) -> "UpdateSlots":
-        """The slots of all updates."""
-        return UpdateSlots(self, range(len(self)))
+    def of_all(self) -> list[Contents]:
+        """What the batches of all updates held, once each of them was made."""
+        return self.contents(range(len(self)))
+
+    def contents(self, indices: range) -> list[Contents]:
+        """What these batches held, once each of them was made."""
+        return [self._contents[index] for index in indices]
 
     def wait_for_all(self) -> None:
-        """Return when every batch is there."""
-        for index in range(len(self)):
-            self.batch(index)
+        """Return when every slot is there."""
+        for index, slot in enumerate(self._slots):
+            self._ask_up_to(index + self._num_ahead)
+            with self._waiting():
+                slot.result()
 
     def close(self) -> None:
         """Ask for no more slots."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_up_to(self, last: int) -> None:
-        with self._lock:
-            for index in range(len(self._futures), last + 1):
-                self._futures.append(self._executor.submit(self._make, index))
+    def finish(self) -> None:
+        """Close, and return when `leave` has returned."""
+        self.close()
+        self._fetching.join()
 
-    def _make(self, index: int) -> Batch:
-        slot = self._fetch(index)
-        check_slot(slot, self.identity)
-        return self._batcher.batch(slot).to(self._device)
+    def _ask_up_to(self, last: int) -> None:
+        with self._changed:
+            assert not self._is_closed, "no slot comes any more"
+            self._num_asked = max(self._num_asked, min(last + 1, len(self)))
+            self._changed.notify()
+
+    def _fetch_in_order(self) -> None:
+        try:
+            for index in range(len(self)):
+                with self._changed:
+                    self._changed.wait_for(functools.partial(self._may_fetch, index))
+                    if self._is_closed:
+                        return
+                try:
+                    slot = self._fetch(index)
+                except BaseException as error:
+                    for later in range(index, len(self)):
+                        self._settle(later, error)
+                    return
+                try:
+                    check_slot(slot, self.identity)
+                except BaseException as error:
+                    self._settle(index, error)
+                else:
+                    self._settle(index, slot)
+        finally:
+            self._leave()
+
+    def _may_fetch(self, index: int) -> bool:
+        return self._is_closed or self._num_asked > index
+
+    def _settle(self, index: int, outcome: Slot | BaseException) -> None:
+        with self._changed:
+            if isinstance(outcome, BaseException):
+                self._slots[index].set_exception(outcome)
+            else:
+                self._slots[index].set_result(outcome)
+            if (made := self._made.get(index)) is not None:
+                self._make_soon(index, made)
+
+    def _begin(self, index: int) -> Future[Batch]:
+        """Have a batch made as soon as its slot is there, unless it is."""
+        with self._changed:
+            if (known := self._made.get(index)) is not None:
+                return known
+            made = self._made[index] = Future()
+            if (alive := self._alive.get(index)) is not None:
+                made.set_result(alive)
+            elif self._slots[index].done():
+                self._make_soon(index, made)
+        return made
+
+    def _make_soon(self, index: int, made: Future[Batch]) -> None:
+        if not self._is_closed:
+            self._executor.submit(self._make, index, made)
+
+    def _make(self, index: int, made: Future[Batch]) -> None:
+        try:
+            batch = self._batcher.batch(self._slots[index].result()).to(self._device)
+            with self._changed:
+                self._alive[index] = batch
+                self._contents[index] = batch.contents
+            made.set_result(batch)
+        except BaseException as error:
+            made.set_exception(error)
 
 
 class UpdateSlots:
-    """The micro-batches of one run of the schedule."""
+    """The micro-batches of one run of the schedule, or of several that follow each other."""
 
     def __init__(self, slots: IterationSlots, indices: range):
         self._slots = slots
         self.indices = indices
+        self._num_passes = 0
+        self._num_given: collections.Counter[int] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._slots.batch(index) for index in self.indices)
+        """Begin a pass. A batch is let go of when all passes that have begun have had it."""
+        self._num_passes += 1
+        return self._pass()
+
+    @property
+    def contents(self) -> list[Contents]:
+        """What the batches held, once each of them was made."""
+        return self._slots.contents(self.indices)
 
     def wait_for_first(self) -> None:
         """Wait for the first slot before the schedule starts: inside it, a waiting rank holds others in collectives."""
         self._slots.batch(self.indices[0])
+
+    def _pass(self) -> Iterator[Batch]:
+        for index in self.indices:
+            batch = self._slots.batch(index)
+            self._num_given[index] += 1
+            if self._num_given[index] == self._num_passes:
+                self._slots.let_go(index)
+            yield batch
+            del batch
 
 
 def check_slot(slot: Slot, identity: Identity) -> None:

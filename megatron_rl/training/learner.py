@@ -17,7 +17,7 @@ from megatron_rl.mcore.step.forward_step import PolicyStep, is_reporter, loss_sc
 from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.mcore.step.roles import Roles
 from megatron_rl.protocol.wire import Mismatch
-from megatron_rl.training.measures import Measures, UpdateOutcome, measure_batches
+from megatron_rl.training.measures import Measures, UpdateOutcome, measure_contents
 from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
 
 
@@ -73,7 +73,7 @@ class Learner:
             statistics += of_update
         measures = Measures(sums=take_losses())
         if is_reporter():
-            measures.merge(measure_batches(slots.of_all()))
+            measures.merge(measure_contents(slots.of_all()))
             sums, maxima = combine_statistics(statistics)
             measures.merge(Measures(sums=sums, largest=maxima))
         return Learned(updates, measures, combine_parts(parts, mismatch_bound))
@@ -91,7 +91,7 @@ class Learner:
         return [report["statistics"] for report in reports]
 
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
-        shares = [self._objective.share(batch.num_targets, batch.num_responses) for batch in slots.of_update(update)]
+        shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = int(total)

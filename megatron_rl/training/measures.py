@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
-from megatron_rl.data.batch import Batch
+from megatron_rl.data.batch import Contents
 from megatron_rl.protocol.wire import GroupPart
 
 
@@ -39,14 +39,14 @@ class Measures(msgspec.Struct):
             self.largest[name] = value if value != value else max(known, value)
 
 
-def measure_batches(batches: Iterable[Batch]) -> Measures:
+def measure_contents(of_slots: Iterable[Contents]) -> Measures:
     """Measure what the slots of a replica held."""
     measures = Measures()
-    for batch in batches:
-        measures.add("tokens.computed", batch.pack.num_tokens)
+    for contents in of_slots:
+        measures.add("tokens.computed", contents.num_tokens)
         measures.add("micro_batches", 1)
-        measures.bound("micro_batch", batch.pack.num_tokens)
-        for part in batch.parts:
+        measures.bound("micro_batch", contents.num_tokens)
+        for part in contents.parts:
             _add_part(measures, part)
     return measures
 

@@ -113,7 +113,7 @@ class Reporter:
             )
 
     def _write_samples(self, version: int, slots: IterationSlots) -> None:
-        parts = (part for batch in slots.of_all() for part in batch.parts)
+        parts = (part for contents in slots.of_all() for part in contents.parts)
         # The slots that a group was split over follow each other.
         for _, of_group in itertools.groupby(parts, key=lambda part: part.prompt_index):
             left = self._samples.left(version)

@@ -1,7 +1,11 @@
 """The data loader: batches of slots, in order, one ahead, made once, and of this version only."""
 
+import contextlib
 import threading
 import time
+import weakref
+from collections.abc import Iterator
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
-from megatron_rl.data.batch import Batcher
+from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -183,3 +187,91 @@ def test_a_layout_is_prepared_where_the_batch_is_made():
     prepared: list[Layout] = []
     batch = Batcher(ADVANTAGES["mean"], prepare=prepared.append).batch(slot())
     assert prepared[0] is batch.to(torch.device("cpu")).pack.layout
+
+
+class OnDevice:
+    """Counts the batches that were moved to the device and are alive, with all that their layouts keep there."""
+
+    def __init__(self):
+        self.num_alive, self.most, self.num_moved = 0, 0, 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        move = Batch.to
+
+        def moved(batch: Batch, device: torch.device) -> Batch:
+            result = move(batch, device)
+            self.num_moved += 1
+            self.num_alive += 1
+            self.most = max(self.most, self.num_alive)
+            # What the attention prepares lives as long as the layout.
+            weakref.finalize(result.pack.layout, self._end)
+            return result
+
+        with mock.patch.object(Batch, "to", moved):
+            yield
+
+    def _end(self) -> None:
+        self.num_alive -= 1
+
+
+def ready_slots(num_slots: int, num_updates: int, **options) -> IterationSlots:
+    plan = wire.Plan(
+        num_prompts=2 * num_slots, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=num_updates
+    )
+    return IterationSlots(slot, Batcher(ADVANTAGES["mean"]), divide(plan), IDENTITY, torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("num_updates", [1, 3])
+@pytest.mark.parametrize("num_ahead", [1, 12])
+@pytest.mark.parametrize("is_sync", [False, True], ids=["periodic", "sync"])
+def test_a_batch_is_on_the_device_while_it_is_used_and_one_ahead(num_updates, num_ahead, is_sync):
+    device = OnDevice()
+    with device.counted():
+        slots = ready_slots(12, num_updates, num_ahead=num_ahead)
+        if is_sync:
+            slots.wait_for_all()
+            assert device.num_moved == 0
+        for update in range(num_updates):
+            of_update = slots.of_update(update)
+            of_update.wait_for_first()
+            for batch in of_update:
+                assert batch.num_responses == 4
+            del batch
+            assert [one.num_targets for one in of_update.contents] == [16] * len(of_update)
+        assert [part.prompt_index for one in slots.of_all() for part in one.parts] == sorted([*range(12)] * 2)
+        slots.finish()
+    assert device.num_moved == 12
+    assert device.most <= 3
+    until(lambda: device.num_alive == 0)
+
+
+def test_a_pass_of_its_own_makes_the_same_batches_anew_and_keeps_none():
+    device = OnDevice()
+    with device.counted():
+        slots = ready_slots(12, 2)
+        passes = [[batch.pack.tokens_T.tolist() for batch in of] for of in (slots.of_update(0), slots.after(0))]
+        of_update = slots.of_update(1)
+        passes += [[batch.pack.tokens_T.tolist() for batch in of_update] for _ in range(2)]
+        slots.finish()
+    assert passes[1] == passes[2] == passes[3]
+    assert device.num_moved >= 24
+    assert device.most <= 3
+    until(lambda: device.num_alive == 0)
+
+
+def test_a_batch_stays_on_the_device_until_the_last_chunk_has_had_it():
+    """Chunks of one rank go through the micro-batches one behind the other, as in an interleaved schedule."""
+    device = OnDevice()
+    with device.counted():
+        slots = ready_slots(12, 1)
+        of_update = slots.of_update(0)
+        first, second = iter(of_update), iter(of_update)
+        for _ in range(3):
+            given = [next(first).index for _ in range(4)], [next(second).index for _ in range(4)]
+            assert given[0] == given[1]
+        assert [*first, *second] == []
+        slots.finish()
+    assert device.num_moved == 12
+    assert device.most <= 4 + 3
+    until(lambda: device.num_alive == 0)
