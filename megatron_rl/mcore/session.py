@@ -1,5 +1,6 @@
 """The process groups of a run, started once and ended once, and a rank's place in them, which decides its shards."""
 
+import dataclasses
 import datetime
 import os
 import time
@@ -22,6 +23,15 @@ U = TypeVar("U")
 Meet = Callable[[datetime.timedelta], dist.Store]
 _ARRIVALS = "megatron_rl/arrivals"
 _POLL_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaGroup:
+    """The ranks of one replica, over the host; only the thread that takes the replica's slots uses it."""
+
+    first: int
+    """The rank with the first place in every dimension: it is of the first pipeline stage."""
+    group: dist.ProcessGroup
 
 
 class Session:
@@ -64,6 +74,7 @@ class Session:
         # All but tensors (errors, digests, agreement) goes over the host, whatever the platform.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
         self.stage_group = self._new_stage_group(timeout)
+        self.replica_group = self._new_replica_group(timeout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.coordinates = _coordinates()
         self.all_coordinates: list[Coordinates] = [self.coordinates] * self.world_size
@@ -171,6 +182,20 @@ class Session:
             group = dist.new_group(ranks, timeout=timeout, backend=self.platform.collective_backend)
             if self.rank in ranks:
                 own = group
+        assert own is not None
+        return own
+
+    def _new_replica_group(self, timeout: datetime.timedelta) -> ReplicaGroup | None:
+        """The ranks of this rank's replica; None if it is alone."""
+        if self.sizes.model == 1:
+            return None
+        replicas = self.gather(self.replica)
+        own = None
+        for replica in range(self.num_replicas):
+            ranks = [rank for rank, of_rank in enumerate(replicas) if of_rank == replica]
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            if replica == self.replica:
+                own = ReplicaGroup(ranks[0], group)
         assert own is not None
         return own
 

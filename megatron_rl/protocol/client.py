@@ -89,10 +89,14 @@ class RolloutClient:
 
     def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
         """Wait for a slot of an iteration that has this deadline."""
+        return wire.decode(self.encoded_slot(version, replica, index, deadline_seconds), wire.Slot)
+
+    def encoded_slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> bytes:
+        """Do as `slot`, and leave the answer undecoded: other ranks want the same bytes."""
         path = f"/v1/iterations/{version}/slots/{replica}/{index}"
         answer = self._poll(path, deadline_seconds + _GRACE_SECONDS)
         if answer is not None:
-            return wire.decode(answer, wire.Slot)
+            return answer
         raise RolloutError(
             f"slot {index} of replica {replica} did not come within {deadline_seconds:.0f} s in iteration {version}: "
             f"{self.endpoint}/v1/status shows what is missing"

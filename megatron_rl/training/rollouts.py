@@ -1,6 +1,7 @@
 """The groups of an iteration, as the loop sees them: submitted by rank 0, given to every rank slot by slot."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -12,11 +13,12 @@ from megatron_rl.arguments.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity, IterationSlots
+from megatron_rl.mcore.relay import ReceivingRank, open_relay
 from megatron_rl.mcore.session import Session
 from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
-from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Submission
+from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.training.mismatch import MismatchBeyond
 
 
@@ -80,17 +82,12 @@ class Rollouts:
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
         self._session.run_or_raise_everywhere(lambda: self._submit(identity))
-        slots = IterationSlots(
-            lambda index: self._client.slot(version, self._session.replica, index, self._deadline_seconds),
-            self._batcher,
-            self._division,
-            identity,
-            self._session.device,
-            self._waiting,
-        )
+        slots = self._open_slots(identity)
         try:
             self._schedule(slots, self._session)
             yield slots
+            # The next iteration's slots come over the same group.
+            slots.finish()
         except MismatchBeyond as error:
             refused = error.mismatch
             # Every rank raises this, and the first one to end ends all: have it recorded before that.
@@ -105,6 +102,25 @@ class Rollouts:
         """Tell the sidecar that an iteration was trained on, and the mismatch measured of its tokens."""
         if self._session.rank == 0:
             self.audit_head = self._client.complete(version, mismatch)
+
+    def _open_slots(self, identity: Identity) -> IterationSlots:
+        replica, num_slots = self._session.replica, self._division.slots_per_replica
+        relay = open_relay(self._session.replica_group, self._session.rank)
+
+        def fetch(index: int) -> Slot:
+            ask = functools.partial(self._client.encoded_slot, identity.version, replica, index, self._deadline_seconds)
+            return decode(relay.fetch(ask), Slot)
+
+        return IterationSlots(
+            fetch,
+            self._batcher,
+            self._division,
+            identity,
+            self._session.device,
+            self._waiting,
+            num_ahead=num_slots if isinstance(relay, ReceivingRank) else 1,
+            leave=relay.leave,
+        )
 
     def _submit(self, identity: Identity) -> None:
         if self._session.rank != 0:

@@ -68,6 +68,48 @@ def test_an_exception_on_one_replica_ends_the_other_too(world):
     )
 
 
+PATCH_SLOTS = """
+    from megatron_rl.data.slots import IterationSlots
+    batch = IterationSlots.batch
+    def faulty(self, index):
+        if index == 2:
+            {fault}
+        return batch(self, index)
+    IterationSlots.batch = faulty
+"""
+
+
+@pytest.mark.each_change
+def test_an_exception_on_the_rank_that_fetches_slots_is_what_ends_the_ranks_that_wait_for_them(world):
+    fault = PATCH_SLOTS.format(fault="raise ZeroDivisionError('planted')")
+    ended(world, "fetching", r"ZeroDivisionError: planted \(rank 0\)", 1, {0: fault}, pipeline_model_parallel_size=2)
+
+
+@pytest.mark.each_change
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_it_waits_for_a_slot_ends_the_other_by_name(world, victim):
+    folder = world.folder / f"slot-{victim}"
+    script = world.folder / "slot.json"
+    script.write_text(json.dumps({"delay": [30.0, 30.0], "delay_seed": 1}))
+    marker = folder / "there"
+    fault = f"""
+        import pathlib
+        from megatron_rl.data.slots import IterationSlots
+        batch = IterationSlots.batch
+        def telling(self, index):
+            pathlib.Path({str(marker)!r}).touch()
+            return batch(self, index)
+        IterationSlots.batch = telling
+    """
+    words = world.words("slot", rollout_folder=folder / "r", rollout_script=script, tensor_model_parallel_size=2)
+    with loop.running(folder, 2, words, {victim: fault}) as ranks:
+        until(marker.exists, ranks)
+        ranks.processes[victim].kill()
+        assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
+    (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
+    assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
+
+
 def test_a_loss_of_nan_ends_the_run_before_the_update(world):
     fault = PATCH_LOSS.format(fault="statistics.sums['loss'] = total.detach() * float('nan')")
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
@@ -162,20 +204,25 @@ def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, 
 
 
 @pytest.mark.each_change
-def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path, num_stages):
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(prompts, completions, completion_ids, **columns):\n    raise KeyError('solution')\n")
-    ended(world, "reward", r"iteration 0 failed: .*bad.*KeyError.*solution", 5, reward=f"{reward}:bad")
+    reason = r"iteration 0 failed: .*bad.*KeyError.*solution"
+    changes = {"reward": f"{reward}:bad", "pipeline_model_parallel_size": num_stages}
+    ended(world, f"reward-{num_stages}", reason, 5, **changes)
 
 
 @pytest.mark.each_change
-def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
-    folder = world.folder / "gone"
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world, num_stages):
+    folder = world.folder / f"gone-{num_stages}"
     script = world.folder / "slow.json"
     script.write_text(json.dumps({"delay": [2.0, 2.0], "delay_seed": 1}))
     words = world.words(
-        "gone", rollout_folder=folder / "gone", rollout_script=script, rollout_patience_seconds=5, train_iters=50
-    )
+        "gone", rollout_folder=folder / "gone", rollout_script=script, rollout_patience_seconds=5, train_iters=50,
+        pipeline_model_parallel_size=num_stages,
+    )  # fmt: skip
     with loop.running(folder, 2, words) as ranks:
         until_line(ranks, folder / "gone", 1)
         (sidecar,) = [

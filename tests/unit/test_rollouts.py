@@ -19,7 +19,7 @@ PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4
 
 def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollouts:
     session: Any = types.SimpleNamespace(
-        rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree
+        rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
     prompts: Any = types.SimpleNamespace(take=lambda count: [])
     sampling, batcher = wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"])
@@ -37,7 +37,11 @@ def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_
         events.append("agreed")
         return action()
 
-    client = types.SimpleNamespace(submit=lambda _: events.append("submitted"), slot=lambda *_: events.append("asked"))
+    def ask(*_: object) -> bytes:
+        events.append("asked")
+        return wire.encode(wire.Slot(run="run", version=3, fingerprint="weights-3", replica=rank, index=0, parts=[]))
+
+    client = types.SimpleNamespace(submit=lambda _: events.append("submitted"), encoded_slot=ask)
     with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
         slots._fetch(0)
     assert events == expected

@@ -1,0 +1,153 @@
+"""The slots of an iteration, from the one rank of a replica that fetches them to all of its ranks.
+
+The fetching rank sends each slot's bytes as they come, undecoded, and says at the end that it sends no more.
+Invariants:
+
+- a group of its own carries them, and one thread of each rank uses it: no collective of the schedule comes between;
+- receiving ranks are always ready to receive: the fetching rank waits for their threads, never for what they compute;
+- the fetching rank asks for a slot no later than any other rank needs it: it is of the first pipeline stage, whose
+  forward pass of a micro-batch comes before those of all other stages. So a schedule that would end if every rank
+  fetched its own slots ends with these too;
+- what the sidecar refuses is raised on every rank with the same words.
+"""
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.mcore.session import ReplicaGroup
+
+# A rank that fails tells all ranks why, and they end (`training/watch.py`): what its silence causes is said later.
+_REASON_SECONDS = 60.0
+
+
+class SlotsLost(RuntimeError):
+    """Another rank of the replica is gone, or has left the iteration; that rank says why."""
+
+
+class Relay(Protocol):
+    """One rank's side of an iteration. One thread makes all calls."""
+
+    def fetch(self, ask: Callable[[], bytes]) -> bytes:
+        """Return the next slot; `ask` gets it from the sidecar."""
+        ...
+
+    def leave(self) -> None:
+        """Take no more slots; every rank of the replica returns when the fetching one has left too."""
+        ...
+
+
+class _Kind(IntEnum):
+    SLOT = 0
+    FAILURE = 1
+    END = 2
+
+
+class Direct:
+    """A replica of one rank."""
+
+    def fetch(self, ask: Callable[[], bytes]) -> bytes:
+        return ask()
+
+    def leave(self) -> None:
+        pass
+
+
+class FetchingRank:
+    """Asks, and sends the answers."""
+
+    def __init__(self, group: ReplicaGroup):
+        self._group = group
+        self._has_ended = False
+
+    def fetch(self, ask: Callable[[], bytes]) -> bytes:
+        try:
+            data = ask()
+        except MegatronRLError as error:
+            self._end(_Kind.FAILURE, pickle.dumps((type(error), str(error))))
+            raise
+        except BaseException:
+            self._end(_Kind.END)
+            raise
+        try:
+            self._send(_Kind.SLOT, data)
+        except RuntimeError as error:
+            self._has_ended = True
+            raise _wait_for_the_reason("takes no more slots") from error
+        return data
+
+    def leave(self) -> None:
+        self._end(_Kind.END)
+
+    def _end(self, kind: _Kind, data: bytes = b"") -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        # Somebody who is gone need not be told.
+        with contextlib.suppress(RuntimeError):
+            self._send(kind, data)
+
+    def _send(self, kind: _Kind, data: bytes) -> None:
+        source, group = self._group.first, self._group.group
+        dist.broadcast(torch.tensor([kind, len(data)]), source, group)
+        if data:
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), source, group)
+
+
+class ReceivingRank:
+    """Receives what the fetching rank sends."""
+
+    def __init__(self, group: ReplicaGroup):
+        self._group = group
+        self._has_ended = False
+
+    def fetch(self, ask: Callable[[], bytes]) -> bytes:
+        try:
+            kind, data = self._receive()
+        except RuntimeError as error:
+            raise _wait_for_the_reason("is gone") from error
+        if kind == _Kind.FAILURE:
+            failure, text = pickle.loads(data)
+            raise failure(text)
+        if kind == _Kind.END:
+            raise _wait_for_the_reason("left the iteration")
+        return data
+
+    def leave(self) -> None:
+        # The fetching rank may be gone without a word, and nobody here waits for it.
+        with contextlib.suppress(RuntimeError):
+            while not self._has_ended:
+                self._receive()
+
+    def _receive(self) -> tuple[int, bytes]:
+        # Only a slot leaves something to receive.
+        has_ended, self._has_ended = self._has_ended, True
+        assert not has_ended, "the fetching rank sends no more"
+        source, group = self._group.first, self._group.group
+        header = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(header, source, group)
+        kind, length = header.tolist()
+        data = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.broadcast(data, source, group)
+        self._has_ended = kind != _Kind.SLOT
+        return kind, data.numpy().tobytes()
+
+
+def open_relay(group: ReplicaGroup | None, rank: int) -> Relay:
+    """Begin an iteration on this rank; `group` is its replica's, None for a replica of one rank."""
+    if group is None:
+        return Direct()
+    return FetchingRank(group) if rank == group.first else ReceivingRank(group)
+
+
+def _wait_for_the_reason(what: str) -> SlotsLost:
+    time.sleep(_REASON_SECONDS)
+    return SlotsLost(f"a rank of this replica {what}, and has not said why for {_REASON_SECONDS:g} s")
