@@ -1,5 +1,6 @@
 """A Megatron model's weights from and to Hugging Face's form: folders, streams, fingerprints."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,6 +43,11 @@ class ModelWeights:
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
 
+    @property
+    def is_written_here(self) -> bool:
+        """Whether this rank writes any of the tensors; copies of them in other replicas are not written."""
+        return any(shard.map.owned for shard in self.shards)
+
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
@@ -65,8 +71,8 @@ class ModelWeights:
     def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
 
-        Configuration and tokenizer are copied from the folder `source`. All ranks must write to one file system; the
-        folder gets its name only when it is complete.
+        Configuration and tokenizer are copied from the folder `source`. All ranks that write must write to one file
+        system; the folder gets its name only when it is complete.
         """
         folder = Path(folder)
         return self._write_folder(
@@ -152,10 +158,13 @@ class ModelWeights:
         coordinates = self._session.coordinates
         first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
         try:
-            with files.Writer(staged, plan) as writer:
-                export(self.shards, digests, writer.put, first)
+            # A rank that writes nothing may be on a host that does not have the folder.
+            with files.Writer(staged, plan) if self.is_written_here else contextlib.nullcontext() as writer:
+                export(self.shards, digests, None if writer is None else writer.put, first)
         except OSError as error:
-            raise InputError(f"{staged} cannot be written: {error}; every rank must reach the same folder") from None
+            raise InputError(
+                f"{staged} cannot be written: {error}; every rank that writes must reach the same folder"
+            ) from None
         return digests
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:

@@ -6,7 +6,9 @@ cleared again at every publish.
 
 import datetime
 import os
+import secrets
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -48,7 +50,8 @@ class Receiver(Protocol):
 class SharedMemoryPublisher:
     """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
 
-    Rank 0 speaks with the sidecar.
+    Rank 0 speaks with the sidecar. Ranks that write a part of the weights must find rank 0's folder; copies of what
+    others write need none.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class SharedMemoryPublisher:
         # The folder of the version that engines sample with, and one that no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
-        session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
+        self._begin()
 
     def publish(self, version: int) -> str:
         """Return the fingerprint of what all engines now sample with."""
@@ -111,6 +114,17 @@ class SharedMemoryPublisher:
         if self._session.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _begin(self) -> None:
+        """Make the folder, and see that every rank which writes weights finds it there."""
+        session, folder = self._session, self._folder
+        session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
+        # Another host may have a folder of this name too.
+        mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
+        session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: _find(mark, session.rank) if self._weights.is_written_here else None)
+        if session.rank == 0:
+            mark.unlink()
+
     def _send(self, message: Weights) -> EngineKind:
         if self._session.rank != 0:
             return self.engines
@@ -132,6 +146,15 @@ def _own_folder(folder: Path) -> None:
                 f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: "
                 f"it must be this user's with mode 700; remove it or choose another folder"
             )
+
+
+def _find(mark: Path, rank: int) -> None:
+    if not mark.exists():
+        raise PlatformError(
+            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find {mark.parent}, "
+            "which rank 0 made on its own host: stream the weights (--rollout-transport nccl or hccl), name a "
+            "--publish-folder that all hosts share, or have one host hold a whole replica"
+        )
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
