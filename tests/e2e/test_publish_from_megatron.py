@@ -111,10 +111,14 @@ def compare(built: Any, client: RolloutClient, version: int, temperature: float)
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the_trainers(tmp_path: Path) -> None:
-    model, run = draw_with_tokenizer(tmp_path / "model"), tmp_path / "run"
+@pytest.mark.parametrize(
+    "is_tied", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.each_change)]
+)
+def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the_trainers(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    model, run = draw_with_tokenizer(tmp_path / "model", tie_word_embeddings=is_tied), tmp_path / "run"
     words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
     with sidecar(run, *words, seconds=240) as process:
         ranks = run_ranks(train_ranks, 2, model, run, Path("/dev/shm") / f"test-{run.parent.name}")

@@ -45,9 +45,9 @@ def draw(family: str, folder: Path, **changes: Any) -> Models:
     return Models(first, second)
 
 
-def draw_with_tokenizer(folder: Path) -> Path:
+def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
     """One set of weights, with a word for each token: rewards see text."""
-    hf_models.draw("qwen3", folder, **SIZES)
+    hf_models.draw("qwen3", folder, **SIZES, **changes)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

@@ -3,6 +3,9 @@
 - Experts that are updated in place compute nonsense, because the CPU kernel needs their weights in a layout of its own.
   vLLM 0.32 packs them when the model is loaded, but copies later updates unpacked into memory that is read as packed.
   `patch_experts_updated_in_place` packs them each time.
+- An output layer that is tied to the embedding goes on with its old weights. vLLM 0.32 packs each layer into a copy of
+  its own when the model is loaded, and later only the layers that tensors came for. None comes for a tied output layer.
+  `pack_tied_layers` packs it after each load.
 - A request with a seed whose prefill is split ends the engine. After each step but the last of such a prefill, vLLM
   takes back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has
   no offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and
@@ -60,6 +63,22 @@ def patch_method(method: Any) -> str:
     method.process_weights_after_loading = process_weights_after_loading
     setattr(method, _MOE_MARK, True)
     return "applied"
+
+
+def pack_tied_layers(model: Any) -> list[str]:
+    """Pack the layers that share another one's parameter, as vLLM did when it loaded the model; return their names."""
+    owners: dict[int, str] = {}
+    packed = []
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        is_shared = owners.setdefault(weight.data_ptr(), name) != name
+        # vLLM has packed a layer that has this.
+        if is_shared and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
+            packed.append(name)
+    return packed
 
 
 _SEED_MARK = "megatron_rl_seed_patch"

@@ -22,6 +22,7 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.weights.files import Checkpoint, read_digests
 from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
@@ -165,6 +166,8 @@ class WorkerExtension:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
+        with torch.no_grad():
+            pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_is_torn = False
         held = self.megatron_rl_compared(record, record.digests)
         self.megatron_rl_fingerprint = found
@@ -178,9 +181,11 @@ class WorkerExtension:
     def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
-        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
-            self.reload_weights(weights_iterator=iter(tensors.items()))
-            recorded.check_all_loaded()
+        with self.megatron_rl_loading(), torch.no_grad():
+            with self.megatron_rl_recorded() as recorded:
+                self.reload_weights(weights_iterator=iter(tensors.items()))
+                recorded.check_all_loaded()
+            pack_tied_layers(self.model_runner.get_model())
         return recorded
 
     @contextlib.contextmanager
