@@ -20,6 +20,8 @@ from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
 RNG = "rng_state"
 _REFERENCE = "reference."
+# What bounds the schedules of a group of parameters.
+_BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
 # The one form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write:
 # each tensor whole, under its parameter's name. Saving gathers the state over data-parallel ranks.
 CONTENT = {
@@ -90,7 +92,9 @@ def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
 def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
     """Take over optimizer and schedule from what was loaded."""
     optimizer, scheduler = policy.optimizer, policy.scheduler
-    bounds = [{key: group.get(key) for key in ("max_lr", "min_lr")} for group in optimizer.param_groups]
+    bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
+    if is_overriding:
+        _override_bounds(loaded["optimizer"], bounds)
     _name_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
@@ -145,6 +149,16 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
     """Allocate the optimizer's state: before its first step it has none, and loading expects one."""
     for inner in _torch_adams(optimizer):
         allocate_adam_state(inner)
+
+
+def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]) -> None:
+    """Give saved groups the bounds of this run's: from 0.19 on, Megatron finds a saved group by its bounds too."""
+    first, *others = bounds
+    if any(own != first for own in others):
+        return
+    for one in loaded.values() if 0 in loaded else [loaded]:
+        for group in one.get("optimizer", one)["param_groups"]:
+            group.update(first)
 
 
 def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
