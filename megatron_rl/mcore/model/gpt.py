@@ -4,6 +4,7 @@ Letters: T tokens of the pack, R rows of it that this rank computes, N targets, 
 hidden size.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_rl.mcore.model import context, rope
 from megatron_rl.mcore.model.attention import PackParams
 from megatron_rl.mcore.model.spec import block_spec
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from megatron_rl.platforms import select
 from megatron_rl.types import Architecture
 
 
@@ -35,7 +37,8 @@ class PackedGPTModel(GPTModel):
         """Set what a GPTModel needs besides its own parts to run `forward`."""
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
-        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+        frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+        self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
         # Megatron's own angles are those of rows, cached for 32 lengths: they are not used here.
         self.rotary_pos_emb.forward = lambda *_, **__: None
 
@@ -56,7 +59,6 @@ class PackedGPTModel(GPTModel):
             # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row: slower
             # than all rows at once, and rounded differently from the same weight when it is trained.
             decoder_input = decoder_input.squeeze(1).unsqueeze(1)
-        self._rope_frequencies_F = self._rope_frequencies_F.to(position_ids.device)
         return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
@@ -112,8 +114,17 @@ def build_chunks(
     architecture: Architecture,
     vocab_divisible_by: int = 128,
     attention_backend: str = "naive",
+    device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's pipeline stages: one, or one per virtual stage. Weights are allocated, not initialized."""
+    # Megatron allocates some parameters on the host, a router's weights for one, and moves whole models later.
+    with device or contextlib.nullcontext():
+        return _build_stages(config, architecture, vocab_divisible_by, attention_backend)
+
+
+def _build_stages(
+    config: TransformerConfig, architecture: Architecture, vocab_divisible_by: int, attention_backend: str
+) -> list[PackedGPTModel]:
     num_virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for vp_stage in range(num_virtual) if num_virtual else [None]:
@@ -220,4 +231,5 @@ def build_model(settings: Settings) -> list[PackedGPTModel]:
         settings.architecture,
         settings.model.make_vocab_size_divisible_by,
         attention_backend=settings.attention.backend,
+        device=select(settings.platform).device(),
     )

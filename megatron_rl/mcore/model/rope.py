@@ -8,7 +8,12 @@ from megatron_rl.types import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Compute one frequency for each pair of a head's dimensions, fp32."""
+    """Compute one frequency for each pair of a head's dimensions, fp32; on the host, so that all devices have these."""
+    with torch.device("cpu"):
+        return _inverse_frequencies(rope, head_dim)
+
+
+def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.base**exponents
     if rope.kind is RopeKind.DEFAULT:
