@@ -75,6 +75,8 @@ class Batcher:
     """Whether the responses of a group share one copy of their prompt."""
     prepare: Callable[[Layout], object] | None = None
     """Prepares what the attention looks up of a layout, so that the first layer need not."""
+    num_parts: int = 1
+    """The number of ranks that share a pack's rows."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -88,6 +90,9 @@ class Batcher:
         )
         if self.prepare is not None:
             self.prepare(pack.layout)
+        if self.num_parts > 1:
+            # Here, in the loader's thread and on the host: looked up on a device, it would stall every micro-batch.
+            pack = pack.divided(self.num_parts)
         advantages = [
             self.advantage(np.asarray(part.rewards, dtype=np.float64))[
                 part.first_response : part.first_response + len(part.responses)

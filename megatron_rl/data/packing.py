@@ -1,6 +1,7 @@
 """Groups of a prompt and its responses, laid out in the one buffer of a micro-batch.
 
-Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted).
+Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted), M of them that the rows of one part
+predict.
 """
 
 import dataclasses
@@ -27,6 +28,8 @@ class Pack:
     target_tokens_N: torch.Tensor
     target_sequences_N: torch.Tensor
     """The response that each target belongs to, counted through the pack."""
+    places_of_parts: tuple[torch.Tensor, ...] = ()
+    """For each part of the rows, [M]: which targets it predicts. The ranks that share a pack have a part each."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +45,19 @@ class Pack:
             self.target_rows_N.to(device),
             self.target_tokens_N.to(device),
             self.target_sequences_N.to(device),
+            tuple(places_M.to(device) for places_M in self.places_of_parts),
         )
+
+    def divided(self, num_parts: int) -> "Pack":
+        """The same pack with the targets of each of so many equal parts; on a device, the host waits for it."""
+        part_N = self.target_rows_N.cpu() // max(1, self.num_tokens // num_parts)
+        places = tuple((part_N == part).nonzero().squeeze(1).to(self.tokens_T.device) for part in range(num_parts))
+        return dataclasses.replace(self, places_of_parts=places)
+
+    def places_of_part(self, part: int, num_parts: int) -> torch.Tensor:
+        """Return which targets a part's rows predict, [M]; there may be none."""
+        pack = self if len(self.places_of_parts) == num_parts else self.divided(num_parts)
+        return pack.places_of_parts[part]
 
 
 def separated(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[tuple[Tokens, list[Tokens]]]:

@@ -1,6 +1,7 @@
 """From settings to a run: `train` starts and ends it, `build` lists its parts."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import math
@@ -243,13 +244,16 @@ def _build_rollouts(
     schedule: Schedule,
     waiting: Callable[[], contextlib.AbstractContextManager],
 ) -> Rollouts:
+    batcher = dataclasses.replace(
+        build_batcher(settings, session.device), num_parts=settings.transformer.context_parallel_size
+    )
     return Rollouts(
         client,
         session,
         _name(settings),
         settings.sizes.division,
         _sampling(settings, settings.sampling.temperature),
-        build_batcher(settings, session.device),
+        batcher,
         schedule,
         settings.service.deadline_minutes * 60,
         prompts,

@@ -62,3 +62,16 @@ def test_the_padding_is_seen_by_nothing_and_predicts_nothing() -> None:
     assert not visible[:5, 5:].any()
     assert not visible[5:, :5].any()
     assert pack.target_rows_N.max() < 5
+
+
+@given(groups, st.integers(1, 4))
+def test_each_target_belongs_to_the_one_part_that_has_its_row(drawn, num_parts: int) -> None:
+    pack = pack_groups(drawn, num_parts)
+    divided = pack.divided(num_parts)
+    length = pack.num_tokens // num_parts
+    for part in range(num_parts):
+        places_M = divided.places_of_part(part, num_parts)
+        assert pack.places_of_part(part, num_parts).tolist() == places_M.tolist()
+        assert all(part * length <= row < (part + 1) * length for row in pack.target_rows_N[places_M].tolist())
+    places = [place for places_M in divided.places_of_parts for place in places_M.tolist()]
+    assert sorted(places) == list(range(len(pack.target_rows_N)))

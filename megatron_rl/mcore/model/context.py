@@ -56,11 +56,6 @@ def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return received_PRHD.transpose(0, 1).flatten(1, 2)
 
 
-def own_targets(rows_N: torch.Tensor, own: slice) -> torch.Tensor:
-    """Find the targets that rows of this rank predict; there may be none."""
-    return ((rows_N >= own.start) & (rows_N < own.stop)).nonzero().squeeze(1)
-
-
 def of_all_targets(
     log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
 ) -> torch.Tensor:

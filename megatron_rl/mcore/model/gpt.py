@@ -80,7 +80,7 @@ class PackedGPTModel(GPTModel):
         if group.size() == 1:
             return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, temperature)
         rows = context.own_rows(pack.num_tokens, group)
-        places_M = context.own_targets(pack.target_rows_N, rows)
+        places_M = pack.places_of_part(group.rank(), group.size())
         rows_M, tokens_M = (
             targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
         )
