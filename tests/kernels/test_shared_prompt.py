@@ -1,11 +1,13 @@
 """The naive backend against attention written another way, and the properties that every backend must keep."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
+from megatron_rl.ops.shared_prompt.backends import naive
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.truth import error_over_bound
@@ -97,3 +99,9 @@ def test_a_layout_whose_parents_do_not_come_first_is_refused() -> None:
         Layout((1, 1), (1, ROOT))
     with pytest.raises(ValueError, match="the length of segment 0 must be at least 0, not -1"):
         Layout((-1,), (ROOT,))
+
+
+@given(layouts(), st.none() | st.integers(1, 9))
+def test_the_mask_that_is_made_on_a_device_is_the_layouts(layout, window) -> None:
+    mask_TT = naive.prepare(layout, torch.device("cpu")).visible(window)
+    assert np.array_equal(mask_TT.numpy(), layout.visible(window))

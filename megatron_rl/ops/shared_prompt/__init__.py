@@ -26,7 +26,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
     "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
     "flex": Backend(flex.attention, flex.prepare, flex.refusal),
-    "naive": Backend(naive.attention, lambda layout, device: None, lambda conditions: None),
+    "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
 
 

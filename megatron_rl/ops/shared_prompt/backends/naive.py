@@ -1,11 +1,41 @@
 """The definition of shared-prompt attention: a dense mask, a softmax, two products. Every backend is tested against it.
 
-Letters: T tokens, H query heads, G key-value heads, D head dimension, I = H / G.
+Letters: T tokens, S segments, H query heads, G key-value heads, D head dimension, I = H / G.
 """
+
+import dataclasses
 
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """What the mask is made of. The mask itself is made anew for each layer: it would stay with the layout."""
+
+    segments_T: torch.Tensor
+    positions_T: torch.Tensor
+    ancestors_SS: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> "Tables":
+        """Copy them to the device."""
+        arrays = (layout.segment_of_token, layout.positions, layout.ancestors)
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """Compute `layout.visible(window)` on the device."""
+        rows_TS = self.ancestors_SS.index_select(0, self.segments_T)
+        mask_TT = rows_TS.index_select(1, self.segments_T).tril()
+        if window is not None:
+            mask_TT &= self.positions_T[:, None] - self.positions_T < window
+        return mask_TT
+
+
+def prepare(layout: Layout, device: torch.device) -> Tables:
+    """Return the tables that the mask is made of."""
+    return layout.once(Tables.of, device)
 
 
 def attention(
@@ -19,7 +49,7 @@ def attention(
     """Average, for each token, the values of the tokens it sees; the softmax is taken in fp32 or better."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_groups = k_TGD.shape[1]
-    mask_TT = torch.from_numpy(layout.visible(window)).to(q_THD.device)
+    mask_TT = prepare(layout, q_THD.device).visible(window)
     q_GITD = q_THD.reshape(num_tokens, num_groups, num_heads // num_groups, head_dim).permute(1, 2, 0, 3)
     k_G1DT = k_TGD.permute(1, 2, 0).unsqueeze(1)
     v_G1TD = v_TGD.transpose(0, 1).unsqueeze(1)
