@@ -49,10 +49,18 @@ class Failure:
     text: str
 
 
-def main(parent: int) -> None:
+def platform_name() -> str:
+    """The platform that this rank is on."""
+    return next(name for name in platforms.NAMES if platforms.is_installed(name))
+
+
+def main(parent: int, platform: str) -> None:
     """Fork a rank for each line: a folder, with the rank's job in it, and the rank's environment."""
     _end_with(parent)
-    platforms.select("cpu").install()
+    if platform == "rehearsed":
+        importlib.import_module("tests.rehearsal.platform").install()
+    else:
+        platforms.select(platform).install()
     for name in _PRELOADED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave the other threads behind"
@@ -130,4 +138,4 @@ if __name__ == "__main__":
     # Under its importable name, so that what it pickles is found there.
     from tests.nursery import main as importable_main
 
-    importable_main(int(sys.argv[1]))
+    importable_main(int(sys.argv[1]), sys.argv[2])

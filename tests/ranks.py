@@ -6,7 +6,8 @@
         first, second = run_ranks(losses, 2, "tp2")
 
 Every rank has what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); the function starts
-torch.distributed itself. Ranks are on the CPU platform, which is installed before any module of theirs is imported.
+torch.distributed itself. Ranks are on the CPU platform, or with `platform="rehearsed"` on the emulated device; it is
+installed before any module of theirs is imported.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 600,
     num_threads: int = 1,
+    platform: str = "cpu",
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in the order of ranks.
 
@@ -55,7 +57,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = Job(function.__module__, function.__qualname__, args, num_threads)
         (Path(folder) / "job").write_bytes(pickle.dumps(job))
-        ranks = [_Rank(rank, world_size, Path(folder), num_threads) for rank in range(world_size)]
+        ranks = [_Rank(rank, world_size, Path(folder), num_threads, platform) for rank in range(world_size)]
         try:
             address = f"127.0.0.1:{free_port()}"
             for rank in ranks:
@@ -68,10 +70,10 @@ def run_ranks(
 
 
 @functools.cache
-def _nursery() -> subprocess.Popen[bytes]:
-    """What ranks are forked off; it ends when this process does."""
+def _nursery(platform: str) -> subprocess.Popen[bytes]:
+    """What ranks of a platform are forked off; it ends when this process does."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.nursery", str(os.getpid())],
+        [sys.executable, "-m", "tests.nursery", str(os.getpid()), platform],
         cwd=ROOT,
         env={**os.environ, **_threads(1)},
         stdin=subprocess.PIPE,
@@ -85,11 +87,12 @@ def _threads(number: int) -> dict[str, str]:
 class _Rank:
     """One process, which leads a process group of its own so that its children end with it."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path, num_threads: int) -> None:
+    def __init__(self, rank: int, world_size: int, folder: Path, num_threads: int, platform: str) -> None:
         self.rank = rank
         self._world_size = world_size
         self._folder = folder
         self._num_threads = num_threads
+        self._platform = platform
         self._is_started = False
 
     def start(self, address: str) -> None:
@@ -105,14 +108,14 @@ class _Rank:
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        nursery = _nursery()
+        nursery = _nursery(self._platform)
         assert nursery.stdin is not None
         nursery.stdin.write(json.dumps([str(self._folder), environment]).encode() + b"\n")
         nursery.stdin.flush()
         self._is_started = True
 
     def exit_code(self) -> int | None:
-        if _nursery().poll() is not None:
+        if _nursery(self._platform).poll() is not None:
             raise RanksError("the process that ranks are forked off is gone; its output is above")
         return self._read("exit")
 
@@ -139,7 +142,7 @@ class _Rank:
 
     def kill(self) -> None:
         # It may be on its way only.
-        while self._is_started and self._read("exit") is None and _nursery().poll() is None:
+        while self._is_started and self._read("exit") is None and _nursery(self._platform).poll() is None:
             self._signal_group(signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         # Children may outlive the rank itself.

@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -98,7 +98,7 @@ def zero(*arguments: Any, **keywords: Any) -> int:
     return 0
 
 
-_FACTORIES = (
+FACTORIES = (
     "arange",
     "as_tensor",
     "empty",
@@ -218,7 +218,7 @@ def split_sizes() -> dict[str, Any]:
 
 def device_literals() -> dict[str, Any]:
     """megatron writes device="cuda" where it makes tensors, and pins those it makes on the host for a copy to CUDA."""
-    return {name: _on_the_host(getattr(torch, name)) for name in _FACTORIES}
+    return {name: _on_the_host(getattr(torch, name)) for name in FACTORIES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,10 +267,10 @@ class Namespace(ModuleType):
         return dir(self._original)
 
 
-def build_namespaces() -> dict[ModuleType, Namespace]:
+def build_namespaces(replacements: Sequence[Replacement] = REPLACEMENTS) -> dict[ModuleType, Namespace]:
     """megatron's view of each module of torch in which something is replaced."""
     names: dict[str, dict[str, Any]] = {}
-    for replacement in REPLACEMENTS:
+    for replacement in replacements:
         names.setdefault(replacement.module, {}).update(replacement.names())
     views: dict[ModuleType, Namespace] = {}
     # The deepest first, because a module's view holds the views of its submodules.
@@ -284,9 +284,9 @@ def build_namespaces() -> dict[ModuleType, Namespace]:
     return views
 
 
-def build_import_function() -> Callable[..., ModuleType]:
+def build_import_function(replacements: Sequence[Replacement] = REPLACEMENTS) -> Callable[..., ModuleType]:
     """An `__import__` that gives megatron's view of torch."""
-    views = build_namespaces()
+    views = build_namespaces(replacements)
 
     def import_for_megatron(
         name: str,
@@ -324,12 +324,12 @@ _TYPE_NAMES = {
 
 def tensor_cuda() -> None:
     """megatron moves tensors with .cuda(); a CPU build of torch raises."""
-    _answer_megatron(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor)
+    answer_megatron(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor)
 
 
 def module_cuda() -> None:
     """megatron moves modules with .cuda(); a CPU build of torch raises."""
-    _answer_megatron(torch.nn.Module, "cuda", lambda module, *arguments, **keywords: module)
+    answer_megatron(torch.nn.Module, "cuda", lambda module, *arguments, **keywords: module)
 
 
 def tensor_type() -> None:
@@ -340,7 +340,7 @@ def tensor_type() -> None:
         result = original(tensor, *arguments, **keywords)
         return _TYPE_NAMES.get(result, result) if isinstance(result, str) else result
 
-    _answer_megatron(torch.Tensor, "type", type_name)
+    answer_megatron(torch.Tensor, "type", type_name)
 
 
 METHODS: tuple[tuple[str, Callable[[], None]], ...] = (
@@ -360,7 +360,7 @@ def tensor_method_reasons() -> list[tuple[str, str]]:
     return [(name, inspect.cleandoc(patch.__doc__ or "")) for name, patch in METHODS]
 
 
-def _answer_megatron(owner: type, name: str, answer: Callable[..., Any]) -> None:
+def answer_megatron(owner: type, name: str, answer: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)

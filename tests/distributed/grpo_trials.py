@@ -32,6 +32,7 @@ from tests.grpo_problem import Problem, Trial
 from tests.grpo_twin import Group, Tensors
 
 LAYOUTS = {
+    "TP1": "",
     "TP2": "--tensor-model-parallel-size 2",
     "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP2": "--pipeline-model-parallel-size 2",
@@ -49,7 +50,7 @@ LAYOUTS = {
     "DP2xCP2": "--context-parallel-size 2",
     "CP2xPP2": "--context-parallel-size 2 --pipeline-model-parallel-size 2",
 }
-WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "DP2xCP2", "CP2xPP2"), 4)
+WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "DP2xCP2", "CP2xPP2"), 4) | {"TP1": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,9 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     reference = build_reference(settings, session, problem.reference)
     parts = Parts(
         build_roles(settings, session, policy, reference, sizes.plan.num_updates),
-        build_batcher(settings, session.device),
+        dataclasses.replace(
+            build_batcher(settings, session.device), num_parts=settings.transformer.context_parallel_size
+        ),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )

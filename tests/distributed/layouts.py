@@ -24,6 +24,7 @@ from megatron_rl.mcore.step.forward_step import ForwardStep, Report, compute_log
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 from megatron_rl.weights.shards import map_shards
+from tests.nursery import platform_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Model:
 @contextlib.contextmanager
 def start_session(case: Case, timeout_seconds: int = 600) -> Iterator[Session]:
     """Megatron's groups for one case; torch.distributed must have been started when several cases follow each other."""
-    platform = platforms.select("cpu")
+    platform = platforms.select(platform_name())
     with Session(case.sizes, platform, seed=1, timeout=datetime.timedelta(seconds=timeout_seconds)) as session:
         yield session
 
@@ -197,7 +198,7 @@ def build(
         **changes,
     }
     config = build_transformer_config(architecture, overrides, session.platform)
-    chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend)
+    chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend, device=session.device)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     ddp = DistributedDataParallelConfig(

@@ -137,7 +137,7 @@ def weights_of_tokens(num_targets: int) -> torch.Tensor:
 
 
 def shared_loss(log_probs_N: torch.Tensor, _: Pack | None = None) -> torch.Tensor:
-    return (log_probs_N * weights_of_tokens(len(log_probs_N))).sum()
+    return (log_probs_N * weights_of_tokens(len(log_probs_N)).to(log_probs_N.device)).sum()
 
 
 def separate_loss(log_probs_N: torch.Tensor, pack: Pack) -> torch.Tensor:

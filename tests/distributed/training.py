@@ -16,6 +16,7 @@ from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_o
 from megatron_rl.mcore.step.policy import Policy
 from tests.distributed.layouts import Model, divisor, forward_backward, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
+from tests.nursery import platform_name
 
 LAYOUTS = {
     "TP1": "",
@@ -56,7 +57,7 @@ class Training(Model):
 
 
 def settings_of(folder: Path, words: str) -> Settings:
-    return command_line.parse(["--platform", "cpu", "--hf-model", str(folder), *words.split()])
+    return command_line.parse(["--platform", platform_name(), "--hf-model", str(folder), *words.split()])
 
 
 @contextlib.contextmanager

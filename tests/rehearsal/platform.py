@@ -1,0 +1,215 @@
+"""The emulated device as a platform: what `select("npu")` gives in a process of the rehearsal.
+
+Megatron gets a view of torch in which "cuda" means this device, as torch_npu makes it do on an NPU.
+"""
+
+import contextlib
+import functools
+import os
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from megatron_rl import platforms
+from megatron_rl.ops.shared_prompt.backends import flash_npu
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch
+from megatron_rl.platforms.cpu import CpuPlatform
+from megatron_rl.platforms.cpu_torch import AnyIndex, Replacement, nothing
+from megatron_rl.platforms.megatron_patches import Patch, replace_import
+from tests.kernels.npu_operators import NpuOperators
+from tests.rehearsal import device
+from tests.rehearsal.streams import DEFAULT, Event, Stream, state
+
+TOTAL_BYTES = 1 << 34
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+class RehearsedPlatform(Platform):
+    """One emulated device a rank; gloo between them."""
+
+    name = "npu"
+    device_type = "npu"
+    collective_backend = "gloo"
+    weight_transports = ("shm",)
+
+    @property
+    def unsupported_fusions(self) -> Mapping[str, bool]:
+        return CpuPlatform().unsupported_fusions
+
+    def _prepare(self) -> None:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        device.prepare()
+        flash_npu._operators = _operators
+        _replace_methods()
+        replace_import(cpu_torch.build_import_function(REPLACEMENTS))
+
+    def _megatron_patches(self) -> tuple[Patch, ...]:
+        return cpu_torch.PATCHES
+
+    def set_device(self, local_rank: int) -> None:
+        """Each rank has a device of its own, which it calls the first."""
+
+    def place(self, num_threads: int) -> None:
+        """Nothing to do: the device's cores are not the host's."""
+
+    def device(self) -> torch.device:
+        return device.DEVICE
+
+    def synchronize(self) -> None:
+        state.wait_for_all()
+
+    def stream(self) -> Any:
+        return Stream()
+
+    def current_stream(self) -> Any:
+        return state.current()
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        return state.on(stream)
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.cpu().clone()
+
+    def event(self) -> Any:
+        return Event()
+
+    def rng_state(self) -> torch.Tensor:
+        return device.generator.get_state()
+
+    def set_rng_state(self, new_state: torch.Tensor) -> None:
+        device.generator.set_state(new_state)
+
+    def seed(self, seed: int) -> None:
+        device.generator.manual_seed(seed)
+
+    def memory(self) -> MemoryFigures:
+        return MemoryFigures(state.allocated, state.peak, TOTAL_BYTES)
+
+    def reset_peak_memory(self) -> None:
+        state.reset_peak()
+
+
+def install() -> None:
+    """Set this process up for the emulated device, in place of a real NPU."""
+    platform = RehearsedPlatform()
+    original = platforms._platform
+    platforms._platform = lambda name: platform if name == "npu" else original(name)
+    platform.install()
+
+
+def the_device() -> dict[str, Any]:
+    """The device under CUDA's names."""
+    return {
+        "current_device": lambda: device.DEVICE,
+        "device_count": lambda: 1,
+        "empty_cache": nothing,
+        "is_available": lambda: True,
+        "set_device": nothing,
+        "synchronize": lambda device=None: state.wait_for_all(),
+    }
+
+
+def streams() -> dict[str, Any]:
+    """Streams whose order is checked."""
+    return {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: state.current(),
+        "default_stream": lambda device=None: DEFAULT,
+        "set_stream": state.set_current,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else state.on(stream),
+    }
+
+
+def random_numbers() -> dict[str, Any]:
+    """The device has numbers of its own, beside the host's."""
+
+    def seed(value: int) -> None:
+        device.generator.manual_seed(int(value))
+
+    return {
+        "_lazy_call": lambda function, **keywords: function(),
+        "_lazy_init": nothing,
+        "default_generators": AnyIndex(device.generator),
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        **random_state(),
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """The same state under the names that megatron reads it by."""
+    return {
+        "get_rng_state": lambda where=None: device.generator.get_state(),
+        "set_rng_state": lambda new_state, where=None: device.generator.set_state(new_state),
+    }
+
+
+def memory_statistics() -> dict[str, Any]:
+    """What is allocated, under CUDA's names."""
+    return {
+        "memory_allocated": lambda where=None: state.allocated,
+        "max_memory_allocated": lambda where=None: state.peak,
+        "memory_reserved": lambda where=None: state.allocated,
+        "max_memory_reserved": lambda where=None: state.peak,
+        "memory_stats": cpu_torch.memory_statistics()["memory_stats"],
+        "reset_peak_memory_stats": lambda where=None: state.reset_peak(),
+    }
+
+
+def device_literals() -> dict[str, Any]:
+    """Factories for which "cuda" is the device; the host's memory is never pinned."""
+    return {name: _with_device(getattr(torch, name)) for name in cpu_torch.FACTORIES}
+
+
+REPLACEMENTS = (
+    Replacement("torch", device_literals),
+    Replacement("torch.cuda", the_device),
+    Replacement("torch.cuda", streams),
+    Replacement("torch.cuda", random_numbers),
+    Replacement("torch.cuda.random", random_state),
+    Replacement("torch.cuda", memory_statistics),
+    Replacement("torch.cuda.nvtx", cpu_torch.profiler_ranges),
+)
+
+
+def _operators() -> Any:
+    """torch_npu's fused attention, which a run of the device's own would find in that module."""
+    true = NpuOperators()
+    names = ("npu_fusion_attention", "npu_fusion_attention_grad")
+    return types.SimpleNamespace(**{name: device.as_operator(getattr(true, name)) for name in names})
+
+
+def _with_device(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        where = keywords.get("device")
+        if where is not None and torch.device(where).type == "cuda":
+            keywords["device"] = device.DEVICE
+        keywords.pop("pin_memory", None)
+        return factory(*arguments, **keywords)
+
+    return make
+
+
+def _replace_methods() -> None:
+    """Methods that megatron moves tensors with, and sorts them by."""
+    original = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if arguments or keywords or not device.is_there(tensor):
+            return original(tensor, *arguments, **keywords)
+        return _TYPE_NAMES.get(tensor.dtype, f"torch.cuda.{tensor.dtype}")
+
+    answer = cpu_torch.answer_megatron
+    answer(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.to(device.DEVICE))
+    answer(torch.nn.Module, "cuda", lambda module, *_, **__: module.to(device.DEVICE))
+    answer(torch.Tensor, "type", type_name)
+    answer(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)

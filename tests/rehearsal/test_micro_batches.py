@@ -1,0 +1,67 @@
+"""Micro-batches of the trainer on the emulated device: the twin's numbers, and a host that never waits."""
+
+import pytest
+
+from tests.distributed.test_grpo_step import Twins, check
+from tests.grpo_problem import Problem, Trial, draw_problem
+from tests.ranks import RanksError, run_ranks
+from tests.rehearsal.syncs import describe
+from tests.rehearsal.trials import Rehearsed, rehearse
+
+TRIALS = [Trial("TP1", 4), Trial("TP1", 12, roles="separate")]
+OFFLOADED = Trial("TP1", 12, more="--frozen-offload")
+
+
+def run(problem: Problem, trials: list[Trial], fault: str | None = None) -> Rehearsed:
+    return run_ranks(rehearse, 1, problem, trials, fault, platform="rehearsed")[0]
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    return draw_problem(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alone(problem: Problem) -> Rehearsed:
+    return run(problem, [*TRIALS, OFFLOADED])
+
+
+@pytest.fixture(scope="module")
+def twins(problem: Problem) -> Twins:
+    return Twins(problem, TRIALS[0])
+
+
+@pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED], ids=str)
+def test_updates_on_the_device_equal_those_of_the_padded_twin(trial, alone, problem) -> None:
+    check(trial, alone.seen[trial], Twins(problem, trial))
+
+
+@pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED], ids=str)
+def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -> None:
+    for syncs in alone.syncs[trial]:
+        assert not syncs, describe(syncs)
+
+
+def test_what_streams_share_is_ordered_by_events(alone) -> None:
+    assert not alone.faults
+
+
+def test_an_item_in_the_loss_is_a_wait_with_its_line(problem) -> None:
+    for syncs in run(problem, TRIALS[:1], "an item() in the loss").syncs[TRIALS[0]]:
+        assert {sync.what for sync in syncs} == {"_local_scalar_dense"}
+        assert len(syncs) == len(TRIALS) * 3
+        assert all("forward_step" in sync.where for sync in syncs)
+
+
+@pytest.mark.parametrize(
+    ("trial", "fault", "message"),
+    [
+        (TRIALS[0], "a batch left on the host", "two devices, npu:0 and cpu.*step.forward_step"),
+        (OFFLOADED, "a layer computes before it has arrived", "no event between: .*after copy to the device"),
+        (OFFLOADED, "a layer is copied into memory that is still used", "no event between: copy to the device"),
+        (OFFLOADED, "the host's weights change while they are copied", "memory was changed while it was still being"),
+    ],
+)
+def test_a_fault_of_device_handling_is_found(trial, fault, message, problem) -> None:
+    with pytest.raises(RanksError, match=message):
+        run(problem, [trial], fault)

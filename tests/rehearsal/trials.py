@@ -1,0 +1,97 @@
+"""Updates of the trainer on the emulated device, and where the host waited inside the schedule."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.data.batch import Batch
+from megatron_rl.mcore.model import offload
+from megatron_rl.training import learner
+from tests.distributed.grpo_trials import Seen, run_trials
+from tests.grpo_problem import Problem, Trial
+from tests.rehearsal.streams import Stream, state
+from tests.rehearsal.syncs import Sync, log
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """One rank's part."""
+
+    seen: dict[Trial, list[Seen]]
+    syncs: dict[Trial, list[list[Sync]]]
+    """Of each run of the schedule, those of the threads that compute."""
+    faults: list[str]
+
+
+def rehearse(problem: Problem, trials: Sequence[Trial], fault: str | None = None) -> Rehearsed:
+    """Run the trials, on each rank, with a fault planted."""
+    with _counted() as runs, FAULTS[fault]() if fault is not None else contextlib.nullcontext():
+        seen = run_trials(problem, trials)
+    of_runs = iter(runs)
+    syncs = {trial: [next(of_runs) for _ in range(trial.num_updates)] for trial in trials}
+    assert next(of_runs, None) is None
+    return Rehearsed(seen, syncs, state.faults)
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[list[Sync]]]:
+    """Note the host's waits in each run of a schedule that trains; the loader's thread waits for its own copies."""
+    runs: list[list[Sync]] = []
+    true = learner.run_schedule
+
+    def run_schedule(*arguments: Any, **keywords: Any) -> Any:
+        with log.during() as syncs:
+            reports = true(*arguments, **keywords)
+        runs.append([sync for sync in syncs if not sync.thread.startswith("slots")])
+        return reports
+
+    with mock.patch.object(learner, "run_schedule", run_schedule):
+        yield runs
+
+
+def _item_in_the_loss() -> AbstractContextManager:
+    true = Objective.loss
+
+    def loss(self: Objective, log_probs: RoleLogProbs, *tensors: Any) -> Any:
+        total, statistics = true(self, log_probs, *tensors)
+        total.item()
+        return total, statistics
+
+    return mock.patch.object(Objective, "loss", loss)
+
+
+def _batch_left_on_the_host() -> AbstractContextManager:
+    return mock.patch.object(Batch, "to", lambda self, device: dataclasses.replace(self, pack=self.pack.to(device)))
+
+
+def _no_wait_for_a_layers_copy() -> AbstractContextManager:
+    return mock.patch.object(Stream, "wait_event")
+
+
+def _hosts_weights_changed_while_copied() -> AbstractContextManager:
+    true = offload._Part.fetch
+
+    def fetch(self: Any, queue: Any) -> None:
+        is_new = not self._copies
+        true(self, queue)
+        if is_new:
+            self._host[0].add_(1)
+
+    return mock.patch.object(offload._Part, "fetch", fetch)
+
+
+def _no_wait_before_a_layers_copy() -> AbstractContextManager:
+    return mock.patch.object(Stream, "wait_stream")
+
+
+FAULTS = {
+    "an item() in the loss": _item_in_the_loss,
+    "a batch left on the host": _batch_left_on_the_host,
+    "a layer computes before it has arrived": _no_wait_for_a_layers_copy,
+    "a layer is copied into memory that is still used": _no_wait_before_a_layers_copy,
+    "the host's weights change while they are copied": _hosts_weights_changed_while_copied,
+}
