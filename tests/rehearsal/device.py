@@ -144,7 +144,7 @@ def _compute(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = function._schema.name
     if there:
         _refuse_mixed(function, name, leaves)
-        if name in READ_BY_HOST or (name in _INDEXED and _indices_are_read(leaves)):
+        if name in READ_BY_HOST or (name in _INDEXED and _indices_are_read(args)):
             log.add(name.removeprefix("aten::"))
     written = [block for value in _written(function, args, kwargs) if (block := _block(value)) is not None]
     is_view = not written and _is_view(function)
@@ -246,10 +246,13 @@ def _refuse_mixed(function: Any, name: str, leaves: list[Any]) -> None:
         )
 
 
-def _indices_are_read(leaves: list[Any]) -> bool:
-    """Masks are counted, and indices of the host are copied, before the operation can be queued."""
-    indices = [leaf for leaf in leaves[1:] if isinstance(leaf, torch.Tensor)]
-    return any(leaf.dtype in (torch.bool, torch.uint8) or not is_there(leaf) for leaf in indices)
+def _indices_are_read(args: tuple) -> bool:
+    """Masks are counted, and indices of the host are copied, before the operation can be queued; a fill needs none."""
+    indices = [index for index in args[1] if index is not None]
+    if not all(map(is_there, indices)):
+        return True
+    is_fill = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+    return not is_fill and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _with_own_randomness(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl import platforms
 from megatron_rl.ops.shared_prompt.backends import flash_npu
@@ -46,6 +47,8 @@ class RehearsedPlatform(Platform):
     def _prepare(self) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device.prepare()
+        # What a group's backend is asked for goes by the device that tensors say they lie on.
+        dist.Backend.backend_capability["gloo"].append("npu")
         flash_npu._operators = _operators
         _replace_methods()
         replace_import(cpu_torch.build_import_function(REPLACEMENTS))

@@ -125,6 +125,7 @@ def test_every_wait_of_the_host_is_noted_with_its_line() -> None:
         lambda: bool(tensor[0] > 0),
         lambda: float(tensor.sum()),
         lambda: tensor[tensor > 0],
+        lambda: tensor[torch.zeros(1, dtype=torch.int64)],
         lambda: torch.equal(tensor, tensor),
         lambda: torch.ones(2).to(NPU),
         lambda: torch.tensor(1.0, device=NPU),
@@ -134,6 +135,7 @@ def test_every_wait_of_the_host_is_noted_with_its_line() -> None:
         assert len(syncs) == 1, syncs
         assert syncs[0].where.startswith("tests.rehearsal.test_device:")
     with log.during() as syncs:
+        tensor[tensor < 0] = 0.0
         torch.where(tensor > 0, tensor, 0.0).index_select(0, torch.zeros(1, dtype=torch.int64, device=NPU)).sum()
         torch.ones(2).to(NPU, non_blocking=True)
     assert not syncs
