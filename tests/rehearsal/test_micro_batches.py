@@ -2,14 +2,19 @@
 
 import pytest
 
+from tests.distributed.grpo_trials import run_trials
 from tests.distributed.test_grpo_step import Twins, check
 from tests.grpo_problem import Problem, Trial, draw_problem
 from tests.ranks import RanksError, run_ranks
 from tests.rehearsal.syncs import describe
 from tests.rehearsal.trials import Rehearsed, rehearse
+from tests.truth import worst_of
 
 TRIALS = [Trial("TP1", 4), Trial("TP1", 12, roles="separate")]
 OFFLOADED = Trial("TP1", 12, more="--frozen-offload")
+
+# Attention by the NPU's fused operators, which take half precision alone.
+HALF = Trial("TP1", 12, more="--bf16 --shared-prompt-backend merge")
 
 
 def run(problem: Problem, trials: list[Trial], fault: str | None = None) -> Rehearsed:
@@ -23,7 +28,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 @pytest.fixture(scope="module")
 def alone(problem: Problem) -> Rehearsed:
-    return run(problem, [*TRIALS, OFFLOADED])
+    return run(problem, [*TRIALS, OFFLOADED, HALF])
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,13 @@ def test_updates_on_the_device_equal_those_of_the_padded_twin(trial, alone, prob
     check(trial, alone.seen[trial], Twins(problem, trial))
 
 
-@pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED], ids=str)
+def test_half_precision_on_the_device_is_as_near_to_the_truth_as_on_the_cpu(alone, twins, problem) -> None:
+    theirs = run_ranks(run_trials, 1, problem, [HALF])[0][HALF]
+    error, tensor = worst_of(alone.seen[HALF][0].gradients, theirs[0].gradients, twins.first.truth.gradients)
+    assert error <= 1, tensor
+
+
+@pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED, HALF], ids=str)
 def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -> None:
     for syncs in alone.syncs[trial]:
         assert not syncs, describe(syncs)
