@@ -10,6 +10,8 @@ from tests.rehearsal.syncs import describe
 from tests.rehearsal.trials import Rehearsed, rehearse
 from tests.truth import worst_of
 
+pytestmark = pytest.mark.each_change
+
 TRIALS = [Trial("TP1", 4), Trial("TP1", 12, roles="separate")]
 OFFLOADED = Trial("TP1", 12, more="--frozen-offload")
 
