@@ -46,7 +46,7 @@ def _counted() -> Iterator[list[list[Sync]]]:
     def run_schedule(*arguments: Any, **keywords: Any) -> Any:
         with log.during() as syncs:
             reports = true(*arguments, **keywords)
-        runs.append([sync for sync in syncs if not sync.thread.startswith("slots")])
+        runs.append([sync for sync in syncs if not sync.thread.startswith("batches")])
         return reports
 
     with mock.patch.object(learner, "run_schedule", run_schedule):
