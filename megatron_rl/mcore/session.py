@@ -131,7 +131,7 @@ class Session:
     def all_arrive(self, seconds: float = 0.0) -> bool:
         """Note that this rank has come so far, and return whether every rank has within `seconds`.
 
-        Every rank calls it. It is no collective: a rank that is held in one can be waited for in vain.
+        Every rank calls it. It does not use a collective, in which a failed rank would wait for those it holds up.
         """
         self._num_arrivals += 1
         key = f"{_ARRIVALS}/{self._num_arrivals}"

@@ -65,7 +65,7 @@ def test_a_host_that_holds_copies_of_the_weights_alone_needs_no_folder(tmp_path:
 def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_remedy(tmp_path: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
     hosts = hosts_of(tmp_path, "first", "second")
-    # What a run left on the other host is no folder of this one.
+    # The other host may hold what an earlier run left there.
     (hosts[1] / "shared" / "run").mkdir(parents=True)
     for _, _, message in run_ranks(publish, 2, "TP2", model, hosts, 1):
         assert message.startswith("rank 1 on ")
