@@ -3,7 +3,7 @@
 import gc
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,17 @@ from torch.utils._pytree import tree_leaves
 class LiveMemory(TorchDispatchMode):
     """The memory of all tensors that were made inside, in this thread, and are still there.
 
-    What an operation takes for itself and gives back before it returns is not seen.
+    What an operation takes for itself and gives back before it returns is not seen, and the memory of tensors that were
+    there before, and are passed, is not counted under another name either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
         self._known: set[int] = set()
+        storages = [tensor.untyped_storage() for tensor in before]
+        self._before = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
     def settled(self) -> int:
         """What there is once others have let go of what they keep for a moment: gloo's threads, of a collective's."""
@@ -43,6 +46,8 @@ class LiveMemory(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known:
+            return
+        if any(start <= storage.data_ptr() < end for start, end in self._before):
             return
         self._known.add(storage._cdata)
         self.now += storage.nbytes()

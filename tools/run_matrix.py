@@ -51,6 +51,7 @@ PARTS = {
         "tests/unit/test_megatron_fixes.py",
         "tests/distributed/test_checkpoint.py",
         "tests/distributed/test_training_checkpoint.py",
+        "tests/distributed/test_optimizer_slices.py",
     ),
     "megatron.training": ("tests/megatron_lm",),
 }

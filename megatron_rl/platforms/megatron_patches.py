@@ -221,46 +221,6 @@ def separate_steps_after_load(module: ModuleType) -> None:
     optimizer.load_state_dict = load_state_dict
 
 
-def leave_room_for_padding(module: ModuleType) -> None:
-    """Parameters are cut from the gathered state where they lie in the buffer, but gathering drops buckets' padding.
-
-    With several buckets every parameter behind the first padding is saved shifted, and loads as silently.
-    """
-    optimizer = getattr(module, "DistributedOptimizer", None)
-    original = expect_parameters(
-        optimizer, "sharded_param_state_fully_reshardable", "self", "model_sharded_state_dict", "is_loading", "metadata"
-    )
-    name = "get_parameter_state_dp_zero"
-    if optimizer is None or not hasattr(optimizer, name):
-        raise unknown_megatron(f"{module.__name__} has no DistributedOptimizer.{name}")
-
-    def sharded_param_state_fully_reshardable(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        gather = getattr(self, name)
-        setattr(self, name, lambda **options: _as_in_buffers(self.buffers, gather(**options)))
-        try:
-            return original(self, *arguments, **keywords)
-        finally:
-            delattr(self, name)
-
-    optimizer.sharded_param_state_fully_reshardable = sharded_param_state_fully_reshardable
-
-
-def _as_in_buffers(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """Put each bucket's part of the gathered tensors where the bucket lies."""
-    for index, buffer in enumerate(buffers) if state is not None else ():
-        assert state is not None
-        for tensors in state[index].values():
-            for key, tensor in tensors.items():
-                if not torch.is_tensor(tensor) or tensor.numel() == buffer.numel:
-                    continue
-                whole = tensor.new_zeros(buffer.numel)
-                parts = tensor.split([bucket.numel_unpadded for bucket in buffer.buckets])
-                for bucket, part in zip(buffer.buckets, parts, strict=True):
-                    whole[bucket.offset : bucket.offset + len(part)] = part
-                tensors[key] = whole
-    return state
-
-
 class SharedResults:
     """Results that a fork hands to its parent, in memory that both share and that ends with them."""
 
@@ -318,7 +278,6 @@ FIXES = (
     Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),
     Patch("DistributedOptimizer.sharded_state_dict", _OPTIMIZER_MODULE, allocate_state_before_saving),
     Patch("DistributedOptimizer.load_state_dict", _OPTIMIZER_MODULE, separate_steps_after_load),
-    Patch("DistributedOptimizer.sharded_param_state_fully_reshardable", _OPTIMIZER_MODULE, leave_room_for_padding),
     Patch(
         "get_write_results_queue",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",

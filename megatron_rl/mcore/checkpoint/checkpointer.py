@@ -85,7 +85,7 @@ class Checkpointer:
             serialization.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
             self._pending = version, prepared
         else:
-            serialization.finish(self._session, prepared, prepared.request.execute_sync)
+            serialization.finish(self._session, prepared, prepared.write_now)
             self._prune(version)
 
     def poll(self) -> None:

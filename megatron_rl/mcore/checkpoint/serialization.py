@@ -6,7 +6,7 @@ import functools
 import os
 import queue
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,7 +62,7 @@ def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, sessi
     """Write the weights where Megatron looks for those of that iteration, and return that folder."""
     state = session.run_or_raise_everywhere(lambda: build_model_state(chunks, CONTENT))
     prepared = prepare(lambda: state, folder, iteration, session)
-    finish(session, prepared, prepared.request.execute_sync)
+    finish(session, prepared, prepared.write_now)
     return iteration_folder(folder, iteration)
 
 
@@ -72,6 +72,10 @@ class Prepared:
 
     request: AsyncRequest
     staged: Path
+
+    def write_now(self) -> None:
+        """Write in this process, for which the host holds one tensor a file at a time; every rank calls it."""
+        self.request._replace(preload_fn=None).execute_sync()
 
 
 def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, iteration: int | None = None) -> int:
@@ -243,6 +247,7 @@ def read(
 
 
 def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:
+    _share_memory(state)
     strategy = None
     if fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas())
@@ -251,6 +256,24 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
     return dist_checkpointing.save(
         state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT), **said
     )
+
+
+def _share_memory(state: dict[str, Any]) -> None:
+    """Keep the writer from copying what lies in the host's memory: it does where a tensor is a part of a larger one.
+
+    A writer in the background is a fork, which has the memory as it was. Pinned memory is the exception: it is shared.
+    """
+    apply_factories(state)
+    for part in nested_values(state):
+        if not isinstance(part, ShardedTensor) or part.data is None or part.data.device.type != "cpu":
+            continue
+        data = part.data.detach()
+        if data.is_pinned():
+            part.data = data.clone()
+        elif data.is_contiguous():
+            # Bytes, because numpy does not have every dtype.
+            own = torch.from_numpy(data.reshape(-1).view(torch.uint8).numpy())
+            part.data = own.view(data.dtype).view(data.shape)
 
 
 def _in_one_process(request: AsyncRequest) -> AsyncRequest:
@@ -276,7 +299,9 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
         written: queue.Queue[tuple[int, Any]] = queue.Queue()
         counted: queue.Queue[int] = queue.Queue()
         counted.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], written, counted, use_fsync=True)
+        name, key, (objects, tensors) = buckets[index]
+        bucket = name, key, (objects, _OnHost(tensors))
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, counted, use_fsync=True)
         return written.get_nowait()[1]
 
     try:
@@ -286,6 +311,17 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
         results.put(failures[0] if failures else dict(enumerate(of_files)))
     except Exception as error:
         results.put(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnHost:
+    """Tensors with what they are for, each copied to the host when it is asked for."""
+
+    pairs: list[tuple[Any, torch.Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for item, tensor in self.pairs:
+            yield item, tensor.cpu()
 
 
 def _replicas() -> torch.distributed.ProcessGroup:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_rl.errors import InputError
+from megatron_rl.mcore.checkpoint.slices import in_slices
 from megatron_rl.mcore.model.gpt import PackedGPTModel
 from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.platforms import Platform
@@ -23,7 +24,7 @@ _REFERENCE = "reference."
 # What bounds the schedules of a group of parameters.
 _BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
 # The one form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write:
-# each tensor whole, under its parameter's name. Saving gathers the state over data-parallel ranks.
+# each tensor whole, under its parameter's name.
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -57,13 +58,12 @@ def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str
 def build_optimizer_state(
     policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """Describe optimizer and schedule; for a save, the distributed optimizer gathers over replicas here."""
+    """Describe optimizer and schedule; of the distributed optimizer each rank describes its own slices."""
     if not is_loading:
         _allocate(policy.optimizer)
-    return {
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content)),
-        "opt_param_scheduler": policy.scheduler.state_dict(),
-    }
+    with in_slices(policy.optimizer):
+        optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content))
+    return {"optimizer": optimizer, "opt_param_scheduler": policy.scheduler.state_dict()}
 
 
 def get_rng_state(platform: Platform) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
     if is_overriding:
         _override_bounds(loaded["optimizer"], bounds)
     _name_steps(optimizer, loaded["optimizer"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    with in_slices(optimizer):
+        optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
     if is_overriding:
         # The loaded groups have the bounds that they were saved with.

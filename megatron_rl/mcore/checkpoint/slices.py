@@ -1,0 +1,184 @@
+"""The state of Megatron's distributed optimizer as shards of whole parameters, which lie where the optimizer has them.
+
+A data-parallel rank keeps a range of each parameter's elements, in row-major order. Such a range consists of boxes: the
+rest of a row, whole rows, the beginning of a row. Each box is a shard of the whole parameter's tensor, so nothing is
+gathered to save it, and a load reads a rank's own elements only. The files are those of Megatron's `fully_reshardable`
+form, with more shards: each tensor whole, under its parameter's name, which every layout reads.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_rl.platforms.megatron_patches import expect_parameters, unknown_megatron
+
+Shape = tuple[int, ...]
+# Of each parameter, by its number: of each tensor, by its key: the boxes, in the order of their elements.
+State = dict[int, dict[str, dict[int, Any]]]
+_PREFIX = "optimizer.state"
+# What Adam keeps; from 0.19 on the optimizer says it.
+_KEYS = ("exp_avg", "exp_avg_sq")
+_DESCRIBE, _LOAD = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut elements `start` to `end` of a tensor, in row-major order, into boxes: yield the offset and size of each.
+
+    Boxes come in the order of their elements, each is contiguous in the range, and an axis adds at most two.
+    """
+    if start >= end:
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if start % row:
+        for offset, size in boxes(shape[1:], start % row, min(end - (first - 1) * row, row)):
+            yield (first - 1, *offset), (1, *size)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if end % row and last >= first:
+        for offset, size in boxes(shape[1:], 0, end % row):
+            yield (last, *offset), (1, *size)
+
+
+@contextlib.contextmanager
+def in_slices(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let distributed optimizers describe and load the `fully_reshardable` form in slices."""
+    expect_parameters(DistributedOptimizer, _DESCRIBE, "self", "model_sharded_state_dict", "is_loading", "metadata")
+    expect_parameters(DistributedOptimizer, _LOAD, "self", "state_dict")
+    changed = [
+        one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(one, DistributedOptimizer)
+    ]
+    for one in changed:
+        setattr(one, _DESCRIBE, _Describe(one))
+        setattr(one, _LOAD, _Load(one))
+    try:
+        yield
+    finally:
+        for one in changed:
+            delattr(one, _DESCRIBE)
+            delattr(one, _LOAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Describe:
+    optimizer: DistributedOptimizer
+
+    def __call__(self, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> State:
+        optimizer = self.optimizer
+        parts = {
+            part.data: part for part in nested_values(model) if isinstance(part, ShardedTensor | ShardedTensorFactory)
+        }
+        return {
+            index: {
+                key: dict(enumerate(_shards(parts[parameter], key, place, values, optimizer)))
+                for key, values in _tensors(optimizer, parameter, is_loading).items()
+            }
+            for index, parameter, place in _own(optimizer)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Load:
+    optimizer: DistributedOptimizer
+
+    @torch.no_grad()
+    def __call__(self, state: State) -> None:
+        optimizer = self.optimizer
+        for index, parameter, _ in _own(optimizer):
+            tensors = {
+                key: torch.cat([pieces[number].flatten() for number in sorted(pieces)])
+                for key, pieces in state[index].items()
+            }
+            optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+        # The optimizer whose state lies on the host keeps a second list of it.
+        synchronize = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
+        if synchronize is not None:
+            synchronize()
+
+
+def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, range]]:
+    """Yield each parameter of which this rank has a part: its number among all, and the part's elements."""
+    number = 0
+    for buffer, of_dtypes in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+        own = {
+            parameter: range(ranges["param"].start, ranges["param"].end)
+            for buckets in of_dtypes.values()
+            for bucket in buckets
+            for parameter, ranges in bucket["param_map"].items()
+        }
+        for parameter in buffer.param_index_map:
+            if own.get(parameter):
+                yield number, parameter, own[parameter]
+            number += 1
+
+
+def _tensors(
+    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, is_loading: bool
+) -> Mapping[str, torch.Tensor | None]:
+    keys = ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))
+    if is_loading:
+        return dict.fromkeys(keys)
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    return {key: _single_precision(tensors[key]) for key in keys}
+
+
+def _shards(
+    part: ShardedTensor | ShardedTensorFactory,
+    key: str,
+    place: range,
+    values: torch.Tensor | None,
+    optimizer: DistributedOptimizer,
+) -> Iterator[ShardedTensor]:
+    """Yield `values`, the elements `place` of what `part` describes, as shards under the parameter's name and `key`."""
+    # Data-parallel ranks have no replicas of each other: the model's third number counts them.
+    replica = (*part.replica_id[:2], optimizer.distributed_optimizer_instance_id)
+    for whole in _in_order(part, f"{_PREFIX}.{key}.{part.key}", replica):
+        # Where it begins in the parameter, and which of its elements are of this rank.
+        begin = whole.data.storage_offset()
+        start, end = max(place.start - begin, 0), min(place.stop - begin, whole.data.numel())
+        at = begin + start - place.start
+        new_axes = (1,) * whole.prepend_axis_num
+        for offset, size in boxes(whole.local_shape, start, end):
+            length = math.prod(size)
+            data = None if values is None else values[at : at + length].view(*new_axes, *size)
+            at += length
+            yield dataclasses.replace(
+                whole,
+                data=data,
+                local_shape=(*new_axes, *size),
+                global_offset=tuple(map(sum, zip(whole.global_offset, (*(0 for _ in new_axes), *offset), strict=True))),
+                # Boxes are of many sizes.
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+            )
+
+
+def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Shape) -> list[ShardedTensor]:
+    """Describe the parameter's tensors in the checkpoint, with views of a probe as data, in the order they have in it.
+
+    There are several where the model fuses what the checkpoint has apart: gate and up of an MLP.
+    """
+    probe = torch.empty(part.data.shape, dtype=torch.float32, device="meta")
+    named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **_of_dtype(part))
+    wholes = list(nested_values(named.build())) if isinstance(named, ShardedTensorFactory) else [named]
+    for whole in wholes:
+        is_view = whole.data is probe or whole.data._base is probe
+        if not isinstance(whole, ShardedTensor) or not is_view or not whole.data.is_contiguous():
+            raise unknown_megatron(f"{part.key} is saved as something else than contiguous parts of the parameter")
+    return sorted(wholes, key=lambda whole: whole.data.storage_offset())
+
+
+def _of_dtype(part: ShardedTensor | ShardedTensorFactory) -> dict[str, Any]:
+    return {} if isinstance(part, ShardedTensorFactory) else {"dtype": torch.float32}
+
+
+def _single_precision(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().float()
