@@ -26,6 +26,10 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "export_vs_copy": "their export, fingerprint included / writing the same bytes",
         "import_peak_vs_shard": "memory that an import takes / the rank's own shard",
     },
+    "checkpoints": {
+        "save_peak_vs_state": "memory of a rank that saves / its weights and its part of the optimizer's state",
+        "load_peak_vs_state": "memory of a rank that loads / the same",
+    },
     "publish": {
         "seconds_40m": "seconds of a publish to one engine, 40 M parameters, fp32",
         "seconds_400m_bf16": "seconds of a publish to one engine, 0.4 B parameters, bf16",

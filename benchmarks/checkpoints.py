@@ -1,35 +1,131 @@
-"""Checkpoints of any size, with random weights, for benchmarks."""
+"""What saving and loading with `--use-distributed-optimizer` takes of a rank's memory, in bf16, by numbers of replicas.
 
-import json
+A rank's own state is its weights and its part of the optimizer's state: 2 + 12 / replicas bytes a parameter. Gradients
+are not counted, and their memory is not touched here. The peak is the own state plus what the resident memory of the
+process, files that it maps included, rose by. All ranks together take 8.5 GB with two replicas and 11 GB with four, and
+7 GB of disk; `--size 1b` takes twice as much.
+"""
+
+import argparse
+import shutil
+import tempfile
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-
+from benchmarks import report
 from megatron_rl.types import Architecture
-from megatron_rl.weights import files
-from megatron_rl.weights.families import derive_config
-from megatron_rl.weights.fingerprint import DTYPES
-from megatron_rl.weights.mapping import Mapping
+from tests.ranks import run_ranks
 
 
-def make(folder: Path, architecture: Architecture) -> int:
-    """Write a Hugging Face folder, tokenizer included, and return the bytes of its weights."""
-    plan = files.FilePlan(Mapping(architecture).manifest())
-    files.create(folder, plan)
-    with files.Writer(folder, plan) as writer:
-        for spec in plan.specs.values():
-            values = torch.empty(spec.shape).normal_(std=0.02).to(DTYPES[spec.dtype])
-            writer.put(spec.name, 0, 0, values)
-    (folder / "config.json").write_text(json.dumps(derive_config(architecture)))
-    if index := plan.index():
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    make_tokenizer(folder, architecture.vocab_size)
-    return plan.num_bytes
+def _draw_up(num_layers: int, hidden_size: int, vocab_size: int) -> Architecture:
+    return Architecture(
+        family="llama", num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size,
+        num_attention_heads=hidden_size // 64, num_query_groups=hidden_size // 128, kv_channels=64,
+        vocab_size=vocab_size, max_position_embeddings=4096,
+    )  # fmt: skip
 
 
-def make_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer that has a word for each token."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+# With the elements of a bucket: Megatron's default is 40 million, a 24th of the largest.
+SIZES = {
+    "1b": (_draw_up(14, 2048, 16000), 40_000_000),
+    "500m": (_draw_up(7, 2048, 8000), 20_000_000),
+    "100m": (_draw_up(12, 768, 8000), 4_000_000),
+    "30m": (_draw_up(8, 512, 4000), 1_400_000),
+}
+TINY = _draw_up(2, 128, 512), 20_000
+FLAGS = "--platform cpu --bf16 --lr 1e-5 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="500m")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    arguments = parser.parse_args()
+    size = TINY if arguments.tiny else SIZES[arguments.size]
+    peaks: dict[str, list[float]] = {name: [] for name in NAMES}
+    for replicas in arguments.replicas:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            ranks = run_ranks(_measure, replicas, *size, Path(folder), timeout=3600)
+        own = ranks[0]["own"][0]
+        title = f"{replicas} replicas, {ranks[0]['parameters'][0] / 1e9:.3f} B parameters, own state {own / 1e9:.3f} GB"
+        rows = {name: [(one["own"][0] + used) / one["own"][0] for one in ranks for used in one[name]] for name in NAMES}
+        report.table(title, rows, "own states, of all ranks")
+        for name in NAMES:
+            peaks[name] += rows[name]
+    report.finish(
+        {
+            "save_peak_vs_state": max(peaks["first save"] + peaks["second save"]),
+            "load_peak_vs_state": max(peaks["load"]),
+        }
+    )
+
+
+NAMES = ("first save", "second save", "load")
+
+
+def _measure(architecture: Architecture, bucket: int, folder: Path) -> dict[str, list[float]]:
+    """By what is done, the bytes that this rank takes for it."""
+    from megatron_rl.arguments import command_line
+    from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
+    from megatron_rl.mcore.model import gpt
+    from megatron_rl.mcore.model.weights import ModelWeights
+    from megatron_rl.mcore.session import start_session
+    from megatron_rl.mcore.step.optimizer import build_optimizer, build_scheduler
+    from megatron_rl.mcore.step.policy import Policy
+    from megatron_rl.platforms.megatron_patches import allocate_adam_state
+
+    words = f"{FLAGS} --ddp-bucket-size {bucket} {_describe(architecture)} --save {folder} --load {folder}"
+    settings = command_line.parse(words.split())
+    taken: dict[str, list[float]] = {}
+    with start_session(settings) as session:
+        chunks = gpt.build_model(settings)
+        wrapped = gpt.wrap(chunks, settings.ddp)
+        optimizer = build_optimizer(settings, wrapped)
+        scheduler = build_scheduler(settings, optimizer, 10)
+        for one in optimizer.chained_optimizers:
+            allocate_adam_state(one.optimizer)
+            for values in one.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    values[name].uniform_()
+        state = [values for one in optimizer.chained_optimizers for values in one.optimizer.state.values()]
+        weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        # The master copy has the size of a moment.
+        own = sum(3 * values["exp_avg"].nbytes for values in state) + sum(weight.nbytes for weight in weights)
+        taken["own"], taken["parameters"] = [own], [sum(weight.numel() for weight in weights)]
+        policy = Policy(chunks, wrapped, optimizer, scheduler, ModelWeights(chunks, session))
+        checkpointer = Checkpointer(settings, session, policy)
+
+        def take(name: str, action) -> None:
+            session.barrier()
+            session.platform.reset_peak_memory()
+            before = session.platform.memory().peak
+            action()
+            taken[name] = [session.platform.memory().peak - before]
+            session.barrier()
+
+        for version, name in enumerate(("first save", "second save"), start=1):
+            take(name, lambda version=version: checkpointer.save(version, {}))
+            session.barrier()
+            if session.rank == 0 and version == 1:
+                shutil.rmtree(folder / "iter_0000001")
+        take("load", checkpointer.load)
+    return taken
+
+
+def _describe(architecture: Architecture) -> str:
+    return (
+        f"--num-layers {architecture.num_layers} --hidden-size {architecture.hidden_size} "
+        f"--ffn-hidden-size {architecture.ffn_hidden_size} --num-attention-heads {architecture.num_attention_heads} "
+        f"--group-query-attention --num-query-groups {architecture.num_query_groups} "
+        f"--vocab-size {architecture.vocab_size} --max-position-embeddings {architecture.max_position_embeddings} "
+        f"--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+        f"--position-embedding-type rope"
+    )
+
+
+if __name__ == "__main__":
+    # Under its importable name, where the ranks find the function they run.
+    from benchmarks.checkpoints import main as importable_main
+
+    importable_main()

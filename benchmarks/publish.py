@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoints, report
+from benchmarks import random_models, report
 from megatron_rl.types import Architecture
 from tests.ranks import run_ranks
 from tests.sidecar.sidecar_process import sidecar
@@ -50,7 +50,7 @@ def main() -> None:
         architecture = ARCHITECTURES[name]
         with tempfile.TemporaryDirectory() as folder:
             model, run = Path(folder) / "model", Path(folder) / f"publish-{name}-{os.getpid()}"
-            num_bytes = checkpoints.make(model, architecture)
+            num_bytes = random_models.make(model, architecture)
             print(f"\n{name}: {num_bytes / 1e6:.0f} MB")
             words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
             words += ("--rollout-num-threads", "1")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks import checkpoints
+from benchmarks import random_models
 from megatron_rl.config.settings import Settings
 from megatron_rl.protocol import wire
 from megatron_rl.types import Architecture
@@ -42,7 +42,7 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
     words = FLAGS.format(groups=1, k=num_responses, r=response, length=prompt + response)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        checkpoints.make(model, ARCHITECTURE)
+        random_models.make(model, ARCHITECTURE)
         parse = [*words.split(), "--hf-model", str(model)]
         shared, separate = command_line.parse(parse), command_line.parse([*parse, "--no-shared-prompt"])
         with start_session(shared) as session:

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from benchmarks import checkpoints
+from benchmarks import random_models
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.rewards.pool import RewardPool
@@ -119,7 +119,7 @@ def _pull(socket: Path, num_groups: int) -> None:
 
 
 def _service(place: Path, pipe: Pipe) -> None:
-    checkpoints.make_tokenizer(place / "model", VOCAB_SIZE)
+    random_models.make_tokenizer(place / "model", VOCAB_SIZE)
     asyncio.run(_serve(place, pipe))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks import checkpoints, vllm_offline
+from benchmarks import random_models, vllm_offline
 from benchmarks.connection import Connection
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
@@ -86,7 +86,7 @@ def compare_to_alone(figures: dict[str, list[float]]) -> list[float]:
 def _serving(architecture: Architecture) -> Iterator[tuple[SidecarProcess, RolloutClient, Path]]:
     with tempfile.TemporaryDirectory() as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
-        checkpoints.make(model, architecture)
+        random_models.make(model, architecture)
         words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
         words += ("--platform", "cpu", "--rollout-num-threads", "1")
         with sidecar(run, *words, seconds=180) as process, process.client() as client:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import checkpoints, report, shared_prompt_step
+from benchmarks import random_models, report, shared_prompt_step
 from megatron_rl.types import Architecture
 from tests.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def _measure(work: Work, rounds: int) -> tuple[dict[str, list[float]], dict[str,
     slot = shared_prompt_step.draw_slot(work.prompt, work.response, work.num_responses, work.architecture.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        checkpoints.make(model, work.architecture)
+        random_models.make(model, work.architecture)
         settings = command_line.parse([*words.split(), "--hf-model", str(model)])
         with start_session(settings) as session:
             step = shared_prompt_step.our_step(settings, session, slot)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoints, report
+from benchmarks import random_models, report
 from megatron_rl.types import Architecture
 from tests.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def main() -> None:
     architecture, rounds = (TINY, 1) if arguments.tiny else (ARCHITECTURE, arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source = Path(folder) / "source"
-        num_bytes = checkpoints.make(source, architecture)
+        num_bytes = random_models.make(source, architecture)
         num_parameters = num_bytes / 4
         print(f"{num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB in fp32, {NUM_RANKS} ranks, TP2")
         ranks = run_ranks(_measure, NUM_RANKS, architecture, source, Path(folder), rounds, timeout=900)

@@ -90,6 +90,31 @@ def test_a_rank_that_saves_holds_little_beside_its_own_state(
         assert {name: peak for name, peak in peaks.items() if max(peak) > PEAK} == {}
 
 
+def crash(*_: Any, **__: Any) -> None:
+    raise ValueError("a crash")
+
+
+def fail_on_the_second(folder: Path, out: Path) -> str:
+    torch.distributed.init_process_group("gloo")
+    with training(folder, f"{ADAM} {DISTRIBUTED}") as trained, contextlib.ExitStack() as patches:
+        if trained.session.rank == 1:
+            patches.enter_context(mock.patch.object(state_dict, "build_optimizer_state", crash))
+        try:
+            checkpointer(trained, save=out).save(1, EXTRA)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_a_rank_that_cannot_describe_its_optimizer_is_named_to_the_others_which_do_not_wait_for_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    first, second = run_ranks(fail_on_the_second, 2, folders["qwen3"], tmp_path)
+    assert first == "MegatronRLError: rank 1 failed: ValueError: a crash"
+    assert second == "ValueError: a crash"
+    assert list(tmp_path.iterdir()) == []
+
+
 @contextlib.contextmanager
 def megatrons_own_form() -> Iterator[None]:
     """As if there were no slices: saving gathers each bucket on every rank, loading holds each tensor whole."""

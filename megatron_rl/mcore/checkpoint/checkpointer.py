@@ -72,9 +72,8 @@ class Checkpointer:
         self.finish()
         self._policy.synchronize()
         noted = self._session.broadcast(json.loads(json.dumps(extra)))
-        state = self._session.run_or_raise_everywhere(lambda: self._without_optimizer(version, noted))
         prepared = serialization.prepare(
-            lambda: self._with_optimizer(state),
+            lambda: self._with_optimizer(self._without_optimizer(version, noted)),
             folder,
             version,
             self._session,
@@ -158,7 +157,7 @@ class Checkpointer:
         return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
 
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Collect the state under Megatron's names, except for our own; waits for no other rank."""
+        """Collect the state under Megatron's names, except for our own."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
         state |= self._recipe.saved
         reference = self._reference

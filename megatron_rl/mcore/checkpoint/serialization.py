@@ -99,8 +99,8 @@ def prepare(
 ) -> Prepared:
     """Plan a checkpoint of what `build` returns. Executing the request writes it and finally makes it the newest.
 
-    `loaded` is the iteration in `folder` that the run went on from. `build` may wait for other ranks, and so do all
-    parts of the request but the writing itself; every rank raises if one does.
+    `loaded` is the iteration in `folder` that the run went on from. `build` must not wait for other ranks; all parts of
+    the request but the writing itself do. Every rank raises if one does.
     """
     created = session.run_or_raise_everywhere(
         lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None
@@ -108,7 +108,7 @@ def prepare(
     staged = session.broadcast(created)
     assert staged is not None
     try:
-        state = run_together(session, build, unwritable(staged))
+        state = session.run_or_raise_everywhere(build)
         sizes = session.gather(_num_bytes(state))
         session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
         request = run_together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))

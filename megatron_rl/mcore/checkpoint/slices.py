@@ -1,15 +1,15 @@
 """The state of Megatron's distributed optimizer as shards of whole parameters, which lie where the optimizer has them.
 
 A data-parallel rank keeps a range of each parameter's elements, in row-major order. Such a range consists of boxes: the
-rest of a row, whole rows, the beginning of a row. Each box is a shard of the whole parameter's tensor, so nothing is
-gathered to save it, and a load reads a rank's own elements only. The files are those of Megatron's `fully_reshardable`
-form, with more shards: each tensor whole, under its parameter's name, which every layout reads.
+rest of a row, whole rows, the beginning of a row. Each box is a shard of the whole parameter's tensor. So nothing is
+gathered to save it, and a load reads a rank's own elements alone, into their place. The files are those of Megatron's
+`fully_reshardable` form, with more shards: each tensor whole, under its parameter's name, which every layout reads.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _DESCRIBE, _LOAD = "sharded_param_state_fully_reshardable", "load_parameter_stat
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut elements `start` to `end` of a tensor, in row-major order, into boxes: yield the offset and size of each.
 
-    Boxes come in the order of their elements, each is contiguous in the range, and an axis adds at most two.
+    Boxes come in the order of their elements, and each is contiguous. Every axis but the last adds two at most.
     """
     if start >= end:
         return
@@ -79,7 +79,7 @@ class _Describe:
         return {
             index: {
                 key: dict(enumerate(_shards(parts[parameter], key, place, values, optimizer)))
-                for key, values in _tensors(optimizer, parameter, is_loading).items()
+                for key, values in _tensors(optimizer, parameter).items()
             }
             for index, parameter, place in _own(optimizer)
         }
@@ -120,21 +120,17 @@ def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parame
             number += 1
 
 
-def _tensors(
-    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, is_loading: bool
-) -> Mapping[str, torch.Tensor | None]:
-    keys = ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))
-    if is_loading:
-        return dict.fromkeys(keys)
+def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return this rank's part of what is kept of a parameter, in single precision: its own memory if it has that."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    return {key: _single_precision(tensors[key]) for key in keys}
+    return {key: tensors[key].detach().float() for key in ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))}
 
 
 def _shards(
     part: ShardedTensor | ShardedTensorFactory,
     key: str,
     place: range,
-    values: torch.Tensor | None,
+    values: torch.Tensor,
     optimizer: DistributedOptimizer,
 ) -> Iterator[ShardedTensor]:
     """Yield `values`, the elements `place` of what `part` describes, as shards under the parameter's name and `key`."""
@@ -148,7 +144,7 @@ def _shards(
         new_axes = (1,) * whole.prepend_axis_num
         for offset, size in boxes(whole.local_shape, start, end):
             length = math.prod(size)
-            data = None if values is None else values[at : at + length].view(*new_axes, *size)
+            data = values[at : at + length].view(*new_axes, *size)
             at += length
             yield dataclasses.replace(
                 whole,
@@ -178,7 +174,3 @@ def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Sha
 
 def _of_dtype(part: ShardedTensor | ShardedTensorFactory) -> dict[str, Any]:
     return {} if isinstance(part, ShardedTensorFactory) else {"dtype": torch.float32}
-
-
-def _single_precision(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().float()
