@@ -1,7 +1,8 @@
-"""A checkpoint as Megatron's own training script writes it, and what our model reads from it."""
+"""A checkpoint as Megatron's own training script writes it and our model reads it, and the other way around."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,20 +26,98 @@ def write_and_read(folder: Path, tensor: int, pipeline: int) -> tuple[int, list[
     return _read(folder, layout, stock)
 
 
+def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
+    """Save an optimizer that has stepped; what each rank had of it."""
+    from megatron_rl.arguments import command_line
+    from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
+    from megatron_rl.mcore.model.gpt import build_model, wrap
+    from megatron_rl.mcore.model.weights import ModelWeights
+    from megatron_rl.mcore.session import start_session
+    from megatron_rl.mcore.step.optimizer import build_optimizer, build_scheduler
+    from megatron_rl.mcore.step.policy import Policy
+
+    described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
+    settings = command_line.parse(f"{OURS} {described} {layout} --save {folder}".split())
+    with start_session(settings) as session:
+        chunks = build_model(settings)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.normal_()
+        wrapped = wrap(chunks, settings.ddp)
+        optimizer = build_optimizer(settings, wrapped)
+        policy = Policy(
+            chunks, wrapped, optimizer, build_scheduler(settings, optimizer, 2), ModelWeights(chunks, session)
+        )
+        torch.manual_seed(session.rank)
+        for buffer in wrapped[0].buffers:
+            buffer.grad_data.normal_()
+        policy.update(1.0)
+        policy.synchronize()
+        Checkpointer(settings, session, policy).save(1, {})
+        return _slices(chunks[0], optimizer)
+
+
+def load_ours(folder: Path, layout: str) -> tuple[int, list[tuple[int, str, dict[str, torch.Tensor]]]]:
+    """Load a checkpoint of ours with Megatron's `load_checkpoint`: the iteration, and what the rank has then."""
+    words = f"{ARGUMENTS} {layout} --load {folder} --no-load-rng --use-checkpoint-opt-param-scheduler"
+    model, optimizer, scheduler = _build_stock(words)
+    from megatron.training.checkpointing import load_checkpoint
+
+    iteration, _ = load_checkpoint(model, optimizer, scheduler)
+    inner = model[0]
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return iteration, _slices(inner, optimizer)
+
+
+def _slices(model: torch.nn.Module, optimizer: Any) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
+    """What this rank has of each parameter: where it begins, the parameter's name, and the optimizer's tensors."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    (one,) = optimizer.chained_optimizers
+    return [
+        (
+            ranges["param"].start,
+            names[parameter],
+            {
+                name: values.detach().clone()
+                for name, values in one._get_main_param_and_optimizer_states(parameter).items()
+            },
+        )
+        for buffer in one.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    ]
+
+
 def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
+    model, optimizer, scheduler = _build_stock(words)
+    from megatron.core import parallel_state
+    from megatron.training.checkpointing import save_checkpoint
+
+    save_checkpoint(1, model, optimizer, scheduler, 0)
+    inner = model[0]
+    while hasattr(inner, "module"):
+        inner = inner.module
+    weights = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    return weights
+
+
+def _build_stock(words: str) -> tuple[Any, Any, Any]:
+    """Model, optimizer and scheduler as Megatron's training builds them."""
     sys.argv = ["pretrain_gpt.py", *words.split()]
     from megatron.core.datasets import utils
 
     # The wheel holds the compiled helpers and no Makefile to build them with.
     utils.compile_helpers = lambda: None
-    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.training import arguments as megatron_arguments
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-    from megatron.training.checkpointing import save_checkpoint
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
@@ -56,14 +135,7 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
             share_embeddings_and_output_weights=False, position_embedding_type="rope", pg_collection=pg_collection,
         )  # fmt: skip
 
-    model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, provide)
-    save_checkpoint(1, model, optimizer, scheduler, 0)
-    inner = model[0]
-    while hasattr(inner, "module"):
-        inner = inner.module
-    weights = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
-    parallel_state.destroy_model_parallel()
-    return weights
+    return setup_model_and_optimizer(ModelType.encoder_or_decoder, provide)
 
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
