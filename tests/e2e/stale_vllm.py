@@ -40,7 +40,8 @@ def write(folder: Path, plant: dict[str, Any]) -> Path:
 
 def register() -> None:
     plant = json.loads(os.environ[_PLANT])
-    {"load": _keep_tensors, "pack": _keep_packed, "sample": _shift_log_probs}[plant["where"]](plant)
+    plants = {"load": _keep_tensors, "pack": _keep_packed, "tied": _keep_tied, "sample": _shift_log_probs}
+    plants[plant["where"]](plant)
 
 
 def _keep_tensors(plant: dict[str, Any]) -> None:
@@ -88,6 +89,20 @@ def _keep_packed(plant: dict[str, Any]) -> None:
             layer.cpu_linear = before
 
     utils.dispatch_cpu_unquantized_gemm = keeps
+
+
+def _keep_tied(plant: dict[str, Any]) -> None:
+    """From a load on, layers that share another's parameter compute with what they packed before, as in vLLM itself."""
+    from megatron_rl.sidecar.vllm import worker
+
+    pack, count = worker.pack_tied_layers, 0
+
+    def packed(model: Any) -> list[str]:
+        nonlocal count
+        count += 1
+        return pack(model) if count < plant["from_load"] else []
+
+    worker.pack_tied_layers = packed
 
 
 def _shift_log_probs(plant: dict[str, Any]) -> None:

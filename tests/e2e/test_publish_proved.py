@@ -78,6 +78,7 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
         ("qwen3", "layers.0.input_layernorm", 2),
         ("qwen3", "model.norm.weight", 4),
         ("qwen3", "layers.1.self_attn.k_proj", 1),
+        ("qwen3_tied", "embed_tokens", 2),
         ("qwen3_moe", "layers.1.mlp.experts.3.down_proj", 2),
         ("qwen3_moe", "layers.0.mlp.gate.weight", 3),
     ],
@@ -85,11 +86,24 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
 def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world, family, names, version):
     folder = world.folder / family
     if not folder.exists():
-        loop.draw_model(folder, family=family, head_dim=32)
+        is_tied = family.endswith("_tied")
+        loop.draw_model(folder, family=family.removesuffix("_tied"), head_dim=32, tie_word_embeddings=is_tied)
     plant = {"where": "load", "names": names, "from_load": LOADS_BEFORE + 1 + version}
     expected = f"version {version} was not published: engine engine-0, .* held with other numbers.*{re.escape(names)}"
     run = fails(world, f"{names}-{version}", plant, expected, hf_model=folder, lr=1e-6)
     assert refused_at(run, BreachName.NOT_PROVEN) == version
+
+
+@pytest.mark.slow
+def test_an_output_layer_that_goes_on_with_the_embeddings_old_weights_ends_the_run_at_that_publish(world):
+    """With a model of Llama's, whose output layer is a layer of its own that shares the embedding's parameter."""
+    draw = {"family": "llama", "head_dim": 32, "tie_word_embeddings": True}
+    folder = loop.draw_model(world.folder / "tied", **draw)
+    # The first load is vLLM's own.
+    plant = {"where": "tied", "from_load": LOADS_BEFORE + 2}
+    expected = "version 2 was not published: engine engine-0, .* did not process what was loaded: lm_head.weight"
+    run = fails(world, "output-layer", plant, expected, hf_model=folder, lr=1e-7)
+    assert refused_at(run, BreachName.NOT_PROVEN) == 2
 
 
 @pytest.mark.slow

@@ -160,14 +160,14 @@ class WorkerExtension:
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
+        with torch.no_grad():
+            pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_end_recording()
         found = compute_fingerprint(record.specs, record.digests)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
-        with torch.no_grad():
-            pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_is_torn = False
         held = self.megatron_rl_compared(record, record.digests)
         self.megatron_rl_fingerprint = found
@@ -181,12 +181,14 @@ class WorkerExtension:
     def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
-        with self.megatron_rl_loading(), torch.no_grad():
-            with self.megatron_rl_recorded() as recorded:
-                self.reload_weights(weights_iterator=iter(tensors.items()))
-                recorded.check_all_loaded()
-            pack_tied_layers(self.model_runner.get_model())
+        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
+            self.megatron_rl_reload(tensors)
+            recorded.check_all_loaded()
         return recorded
+
+    def megatron_rl_reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.reload_weights(weights_iterator=iter(tensors.items()))
+        pack_tied_layers(self.model_runner.get_model())
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
@@ -229,13 +231,9 @@ class WorkerExtension:
         if self.megatron_rl_order is not None:
             return
         self.megatron_rl_fingerprint = ""
-        config = self.vllm_config.model_config
-
-        def load(tensors: Mapping[str, torch.Tensor]) -> None:
-            self.reload_weights(weights_iterator=iter(tensors.items()))
-
+        dtype = self.vllm_config.model_config.dtype
         with self.megatron_rl_loading(), torch.no_grad():
-            self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, config.dtype, load)
+            self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, dtype, self.megatron_rl_reload)
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
         """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
