@@ -140,7 +140,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
     key = config.answer_key
     if key != ANSWER:
         if key not in content:
-            near = suggest_nearest(key, content)
+            near = suggest_nearest(key, content) or f" (it has {', '.join(content)})"
             raise _error(path, line, f"has no column {key}{near}, which --answer-key names; correct the flag")
         if ANSWER in content and config.prompt_key != ANSWER:
             raise _error(

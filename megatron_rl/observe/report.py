@@ -29,15 +29,16 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int
     first, last = _range(x for points in shown.values() for x, _ in points)
     columns = {label: _columns(points, first, last, width) for label, points in shown.items()}
     bottom, top = _range(y for values in columns.values() for y in values if y is not None)
+    # One row shows all that there is to see of one value.
+    height = height if top > bottom else 1
     rows = [[" "] * width for _ in range(height)]
     for mark, values in zip(_MARKS * len(columns), columns.values(), strict=False):
         for column, value in enumerate(values):
             if value is not None:
                 row = rows[_row(value, bottom, top, height)]
                 row[column] = mark if row[column] == " " else _SEVERAL
-    # A flat curve lies on the lowest row; the others have no value of their own.
-    at_row = {row: top - (top - bottom) * row / (height - 1) for row in (0, height // 2, height - 1)}
-    labels = {row: f"{value:.3g}" for row, value in at_row.items() if top > bottom or row == height - 1}
+    labelled = (0, height // 2, height - 1) if height > 1 else ()
+    labels = {row: f"{top - (top - bottom) * row / (height - 1):.3g}" for row in labelled} or {0: f"{top:.3g}"}
     margin = max(map(len, labels.values()))
     lines = [title] if len(shown) == 1 else ["   ".join((title, *_legend(shown)))]
     lines += [f"{labels.get(row, ''):>{margin}} |{''.join(cells).rstrip()}" for row, cells in enumerate(rows)]
@@ -127,11 +128,15 @@ def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
 
 
 def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Return, by name, the evaluated versions' share of held-out prompts that passed, and their mean reward."""
-    found = {
-        pass_name(records): _points(records, ("evaluation", "pass")),
-        "mean reward": _points(records, ("evaluation", "mean")),
-    }
+    """Return, by name, the evaluated versions' share of held-out prompts that passed, and their mean reward.
+
+    With one response a prompt and rewards of 0 and 1 these are equal, and there is one curve.
+    """
+    name, passed = pass_name(records), _points(records, ("evaluation", "pass"))
+    means = _points(records, ("evaluation", "mean"))
+    if passed and passed == means:
+        return {f"mean reward ({name})": means}
+    found = {name: passed, "mean reward": means}
     return {name: points for name, points in found.items() if points}
 
 

@@ -57,6 +57,8 @@ class RewardPool:
         """For how many groups each function failed, including those for which `on_error` gave the value."""
         self.missing: dict[str, str] = {}
         """What workers are not confined in, and why not."""
+        self.warnings: list[str] = []
+        """What a person should know of before groups are scored."""
 
     async def start(self, trials: Sequence[RewardRequest] = ()) -> None:
         """Load every function in every worker; raise a UsageError that names the file and line that does not import.
@@ -76,9 +78,11 @@ class RewardPool:
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
             workers: list[RewardWorker | None] = [start.result() for start in starts]
+            failed: dict[int, list[str]] = {}
             for trial in trials:
                 if workers[0] is not None:
-                    workers[0] = await self._try_out(workers[0], trial)
+                    workers[0] = await self._try_out(workers[0], trial, failed)
+            self._warn_of_failures(failed, trials)
             for worker in workers:
                 self._free.put_nowait(worker)
         except BaseExceptionGroup as errors:
@@ -87,8 +91,9 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
-        for what, why in self.missing.items():
-            _LOGGER.warning("reward functions are not confined in %s: %s", what, why)
+        self.warnings += [f"functions are not confined in {what}: {why}" for what, why in self.missing.items()]
+        for warning in self.warnings:
+            _LOGGER.warning("%s", warning)
 
     def _setup_line(self, path: list[str]) -> bytes:
         read = [*(Path(file).parent for file in self._sources), *self._settings.readable]
@@ -134,8 +139,13 @@ class RewardPool:
             raise
         return worker
 
-    async def _try_out(self, worker: RewardWorker, request: RewardRequest) -> RewardWorker | None:
-        """Call every function once; return the worker, which remembers nothing of it, or None: take a fresh one."""
+    async def _try_out(
+        self, worker: RewardWorker, request: RewardRequest, failed: dict[int, list[str]]
+    ) -> RewardWorker | None:
+        """Call every function once; return the worker, which remembers nothing of it, or None: take a fresh one.
+
+        `failed` collects, by the number of the function, the failures that other completions may not meet.
+        """
         functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
         job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
         answers: dict[int, FunctionAnswer] = {}
@@ -152,11 +162,23 @@ class RewardPool:
             if answer.is_misfit:
                 remedy = "" if answer.has_remedy else "; mend the function"
                 problems.append(f"--reward {self._specs[number].name}: {row}{answer.error}{remedy}")
+            elif answer.values is None:
+                failed.setdefault(number, []).append(answer.error)
         if problems and self._settings.on_error is None:
             raise UsageError(*problems)
         for problem in problems:
             _LOGGER.warning("%s; until then --reward-on-error stands for what it gives", problem)
         return worker
+
+    def _warn_of_failures(self, failed: dict[int, list[str]], trials: Sequence[RewardRequest]) -> None:
+        """Warn of functions that failed in every trial."""
+        for number, errors in failed.items():
+            if len(errors) == len(trials):
+                made_up = ", ".join(map(repr, trials[0].completions))
+                self.warnings.append(
+                    f"--reward {self._specs[number].name}: {errors[0]}; it failed on each of {len(trials)} rows that it "
+                    f"was tried on, with completions that were made up ({made_up}): see that it does not on real ones"
+                )
 
     def _check_confinement(self, missing: dict[str, str]) -> None:
         self.missing = missing

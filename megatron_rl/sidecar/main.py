@@ -76,7 +76,7 @@ async def run(settings: SidecarSettings) -> None:
         supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
-        async with _noted_start(supervisor, folder / starting.FILE_NAME):
+        async with _noted_start(supervisor, folder / starting.FILE_NAME, pool.warnings):
             await _unless(ended, supervisor.start(settings.rollout.num_engines))
         if ended.is_set():
             return
@@ -89,7 +89,7 @@ async def run(settings: SidecarSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None]:
+async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) -> AsyncIterator[None]:
     """While engines start within the context, write down how far they are, and once more when all are ready."""
     begun = time.monotonic()
     noted = Starting()
@@ -103,7 +103,7 @@ async def _noted_start(supervisor: Supervisor, path: Path) -> AsyncIterator[None
         }
         # A start that fails ends all engines, and says why itself.
         if engines and engines != noted.engines:
-            noted = Starting(engines=engines)
+            noted = Starting(engines=engines, warnings=warnings)
             # This only informs whoever watches: other writers report a full disk.
             with contextlib.suppress(OSError):
                 noted.write(path)

@@ -18,9 +18,12 @@ _SILENCE_SECONDS = 15.0
 
 
 class Starting(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that were started, and after how many seconds each was ready; None for one that is not yet."""
+    """What there is to know of a start so far."""
 
     engines: dict[str, float | None] = {}
+    """Those that were started, and after how many seconds each was ready; None for one that is not yet."""
+    warnings: list[str] = []
+    """What the rewards warn of."""
 
     def write(self, path: Path) -> None:
         unfinished = path.with_name(f".{path.name}")
@@ -85,6 +88,7 @@ class News:
             return
         engines = starting.engines
         if not self._is_begun:
+            yield from (f"rewards: {warning}" for warning in starting.warnings)
             self._is_begun, self._last = True, now
             yield f"engines: {_named(engines)} start and load the model"
         ready = {name: seconds for name, seconds in engines.items() if seconds is not None}

@@ -267,7 +267,11 @@ class Supervisor:
             except StepFailed as failure:
                 self._withdraw()
                 if failure.wrong:
-                    text = f"version {weights.version} was not published: {failure}"
+                    text = (
+                        f"version {weights.version} was not published: {failure}; nothing was trained with it. Go on "
+                        f"from the last checkpoint; if it happens again, report it with the engine's log (logs/ in "
+                        f"the run's folder) and what `megatron-rl doctor` prints"
+                    )
                     raise WeightsNotProven(text, weights, failure.wrong) from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":

@@ -322,8 +322,21 @@ def test_a_chart_of_two_runs_tells_them_apart():
 @pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, 0.5), (9, 0.5)], [(v, v % 7) for v in range(1000)]])
 def test_a_chart_of_any_values_fits_its_size(points):
     lines = chart("reward", {"run": points}).splitlines()
-    assert len(lines) in (1, 15)
+    assert len(lines) in (1, 4, 15)
     assert max(map(len, lines)) <= 70
+
+
+def test_a_chart_of_one_value_has_one_row():
+    assert chart("reward", {"run": [(3, 0.5)]}, width=11).splitlines() == [
+        "reward", "0.5 |*", "    +-----------", "     3iteration",
+    ]  # fmt: skip
+
+
+def test_evaluations_that_are_equal_are_one_curve():
+    records = [{"version": version, "evaluation": {"pass": 0.5, "mean": 0.5, "num_samples": 1}} for version in (0, 5)]
+    assert report.evaluations_of(records) == {"mean reward (pass@1)": [(0, 0.5), (5, 0.5)]}
+    records[1]["evaluation"]["mean"] = 0.25
+    assert list(report.evaluations_of(records)) == ["pass@1", "mean reward"]
 
 
 def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):

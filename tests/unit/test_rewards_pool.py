@@ -334,6 +334,18 @@ def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_
     assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0]
 
 
+def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path):
+    code = "def f(completions, gold): return [float(text.split('=')[1] == gold) for text in completions]"
+    rows = [request(gold="1"), request(gold="2")]
+
+    async def use(started):
+        return started.warnings
+
+    (warning,) = with_pool([f"{write(tmp_path, code)}:f"], use, trials=rows)
+    assert warning.startswith("--reward f: IndexError: list index out of range")
+    assert "it failed on each of 2 rows that it was tried on, with completions that were made up" in warning
+
+
 def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
     file = write(tmp_path, """
         calls = []

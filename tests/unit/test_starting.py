@@ -85,6 +85,15 @@ def test_rewards_that_take_long_to_import_are_said_before_there_are_engines(tmp_
     assert [*news.lines(begun + 17)] == []
 
 
+def test_what_rewards_warn_of_is_said_once_before_engines_are(tmp_path):
+    Starting(engines={"engine-0": None}, warnings=["--reward f: it failed"]).write(tmp_path / FILE_NAME)
+    news = News(tmp_path / FILE_NAME)
+    assert [*news.lines(news._begun)] == [
+        "rewards: --reward f: it failed", "engines: engine-0 start and load the model",
+    ]  # fmt: skip
+    assert [*news.lines(news._begun + 1)] == []
+
+
 def test_many_engines_are_counted_and_not_listed(tmp_path):
     Starting(engines={f"engine-{number}": None for number in range(64)}).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)

@@ -342,7 +342,9 @@ def _num_bytes(state: dict[str, Any]) -> int:
 def _check_room(staged: Path, num_bytes: int) -> None:
     """Check, before any rank writes, that this one can: one that cannot would leave the others waiting."""
     if not os.access(staged, os.W_OK):
-        raise InputError(f"{staged} cannot be written from this host: every rank must reach the same folder")
+        raise InputError(
+            f"{staged} cannot be written from this host: every rank that writes must reach the same folder"
+        )
     free = shutil.disk_usage(staged).free
     if free < num_bytes:
         raise InputError(
