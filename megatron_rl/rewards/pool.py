@@ -166,8 +166,7 @@ class RewardPool:
                 failed.setdefault(number, []).append(answer.error)
         if problems and self._settings.on_error is None:
             raise UsageError(*problems)
-        for problem in problems:
-            _LOGGER.warning("%s; until then --reward-on-error stands for what it gives", problem)
+        self.warnings += [f"{problem}; until then --reward-on-error stands for what it gives" for problem in problems]
         return worker
 
     def _warn_of_failures(self, failed: dict[int, list[str]], trials: Sequence[RewardRequest]) -> None:
@@ -176,8 +175,8 @@ class RewardPool:
             if len(errors) == len(trials):
                 made_up = ", ".join(map(repr, trials[0].completions))
                 self.warnings.append(
-                    f"--reward {self._specs[number].name}: {errors[0]}; it failed on each of {len(trials)} rows that it "
-                    f"was tried on, with completions that were made up ({made_up}): see that it does not on real ones"
+                    f"--reward {self._specs[number].name}: {errors[0]}; it failed on each of {len(trials)} rows that "
+                    f"it was tried on, with completions that were made up ({made_up}): see that it does not on others"
                 )
 
     def _check_confinement(self, missing: dict[str, str]) -> None:

@@ -7,11 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 
+from examples import tiny_model
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Architecture, Rope
 from megatron_rl.weights import families
+from megatron_rl.weights.families import read_architecture
 from tests.command_lines import parse
 from tests.processes import ROOT
 
@@ -27,6 +30,16 @@ RECIPES = [
     ("several_nodes", {"ROLE": "trainer", "NODES": "2", "NODE_RANK": "0", "MASTER": "10.0.0.2"}, 16),
     ("several_nodes", {"ROLE": "sidecar"}, None),
 ]
+
+
+def test_the_tiny_model_reads_any_text_and_is_of_a_family_that_is_known(tmp_path):
+    tiny_model.save(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "What is 3 + 4? Drei, \u00e9\u4e09."
+    assert len(tokenizer(text)["input_ids"]) == len(text.encode())
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    found = read_architecture(tmp_path)
+    assert (found.family, found.vocab_size) == ("qwen3", len(tokenizer))
 
 
 @pytest.mark.parametrize(("name", "environment", "world_size"), RECIPES, ids=lambda value: str(value)[:24])
