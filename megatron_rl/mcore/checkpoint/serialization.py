@@ -102,13 +102,13 @@ def prepare(
     `loaded` is the iteration in `folder` that the run went on from. `build` must not wait for other ranks; all parts of
     the request but the writing itself do. Every rank raises if one does.
     """
+    state = session.run_or_raise_everywhere(build)
     created = session.run_or_raise_everywhere(
         lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None
     )
     staged = session.broadcast(created)
     assert staged is not None
     try:
-        state = session.run_or_raise_everywhere(build)
         sizes = session.gather(_num_bytes(state))
         session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
         request = run_together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
