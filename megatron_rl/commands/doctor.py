@@ -1,4 +1,8 @@
-"""`megatron-rl doctor`: what this machine has, what is missing, and what to do about it."""
+"""`megatron-rl doctor`: what this machine has, what is missing, and what to do about it.
+
+megatron-rl doctor
+megatron-rl doctor --fit RANKS FLAGS           the memory that a rank takes with these flags of pretrain_grpo.py
+"""
 
 import argparse
 import dataclasses
@@ -61,10 +65,19 @@ _OPTIONAL = (
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="megatron-rl doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--platform", default="auto", help="auto (the default), cpu, cuda or npu")
     parser.add_argument("--patches", action="store_true", help="also print each change to megatron, and why")
+    parser.add_argument("--device-gib", type=float, default=80.0, help="with --fit: the memory of a device; 80")
+    parser.add_argument(
+        "--fit", nargs=argparse.REMAINDER, metavar="RANKS FLAGS", help="what a rank of a run takes; comes last"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.fit is not None:
+        fit = importlib.import_module("megatron_rl.commands.fit")
+        return int(fit.main(arguments.fit, arguments.device_gib))
     print(f"megatron_rl {megatron_rl.__version__} on {host.platform()}")
     problems = [*_print_needed(), *_print_platform(arguments.platform, arguments.patches)]
     _print_optional()

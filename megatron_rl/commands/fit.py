@@ -1,0 +1,84 @@
+"""`megatron-rl doctor --fit`: the memory that a rank of each pipeline stage takes with a run's flags.
+
+megatron-rl doctor --fit RANKS FLAGS           FLAGS are those of pretrain_grpo.py
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from megatron_rl.arguments import command_line
+from megatron_rl.arguments.run import RunSettings
+from megatron_rl.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from megatron_rl.mcore.footprint import Footprint, Workload
+
+_GIB = 1 << 30
+
+
+def main(words: list[str], device_gib: float) -> int:
+    """Print the table; the exit code says whether every rank fits."""
+    if not words or not words[0].isdigit() or not int(words[0]):
+        raise UsageError("--fit wants the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
+    world_size = int(words[0])
+    # The flags are read as on the ranks of such a run.
+    os.environ |= {"WORLD_SIZE": words[0], "LOCAL_WORLD_SIZE": str(min(world_size, 8)), "RANK": "0"}
+    settings = command_line.parse_run([*words[1:], "--print-config"])
+    # Megatron is imported once the platform is installed, which reading the flags does.
+    from megatron_rl.mcore import footprint
+
+    work = make_workload(settings, world_size)
+    footprints = footprint.count(settings, work)
+    for line in describe(settings, work, footprints, device_gib):
+        print(line)
+    return ExitCode.OK if all(sum(one.device.values()) <= device_gib * _GIB for one in footprints) else ExitCode.RUN
+
+
+def make_workload(settings: RunSettings, world_size: int) -> "Workload":
+    """The largest micro-batch that a run can have, and how many go through a schedule."""
+    from megatron_rl.mcore.footprint import Workload
+
+    sizes, plan = settings.sizes, settings.sizes.plan
+    num_responses = min(plan.group_size, plan.micro_batch_size)
+    group = (sizes.longest_prompt, [sizes.longest_response] * num_responses)
+    if not sizes.is_shared:
+        # Each response has a prompt of its own.
+        groups = [(sizes.longest_prompt, [sizes.longest_response])] * (sizes.division.groups_per_unit * num_responses)
+    else:
+        groups = [group] * sizes.division.groups_per_unit
+    return Workload(world_size, groups, sizes.multiple_of, sizes.division.slots_per_update, plan.num_updates)
+
+
+def describe(settings: RunSettings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:
+    """Say what was counted: a table, and what it does not hold."""
+    parts, sizes = list(footprints[0].device), settings.parallel_sizes
+    num_tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
+    lines = [
+        f"{work.world_size} ranks: TP {sizes.tensor}, PP {sizes.pipeline}, CP {sizes.context}, EP {sizes.expert}, "
+        f"DP {work.world_size // sizes.model}; micro-batches of up to {num_tokens:,} tokens, "
+        f"{work.num_micro_batches} a schedule",
+        "",
+        f"GiB of a rank, of {device_gib:g}, by pipeline stage",
+        _row("stage", "parameters", *parts, "all"),
+    ]
+    for one in footprints:
+        numbers = [f"{size / _GIB:.2f}" for size in (*one.device.values(), sum(one.device.values()))]
+        lines.append(_row(str(one.stage), f"{one.num_parameters / 1e6:,.0f} M", *numbers))
+    on_host = [one for one in footprints if any(one.host.values())]
+    if on_host:
+        lines += ["", "GiB of a rank on the host", _row("stage", "", *on_host[0].host)]
+        lines += [_row(str(one.stage), "", *(f"{size / _GIB:.2f}" for size in one.host.values())) for one in on_host]
+    lines += [
+        "",
+        "Megatron's own layers were counted; TransformerEngine's keep less. Not counted: the device's own context, "
+        "buffers of collectives, and what is lost between blocks of memory.",
+    ]
+    large = [one for one in footprints if sum(one.device.values()) > device_gib * _GIB]
+    for one in large:
+        total, most = sum(one.device.values()) / _GIB, max(parts, key=one.device.__getitem__)
+        lines.append(f"does not fit: stage {one.stage} takes {total:.1f} GiB of {device_gib:g}, most of it {most}")
+    return lines if large else [*lines, "fits"]
+
+
+def _row(first: str, second: str, *others: str) -> str:
+    return f"{first:<6}{second:>12}" + "".join(f"{other:>13}" for other in others)

@@ -1,0 +1,61 @@
+"""`megatron-rl doctor --fit`, in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.errors import ExitCode
+from tests import hf_models
+from tests.processes import ROOT
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("fit")
+    model = hf_models.draw("qwen3", folder / "model", num_hidden_layers=4)
+    (folder / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}\n' * 8)
+    words = (
+        f"--platform cpu --hf-model {model} --prompts {folder / 'prompts.jsonl'} --reward exact --lr 1e-6 "
+        f"--train-iters 4 --seq-length 96 --rollout-max-tokens 64 --rollout-folder {folder / 'run'} "
+        f"--rollout-engine scripted --grpo-prompts-per-step 8 --grpo-group-size 4 --micro-batch-size 4"
+    )
+    return words.split()
+
+
+def fit(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", *words]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flags: list[str]) -> None:
+    result = fit("--fit", "8", *flags, "--pipeline-model-parallel-size", "2", "--grpo-kl-beta", "0.1", "--async-save")
+    assert result.returncode == ExitCode.OK, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "8 ranks: TP 1, PP 2, CP 1, EP 1, DP 4; micro-batches of up to 288 tokens, 2 a schedule"
+    assert lines[3].startswith("stage   parameters      weights    gradients    optimizer       frozen  activations")
+    assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
+    assert lines[lines.index("GiB of a rank on the host") + 1].split() == ["stage", "optimizer", "frozen", "save"]
+    assert lines[-1] == "fits"
+
+
+def test_what_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> None:
+    result = fit("--device-gib", "0.001", "--fit", "1", *flags)
+    assert result.returncode == ExitCode.RUN
+    assert "does not fit: stage 0 takes 0.0 GiB of 0.001, most of it activations" in result.stdout
+
+
+def test_mistakes_are_said_as_a_run_says_them(flags: list[str]) -> None:
+    wanted = "--fit wants the number of ranks, then the flags of a run"
+    unequal = "3 ranks are not a multiple of --tensor-model-parallel-size 2"
+    for words, message in (
+        ([], wanted),
+        (flags, wanted),
+        (["3", *flags, "--tensor-model-parallel-size", "2"], unequal),
+    ):
+        result = fit("--fit", *words)
+        assert result.returncode == ExitCode.USAGE
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
