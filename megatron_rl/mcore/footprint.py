@@ -25,6 +25,7 @@ from megatron_rl.data.packing import Pack, pack_groups
 from megatron_rl.mcore.model import context
 from megatron_rl.mcore.model.attention import SharedPromptAttention
 from megatron_rl.mcore.model.gpt import PackedGPTModel, build_chunks
+from megatron_rl.mcore.session import make_groups
 from megatron_rl.types import ParallelSizes
 
 # Of a tensor that is gathered for engines, twice: one bucket is sent while the next one is filled.
@@ -101,15 +102,7 @@ def _alone(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
     rank = stage * (world_size // sizes.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tensor,
-            pipeline_model_parallel_size=sizes.pipeline,
-            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-            context_parallel_size=sizes.context,
-            expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=sizes.expert_tensor,
-            create_gloo_process_groups=False,
-        )
+        make_groups(sizes, create_gloo_process_groups=False)
         # A tracker that draws nothing: states of a generator cannot be compared here.
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
         yield
@@ -203,7 +196,7 @@ def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
     config: TransformerConfig = chunk.config
     changed = config.recompute_granularity
     num_layers = max(1, len(chunk.decoder.layers))
-    # What is before and behind the layers is no part of it.
+    # Only the layers are counted: neither the embedding nor the output layer.
     chunk.pre_process = chunk.post_process = False
     chunk.decoder.pre_process = False
     config.recompute_granularity = None if changed == "full" else changed

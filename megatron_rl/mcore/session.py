@@ -34,6 +34,19 @@ class ReplicaGroup:
     group: dist.ProcessGroup
 
 
+def make_groups(sizes: ParallelSizes, **options: Any) -> None:
+    """Make Megatron's process groups; `options` are Megatron's own."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        **options,
+    )
+
+
 class Session:
     """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager.
 
@@ -61,13 +74,8 @@ class Session:
                 f"{self.world_size} ranks cannot be divided into replicas of {sizes.model} (tensor {sizes.tensor} x "
                 f"pipeline {sizes.pipeline} x context {sizes.context}): start a multiple of {sizes.model}"
             )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tensor,
-            pipeline_model_parallel_size=sizes.pipeline,
-            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-            context_parallel_size=sizes.context,
-            expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=sizes.expert_tensor,
+        make_groups(
+            sizes,
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
             create_gloo_process_groups=True,
         )
