@@ -8,17 +8,16 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from megatron_rl.commands.shell_tokens import ASSIGNMENT, OPERATORS, SPACES, find_bracket, find_quote, split_tokens
+
 # Reads a file that the script sources; None if there is no such file.
 ReadFile = Callable[[str], str | None]
 
-_OPERATORS = ("&&", "||", ";;", "|&", "&>>", "&>", ">>", "<<<", ">&", "<&", ";", "|", "&", "(", ")", "<", ">", "\n")
 _REDIRECTIONS = ("&>>", "&>", ">>", "<<<", ">&", "<&", "<", ">")
 _ENDS = (";", "\n", "&", "&&", "||", "|", "|&", ";;")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[\w+\])?(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?!$]")
 _BRACED = re.compile(r"(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC = re.compile(r"[\d\s()+*/%<>=!&|?:-]*")
-_SPACES = " \t\r\n"
 # A loop that runs longer waits for something that reading the script does not change.
 _MOST_ROUNDS = 1000
 _DEEPEST = 5
@@ -63,7 +62,7 @@ class _Reader:
     def read(self, text: str) -> None:
         # A variable that the script sets in some branch is empty if that branch is not taken.
         self.script.settable |= set(re.findall(r"(?:^|[\s;&])(\w+)\+?=", text))
-        self._tokens = list(_split_tokens(text))
+        self._tokens = list(split_tokens(text))
         while self._at < len(self._tokens):
             self._read_list(True, ())
             self._at += 1
@@ -204,9 +203,9 @@ class _Reader:
     def _run(self, raw: list[str]) -> None:
         if raw[0] in ("export", "local", "declare", "readonly", "typeset"):
             raw = [word for word in raw[1:] if not word.startswith("-")]
-            raw = [word for word in raw if _ASSIGNMENT.match(word)]
+            raw = [word for word in raw if ASSIGNMENT.match(word)]
         assignments = []
-        while raw and _ASSIGNMENT.match(raw[0]):
+        while raw and ASSIGNMENT.match(raw[0]):
             assignments.append(raw.pop(0))
         self._status = True
         if not raw:
@@ -246,13 +245,13 @@ class _Reader:
             _Reader(self.script, self._read_file, self._depth + 1).read(text)
 
     def _assign(self, word: str) -> None:
-        match = _ASSIGNMENT.match(word)
+        match = ASSIGNMENT.match(word)
         assert match is not None
         name, index, more, value = match.groups()
         if index:
             return
         if value.startswith("(") and value.endswith(")"):
-            words = [part for raw in _split_tokens(value[1:-1]) if raw not in _OPERATORS for part in self._expand(raw)]
+            words = [part for raw in split_tokens(value[1:-1]) if raw not in OPERATORS for part in self._expand(raw)]
             self.script.variables[name] = [*self.script.variables.get(name, ()), *words] if more else words
             return
         text = "".join(self._expand_parts(value))
@@ -280,7 +279,7 @@ class _Reader:
         words: list[str] = []
         is_open = False
         for text, is_quoted, is_whole in self._list_parts(raw):
-            pieces = [text] if is_quoted else re.split(rf"[{_SPACES}]+", text)
+            pieces = [text] if is_quoted else re.split(rf"[{SPACES}]+", text)
             for at, piece in enumerate(pieces):
                 if at or (is_whole and words):
                     is_open = False
@@ -291,7 +290,7 @@ class _Reader:
                 else:
                     words.append(piece)
                 is_open = True
-            if not is_quoted and text and text[-1] in _SPACES:
+            if not is_quoted and text and text[-1] in SPACES:
                 is_open = False
         return words
 
@@ -312,7 +311,7 @@ class _Reader:
                 yield raw[at + 1 : end], True, False
                 at = end + 1
             elif char == '"':
-                end = _find_quote(raw, at)
+                end = find_quote(raw, at)
                 yield from self._list_quoted(raw[at + 1 : end])
                 at = end + 1
             elif char == "\\":
@@ -356,13 +355,13 @@ class _Reader:
             end = len(raw) - 1 if end < 0 else end
             return [raw[at : end + 1]], end + 1
         if raw.startswith("$((", at):
-            end = _find_bracket(raw, at + 1)
+            end = find_bracket(raw, at + 1)
             return [self._compute(raw[at + 3 : end - 1])], end + 1
         if raw.startswith("$(", at):
-            end = _find_bracket(raw, at + 1)
+            end = find_bracket(raw, at + 1)
             return [self._substitute(raw[at : end + 1])], end + 1
         if raw.startswith("${", at):
-            end = _find_bracket(raw, at + 1)
+            end = find_bracket(raw, at + 1)
             return self._expand_braced(raw[at + 2 : end]), end + 1
         match = _NAME.match(raw, at + 1)
         if match is None:
@@ -476,105 +475,3 @@ def _compare(left: str, operator: str, right: str) -> bool:
         "-lt": first < second, "-le": first <= second,
     }  # fmt: skip
     return holds.get(operator, False)
-
-
-def _split_tokens(text: str) -> Iterator[str]:
-    """Words, with their quotes, and operators."""
-    text = text.replace("\\\r\n", "\\\n")
-    at, here = 0, ""
-    while at < len(text):
-        char = text[at]
-        if char in " \t\r":
-            at += 1
-        elif text.startswith("\\\n", at):
-            at += 2
-        elif char == "#":
-            while at < len(text) and text[at] != "\n":
-                at += 1
-        elif text.startswith("((", at):
-            end = _find_bracket(text, at)
-            yield text[at : end + 1]
-            at = end + 1
-        elif text.startswith("<<", at) and not text.startswith("<<<", at):
-            match = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?").match(text, at)
-            here = match.group(1) if match else ""
-            at = match.end() if match else at + 2
-        else:
-            operator = next((op for op in _OPERATORS if text.startswith(op, at)), None)
-            if operator is not None:
-                yield operator
-                at += len(operator)
-                if operator == "\n" and here:
-                    last = re.compile(rf"^\t*{here}$", re.MULTILINE).search(text, at)
-                    at, here = (last.end() if last else len(text)), ""
-            else:
-                end = _find_word_end(text, at)
-                yield text[at:end]
-                at = end
-
-
-def _find_word_end(text: str, at: int) -> int:
-    start = at
-    while at < len(text):
-        char = text[at]
-        if char == "'":
-            end = text.find("'", at + 1)
-            at = len(text) if end < 0 else end + 1
-        elif char == '"':
-            at = _find_quote(text, at) + 1
-        elif char == "\\":
-            if text.startswith("\\\n", at):
-                return at
-            at += 2
-        elif char == "`":
-            end = text.find("`", at + 1)
-            at = len(text) if end < 0 else end + 1
-        elif char == "$" and text[at + 1 : at + 2] in ("{", "("):
-            at = _find_bracket(text, at + 1) + 1
-        elif char == "(" and _ASSIGNMENT.fullmatch(text[start:at]) and text[at - 1] == "=":
-            return _find_bracket(text, at) + 1
-        elif char in " \t\r\n;|&()<>":
-            return at
-        else:
-            at += 1
-    return at
-
-
-def _find_quote(text: str, at: int) -> int:
-    """Find the end of the double quotes that begin here."""
-    at += 1
-    while at < len(text) and text[at] != '"':
-        if text[at] == "\\":
-            at += 2
-        elif text[at] == "$" and text[at + 1 : at + 2] in ("{", "("):
-            at = _find_bracket(text, at + 1) + 1
-        else:
-            at += 1
-    return at
-
-
-def _find_bracket(text: str, at: int) -> int:
-    """Find the end of the bracket that opens here, ignoring what is quoted inside."""
-    closing = {"(": ")", "{": "}"}
-    stack = [closing[text[at]]]
-    at += 1
-    while at < len(text):
-        char = text[at]
-        if char == stack[-1]:
-            stack.pop()
-            if not stack:
-                return at
-        elif char in closing:
-            stack.append(closing[char])
-        elif char == "'":
-            end = text.find("'", at + 1)
-            at = len(text) if end < 0 else end
-        elif char == '"':
-            at = _find_quote(text, at)
-        elif char == "\\":
-            at += 1
-        elif char == "#" and text[at - 1] in _SPACES:
-            while at + 1 < len(text) and text[at + 1] != "\n":
-                at += 1
-        at += 1
-    return len(text) - 1
