@@ -177,10 +177,15 @@ def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
     """Build megatron-core's configurations; for one that it refuses, return the values and why."""
     built: dict[str, Any] = {}
     refusals = []
+    # megatron-core would ask TransformerEngine for its version; where it is missed on the platform, a check says so.
+    cannot_build = {
+        "transformer": not fields.has_model,
+        "optimizer": fields.optimizer.get("use_precision_aware_optimizer") and not has_transformer_engine(),
+    }
     for subject, config in import_configs().items():
         values = getattr(fields, subject)
         try:
-            if subject != "transformer" or fields.has_model:
+            if not cannot_build.get(subject):
                 built[subject] = config(**values)
                 continue
         except Exception as error:

@@ -1,5 +1,6 @@
 """Launch scripts of Megatron-LM, slime, Pai-Megatron-Patch and MindSpeed-LLM start as they are, or for a reason not."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_one_parser(monkeypatch)
 
 
-def problems_of(block: Block, folder: Path) -> tuple[str, ...]:
+def problems_of(block: Block, folder: Path, words: Sequence[str] = CPU) -> tuple[str, ...]:
     try:
-        parse_run(*CPU, *block.complete(folder), world_size=block.ranks)
+        parse_run(*words, *block.complete(folder), world_size=block.ranks)
     except UsageError as error:
         return error.problems
     return ()
@@ -32,6 +33,20 @@ def test_a_block_parses_as_it_is_or_is_refused_for_the_reasons_that_it_lists(tmp
         idle = [text for text in block.refused if not any(problem.startswith(text) for problem in problems)]
         if unlisted or idle:
             wrong[block.name] = unlisted + [f"no longer refused: {text}" for text in idle]
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("platform", "repositories"), [("npu", ["Ascend/MindSpeed-LLM"]), ("cuda", ["THUDM/slime"])])
+def test_a_block_is_shown_for_the_platform_it_was_written_for_where_that_is_not_there(
+    platform: str, repositories: Sequence[str], tmp_path: Path
+) -> None:
+    words = ("--platform", platform, "--print-config")
+    wrong = {
+        block.name: problems
+        for block in BLOCKS
+        if block.repository in repositories and not block.refused
+        and (problems := problems_of(block, tmp_path / block.model, words))
+    }  # fmt: skip
     assert wrong == {}
 
 
