@@ -3,6 +3,9 @@
 However a process ends, the kernel closes its connections, and keepalive breaks those to a host that is gone: the loss
 of a rank is noticed within NOTICED_SECONDS. A rank that is only slow, or stopped, keeps its connections. This needs
 only the standard library, so that it works before the imports that take seconds.
+
+Each end says first which rank it is. Who does not is a stranger: one that asks is not answered, and from one that
+listens where rank 0 will, the others turn away until rank 0 is there.
 """
 
 import contextlib
@@ -116,8 +119,8 @@ class Hub:
         for message in messages or ():
             if self._lines[line] is not None:
                 self._peer.heard(message)
-            elif message[0] == "rank" and message[1:] and isinstance(message[1], int):
-                self._welcome(line, message[1])
+            elif (rank := _read_greeting(message)) is not None:
+                self._welcome(line, rank)
             else:
                 return False
         return messages is not None
@@ -126,7 +129,7 @@ class Hub:
         with self._lock:
             self._lines[line] = rank
             self._never_there.discard(rank)
-            for message in self._said:
+            for message in [_greet(0), *self._said]:
                 line.send(message)
             if not self._never_there:
                 self._all_there.set()
@@ -147,7 +150,7 @@ class Spoke:
         self._address = host, port
         self._peer = peer
         self._line: _Line | None = None
-        self._said: list[Message] = [["rank", rank]]
+        self._said: list[Message] = [_greet(rank)]
         self._lock = threading.Lock()
         self._connected = threading.Event()
         self._closed = threading.Event()
@@ -173,15 +176,27 @@ class Spoke:
                 self._line.close()
 
     def _listen(self) -> None:
-        line = self._connect()
         while not self._closed.is_set():
-            messages = line.receive() if line is not None else None
-            if messages is None:
-                if not self._closed.is_set():
-                    self._peer.lost(0)
+            line = self._connect()
+            if line is not None:
+                self._follow(line)
+            if self._connected.is_set() and not self._closed.is_set():
+                self._peer.lost(0)
                 return
+            # Nobody who listens there said that it is rank 0.
+            self._closed.wait(_POLL_SECONDS)
+
+    def _follow(self, line: "_Line") -> None:
+        """Pass on what rank 0 says, until the connection ends or it is not rank 0's."""
+        while not self._closed.is_set() and (messages := line.receive()) is not None:
             for message in messages:
-                self._peer.heard(message)
+                if self._connected.is_set():
+                    self._peer.heard(message)
+                elif _read_greeting(message) == 0:
+                    self._connected.set()
+                else:
+                    line.close()
+                    return
 
     def _connect(self) -> "_Line | None":
         while not self._closed.is_set():
@@ -200,8 +215,19 @@ class Spoke:
             self._line = _Line(connection)
             for message in self._said:
                 self._line.send(message)
-        self._connected.set()
         return self._line
+
+
+def _greet(rank: int) -> Message:
+    return ["rank", rank]
+
+
+def _read_greeting(message: Message) -> int | None:
+    """Return the rank that greets with this message; None if it is not a greeting."""
+    match message:
+        case ["rank", int(rank)]:
+            return rank
+    return None
 
 
 class _Line:

@@ -234,6 +234,28 @@ def test_a_connection_that_is_not_a_rank_is_ignored(words):
     assert peer.losses in ([], [1])
 
 
+@pytest.mark.parametrize(
+    "words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'["failed", "nonsense", 1, 4]\n', b'["rank", 1]\n']
+)
+def test_who_listens_where_rank_0_will_is_not_taken_for_it(words):
+    first, second = Peer(), Peer()
+    with listen("127.0.0.1", 0) as stranger:
+        port = stranger.getsockname()[1]
+        spoke = Spoke("127.0.0.1", port, 1, second)
+        # The rank comes again: it has not taken the first answer for rank 0's.
+        for _ in range(2):
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(words)
+    assert spoke.missing == [0]
+    hub = Hub(listen("127.0.0.1", port), 1, first)
+    hub.tell("store", 7)
+    assert second.event.wait(DEADLINE)
+    assert (second.messages, second.losses, spoke.missing) == ([["store", 7]], [], [])
+    spoke.close()
+    hub.close()
+
+
 def test_ranks_of_torchrun_find_each_other_in_its_store(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
