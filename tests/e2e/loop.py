@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ import tokenizers
 import transformers
 
 from tests import hf_models
-from tests.ranks import ROOT
+from tests.ranks import ROOT, free_port
 
 REWARD = '''
 def parity(prompts, completions, completion_ids, **columns):
@@ -102,15 +101,12 @@ def start(
     `program` takes the place of pretrain_grpo.py.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     shared = {
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
         **environment,

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.documents import blocks, broken_links, commands_of, pages, read, unkn
 from tests.e2e.loop import draw_model
 from tests.layering import LAYERS
 from tests.processes import ROOT
+from tests.ranks import free_port
 from tests.unit.test_examples import QWEN3_4B
 from tools import run_matrix
 from tools.draw_figures import draw_all
@@ -372,9 +372,7 @@ def make_folder(folder: Path) -> Path:
 
 def run(command: str, folder: Path, seconds: float = 1000, **environment: str) -> None:
     """The command as a shell runs it there, with the programs of this environment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     programs = Path(sys.executable).parent
     ended = subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
