@@ -1,7 +1,6 @@
 """From settings to a run: `train` starts and ends it, `build` lists its parts."""
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import math
@@ -244,9 +243,7 @@ def _build_rollouts(
     schedule: Schedule,
     waiting: Callable[[], contextlib.AbstractContextManager],
 ) -> Rollouts:
-    batcher = dataclasses.replace(
-        build_batcher(settings, session.device), num_parts=settings.transformer.context_parallel_size
-    )
+    batcher = build_batcher(settings, session.device)
     return Rollouts(
         client,
         session,

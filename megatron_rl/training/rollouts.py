@@ -148,4 +148,5 @@ def build_batcher(settings: Settings, device: torch.device) -> Batcher:
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,
         prepare=lambda layout: attention.prepare(layout, device),
+        num_parts=settings.transformer.context_parallel_size,
     )

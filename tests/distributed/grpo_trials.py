@@ -132,9 +132,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     reference = build_reference(settings, session, problem.reference)
     parts = Parts(
         build_roles(settings, session, policy, reference, sizes.plan.num_updates),
-        dataclasses.replace(
-            build_batcher(settings, session.device), num_parts=settings.transformer.context_parallel_size
-        ),
+        build_batcher(settings, session.device),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
