@@ -4,7 +4,7 @@ Letters: N targets, S responses of the micro-batch.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,17 @@ class Statistics:
 
     sums: Mapping[str, torch.Tensor]
     maxima: Mapping[str, torch.Tensor]
+
+
+def copy_to_host(many: Sequence[Statistics]) -> list[Statistics]:
+    """Copy all numbers that are not there to the host at once: each copy by itself would wait for the device."""
+    values = [value for one in many for value in (*one.sums.values(), *one.maxima.values())]
+    away = [value.double() for value in values if value.device.type != "cpu"]
+    copies = iter(torch.stack(away).cpu() if away else ())
+    there = iter([value if value.device.type == "cpu" else next(copies) for value in values])
+    return [
+        Statistics({name: next(there) for name in one.sums}, {name: next(there) for name in one.maxima}) for one in many
+    ]
 
 
 def combine_statistics(many: Iterable[Statistics]) -> tuple[dict[str, float], dict[str, float]]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
+from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics, copy_to_host
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.mcore.session import Session
@@ -88,7 +88,7 @@ class Learner:
         reports = run_schedule(step, policy, micro_batches)
         if update == 0 and slots.division.plan.num_updates > 1:
             self._roles.keep_old(slots, reference_is_policy)
-        return [report["statistics"] for report in reports]
+        return copy_to_host([report["statistics"] for report in reports])
 
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
