@@ -265,4 +265,7 @@ def start_session(
 ) -> Session:
     """Start the process groups that the settings ask for; a rank may wait `waiting` longer for other processes."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
-    return Session(settings.parallel_sizes, select(settings.platform), settings.training.seed, timeout, waiting, meet)
+    platform = select(settings.platform)
+    if settings.transformer.deterministic_mode:
+        platform.choose_fixed_order()
+    return Session(settings.parallel_sizes, platform, settings.training.seed, timeout, waiting, meet)

@@ -7,6 +7,7 @@ import abc
 import dataclasses
 import functools
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -150,6 +151,9 @@ class Platform(abc.ABC):
     def seed(self, seed: int) -> None:
         """Seed the device's random numbers."""
 
+    def choose_fixed_order(self) -> None:
+        """Have every operation give the same bits each time, where that is a choice; before the first of them."""
+
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
         """The memory that this process uses now, its peak since `reset_peak_memory`, and the total."""
@@ -157,6 +161,15 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
         """Reset `MemoryFigures.peak`."""
+
+
+def sum_in_fixed_order(variables: Mapping[str, str]) -> None:
+    """Have torch choose kernels that do, and raise where it has none; set variables that nobody has set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # It would also fill all new memory, which is for finding reads of what was never written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 NAMES = ("cpu", "cuda", "npu")

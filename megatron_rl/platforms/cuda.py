@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import MemoryFigures, Platform
+from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.binding import bind_to, read_core_list
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -21,6 +21,12 @@ _KERNELS = {
     "masked_softmax_fusion": ("scaled_masked_softmax_cuda",),
     "persist_layer_norm": ("apex.contrib.layer_norm.layer_norm",),
 }
+
+
+# By which cuBLAS, NCCL and TransformerEngine sum in a fixed order; Megatron's own training wants the last two.
+_FIXED_ORDER = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}  # fmt: skip
 
 
 class CudaPlatform(Platform):
@@ -91,6 +97,9 @@ class CudaPlatform(Platform):
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)
+
+    def choose_fixed_order(self) -> None:
+        sum_in_fixed_order(_FIXED_ORDER)
 
     def memory(self) -> MemoryFigures:
         return MemoryFigures(

@@ -18,16 +18,11 @@ import torch
 
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import MemoryFigures, Platform
+from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.binding import is_bound
 
-# The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py: later
-# branches still call themselves 0.12.1.
-_MINDSPEED = {
-    "0.16": ("core_r0.16.0", "0.16"),
-    "0.17": ("core_r0.17.0", "0.12"),
-    "0.18": ("core_r0.18.0", "0.12"),
-}
+# The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py.
+_MINDSPEED = {"0.16": ("core_r0.16.0", "0.16")}
 
 
 class NpuPlatform(Platform):
@@ -104,6 +99,9 @@ class NpuPlatform(Platform):
     def seed(self, seed: int) -> None:
         _npu().manual_seed(seed)
 
+    def choose_fixed_order(self) -> None:
+        sum_in_fixed_order({"HCCL_DETERMINISTIC": "true"})
+
     def memory(self) -> MemoryFigures:
         return MemoryFigures(
             allocated=_npu().memory_allocated(),
@@ -164,7 +162,9 @@ def _check_mindspeed() -> None:
     minor = _leading(megatron, 2)
     if minor not in _MINDSPEED:
         raise PlatformError(
-            f"MindSpeed has no branch for megatron-core {megatron}; install megatron-core of {', '.join(_MINDSPEED)}"
+            f"NPUs are supported with megatron-core {', '.join(_MINDSPEED)}, and this is {megatron}: from 0.17 on "
+            "MindSpeed leaves Megatron to MegatronAdaptor and TransformerEngineNPU, which nothing here has been tried "
+            f"with; pip install 'megatron-core=={', '.join(_MINDSPEED)}.*'"
         )
     branch, version = _MINDSPEED[minor]
     remedy = f"git checkout {branch} in a clone of MindSpeed, then pip install -e MindSpeed"

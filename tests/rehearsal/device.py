@@ -25,6 +25,8 @@ generator = torch.Generator()
 
 ATEN = torch.ops.aten
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+# Names of the operations on numbers with a point.
+operators: set[str] = set()
 _libraries: list[torch.library.Library] = []
 
 
@@ -143,6 +145,7 @@ def _compute(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     there = [leaf for leaf in leaves if is_there(leaf)]
     name = function._schema.name
     if there:
+        operators.update([name] if any(leaf.is_floating_point() for leaf in there) else [])
         _refuse_mixed(function, name, leaves)
         if name in READ_BY_HOST or (name in _INDEXED and _indices_are_read(args)):
             log.add(name.removeprefix("aten::"))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl import platforms
 from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, sum_in_fixed_order
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.cpu_torch import AnyIndex, Replacement, nothing
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
@@ -91,6 +91,9 @@ class RehearsedPlatform(Platform):
 
     def seed(self, seed: int) -> None:
         device.generator.manual_seed(seed)
+
+    def choose_fixed_order(self) -> None:
+        sum_in_fixed_order({})
 
     def memory(self) -> MemoryFigures:
         return MemoryFigures(state.allocated, state.peak, TOTAL_BYTES)

@@ -6,6 +6,7 @@ from tests.distributed.grpo_trials import run_trials
 from tests.distributed.test_grpo_step import Twins, check
 from tests.grpo_problem import Problem, Trial, draw_problem
 from tests.ranks import RanksError, run_ranks
+from tests.rehearsal.order import NEVER_ORDERED, ORDERED_IF_ASKED
 from tests.rehearsal.syncs import describe
 from tests.rehearsal.trials import Rehearsed, rehearse
 from tests.truth import worst_of
@@ -17,6 +18,8 @@ OFFLOADED = Trial("TP1", 12, more="--frozen-offload")
 
 # Attention by the NPU's fused operators, which take half precision alone.
 HALF = Trial("TP1", 12, more="--bf16 --shared-prompt-backend merge")
+
+ORDERED = Trial("TP1", 12, more="--deterministic-mode")
 
 
 def run(problem: Problem, trials: list[Trial], fault: str | None = None) -> Rehearsed:
@@ -31,6 +34,11 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 @pytest.fixture(scope="module")
 def alone(problem: Problem) -> Rehearsed:
     return run(problem, [*TRIALS, OFFLOADED, HALF])
+
+
+@pytest.fixture(scope="module")
+def ordered(problem: Problem) -> Rehearsed:
+    return run(problem, [ORDERED])
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +63,32 @@ def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -
         assert not syncs, describe(syncs)
 
 
+@pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED, HALF], ids=str)
+def test_what_all_micro_batches_report_is_read_in_one_wait(trial, alone) -> None:
+    for syncs in alone.reads[trial]:
+        assert len(syncs) == 1, describe(syncs)
+
+
 def test_what_streams_share_is_ordered_by_events(alone) -> None:
     assert not alone.faults
+
+
+def test_with_deterministic_mode_every_sum_has_a_fixed_order(ordered, problem) -> None:
+    check(ORDERED, ordered.seen[ORDERED], Twins(problem, ORDERED))
+    assert ordered.operators & ORDERED_IF_ASKED
+    assert not ordered.operators & NEVER_ORDERED
+
+
+def test_without_it_the_gradients_of_repeated_rows_have_none(alone) -> None:
+    """What docs/numerics.md says of a run that does not ask."""
+    repeated = {"aten::embedding_dense_backward", "aten::index_add", "aten::index_add_"}
+    # The output layer's gradient and the NPU's statistics: each place gets one number.
+    once = {"aten::scatter_add_", "aten::index_put_"}
+    assert alone.operators & (ORDERED_IF_ASKED | NEVER_ORDERED) == repeated | once
+
+
+def test_a_sum_without_a_fixed_order_is_found(problem) -> None:
+    assert run(problem, [ORDERED], "running sums in the loss").operators & NEVER_ORDERED == {"aten::cumsum"}
 
 
 def test_an_item_in_the_loss_is_a_wait_with_its_line(problem) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from megatron_rl.mcore.model import offload
 from megatron_rl.training import learner
 from tests.distributed.grpo_trials import Seen, run_trials
 from tests.grpo_problem import Problem, Trial
+from tests.rehearsal import device
 from tests.rehearsal.streams import Stream, state
 from tests.rehearsal.syncs import Sync, log
 
@@ -24,33 +25,51 @@ class Rehearsed:
     seen: dict[Trial, list[Seen]]
     syncs: dict[Trial, list[list[Sync]]]
     """Of each run of the schedule, those of the threads that compute."""
+    reads: dict[Trial, list[list[Sync]]]
+    """Of what is read after each."""
     faults: list[str]
+    operators: frozenset[str]
+    """That numbers with a point went through, each by its name."""
 
 
 def rehearse(problem: Problem, trials: Sequence[Trial], fault: str | None = None) -> Rehearsed:
     """Run the trials, on each rank, with a fault planted."""
-    with _counted() as runs, FAULTS[fault]() if fault is not None else contextlib.nullcontext():
+    device.operators.clear()
+    with _counted() as (runs, reads), FAULTS[fault]() if fault is not None else contextlib.nullcontext():
         seen = run_trials(problem, trials)
+    return Rehearsed(seen, _by_trial(trials, runs), _by_trial(trials, reads), state.faults, frozenset(device.operators))
+
+
+def _by_trial(trials: Sequence[Trial], runs: list[list[Sync]]) -> dict[Trial, list[list[Sync]]]:
     of_runs = iter(runs)
     syncs = {trial: [next(of_runs) for _ in range(trial.num_updates)] for trial in trials}
     assert next(of_runs, None) is None
-    return Rehearsed(seen, syncs, state.faults)
+    return syncs
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[list[list[Sync]]]:
-    """Note the host's waits in each run of a schedule that trains; the loader's thread waits for its own copies."""
+def _counted() -> Iterator[tuple[list[list[Sync]], list[list[Sync]]]]:
+    """Note the host's waits in each run of a schedule that trains, and when its numbers are read.
+
+    The loader's thread waits for its own copies.
+    """
     runs: list[list[Sync]] = []
-    true = learner.run_schedule
+    reads: list[list[Sync]] = []
 
-    def run_schedule(*arguments: Any, **keywords: Any) -> Any:
-        with log.during() as syncs:
-            reports = true(*arguments, **keywords)
-        runs.append([sync for sync in syncs if not sync.thread.startswith("batches")])
-        return reports
+    def counting(true: Callable[..., Any], found: list[list[Sync]]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with log.during() as syncs:
+                returned = true(*arguments, **keywords)
+            found.append([sync for sync in syncs if not sync.thread.startswith("batches")])
+            return returned
 
-    with mock.patch.object(learner, "run_schedule", run_schedule):
-        yield runs
+        return call
+
+    with (
+        mock.patch.object(learner, "run_schedule", counting(learner.run_schedule, runs)),
+        mock.patch.object(learner, "copy_to_host", counting(learner.copy_to_host, reads)),
+    ):
+        yield runs, reads
 
 
 def _item_in_the_loss() -> AbstractContextManager:
@@ -60,6 +79,16 @@ def _item_in_the_loss() -> AbstractContextManager:
         total, statistics = true(self, log_probs, *tensors)
         total.item()
         return total, statistics
+
+    return mock.patch.object(Objective, "loss", loss)
+
+
+def _running_sums_in_the_loss() -> AbstractContextManager:
+    true = Objective.loss
+
+    def loss(self: Objective, log_probs: RoleLogProbs, *tensors: Any) -> Any:
+        log_probs.policy_N.detach().cumsum(0)
+        return true(self, log_probs, *tensors)
 
     return mock.patch.object(Objective, "loss", loss)
 
@@ -90,6 +119,7 @@ def _no_wait_before_a_layers_copy() -> AbstractContextManager:
 
 FAULTS = {
     "an item() in the loss": _item_in_the_loss,
+    "running sums in the loss": _running_sums_in_the_loss,
     "a batch left on the host": _batch_left_on_the_host,
     "a layer computes before it has arrived": _no_wait_for_a_layers_copy,
     "a layer is copied into memory that is still used": _no_wait_before_a_layers_copy,
