@@ -1,7 +1,8 @@
 """Weights that stream from the trainer's devices to the engines': the trainer's end, and what engines are told.
 
 The trainer is rank 0 of one group; the workers of the engines follow, engine after engine. vllm-ascend registers its
-HCCL backend under the same name and takes the same calls. None of this has run on NCCL or HCCL.
+HCCL backend under the same name and takes the same calls; its sender has the interface of an older vLLM. None of this
+has run on NCCL or HCCL.
 The sidecar tells the engines to join and to receive, so the trainer needs no vLLM client that calls the engines.
 """
 
@@ -26,8 +27,6 @@ class StreamPlace:
     first_rank: int
     world_size: int
     """The size of the group: the trainer's sender and all workers."""
-    packed_in_update: bool = False
-    """vllm-ascend 0.23 wants `packed` with each update, vLLM 0.32 with the group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +37,11 @@ class EngineCall:
     content: dict[str, object] | None = None
 
 
-def assign_places(num_workers: Sequence[int], packed_in_update: bool = False) -> list[StreamPlace]:
+def assign_places(num_workers: Sequence[int]) -> list[StreamPlace]:
     """Assign places to engines with these numbers of workers."""
     world_size = 1 + sum(num_workers)
     firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
-    return [StreamPlace(first, world_size, packed_in_update) for first in firsts]
+    return [StreamPlace(first, world_size) for first in firsts]
 
 
 def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
@@ -52,22 +51,22 @@ def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall
         raise InputError(f"the location of {weights.transport} weights must be host:port, not {weights.location!r}")
     if not weights.manifest:
         raise InputError(f"{weights.transport} weights must have a manifest: names, dtypes and shapes in their order")
-    init = {
+    init: dict[str, object] = {
         "master_address": host.strip("[]"),
         "master_port": int(port),
         "rank_offset": place.first_rank,
         "world_size": place.world_size,
     }
-    if not place.packed_in_update:
+    if not _is_packed_by_update(weights):
         init["packed"] = True
     yield EngineCall("/init_weight_transfer_engine", {"init_info": init})
 
 
-def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
+def list_receive_calls(weights: Weights) -> Iterator[EngineCall]:
     """Yield the calls that receive the tensors while the trainer sends them, and then leave the group."""
     names, dtypes, shapes = [list(column) for column in zip(*weights.manifest, strict=True)]
     update: dict[str, object] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
-    if place.packed_in_update:
+    if _is_packed_by_update(weights):
         update["packed"] = True
     yield EngineCall("/start_weight_update")
     yield EngineCall("/update_weights", {"update_info": update})
@@ -75,13 +74,18 @@ def list_receive_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineC
     yield EngineCall("/shutdown_weight_transfer_engine")
 
 
-# The module of each transport, and its classes of the trainer's end.
+def _is_packed_by_update(weights: Weights) -> bool:
+    """Whether engines are told with each update that tensors are packed, as vllm-ascend is, or with the group."""
+    return weights.transport == "hccl"
+
+
+# The module of each transport, its settings of the trainer's end, and the class that sends.
 _LIBRARIES = {
     "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"),
     "hccl": (
         "vllm_ascend.distributed.weight_transfer.hccl_engine",
-        "HCCLTrainerInitInfo",
-        "HCCLTrainerWeightTransferEngine",
+        "HCCLTrainerSendWeightsArgs",
+        "HCCLWeightTransferEngine",
     ),
 }
 
@@ -96,7 +100,7 @@ class Tensors(Protocol):
 
 
 def find_library(transport: str) -> tuple[Any, Any]:
-    """The classes of vLLM that open a sender; PlatformError if they are not installed."""
+    """The classes of vLLM or vllm-ascend that open a sender; PlatformError if they are not installed."""
     module, info, sender = _LIBRARIES[transport]
     try:
         found = importlib.import_module(module)
@@ -111,10 +115,30 @@ def find_library(transport: str) -> tuple[Any, Any]:
 
 def open_sender(transport: str, host: str, port: int, world_size: int, tensors: Tensors) -> Any:
     """Wait for all workers at that address; the sender has `send_weights` and `shutdown`."""
+    if transport == "hccl":
+        return HcclSender(host, port, world_size, tensors)
     make_info, make_sender = find_library(transport)
     # Rank 0 is the one that sends.
     info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
     return make_sender.trainer_init(info, client=_ToldBySidecar(), source=_make_source(tensors))
+
+
+class HcclSender:
+    """Sends with vllm-ascend's functions for a trainer, which keep nothing themselves."""
+
+    def __init__(self, host: str, port: int, world_size: int, tensors: Tensors) -> None:
+        self._make_settings, self._engine = find_library("hccl")
+        self._tensors = tensors
+        place = {"master_address": host, "master_port": port, "world_size": world_size}
+        self._group = self._engine.trainer_init(place)
+
+    def send_weights(self) -> None:
+        # Buffers have vllm-ascend's own default size on both ends.
+        settings = self._make_settings(group=self._group, packed=True)
+        self._engine.trainer_send_weights(iter(self._tensors), settings)
+
+    def shutdown(self) -> None:
+        self._group = None
 
 
 class _ToldBySidecar:

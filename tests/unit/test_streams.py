@@ -1,7 +1,11 @@
 """What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
 
+import dataclasses
 import os
+import sys
+import types
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -46,7 +50,7 @@ def test_the_calls_are_those_that_vllm_knows():
     )
 
     (join,) = streams.list_join_calls(WEIGHTS, streams.StreamPlace(3, 8))
-    start, update, finish, leave = streams.list_receive_calls(WEIGHTS, streams.StreamPlace(3, 8))
+    start, update, finish, leave = streams.list_receive_calls(WEIGHTS)
     init = NCCLWeightTransferInitInfo(**join.content["init_info"])
     assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
     assert init.packed
@@ -65,16 +69,63 @@ def test_the_routes_are_those_that_vllm_has():
     known = {route.path for route in router.routes}
     calls = [
         *streams.list_join_calls(WEIGHTS, streams.StreamPlace(1, 2)),
-        *streams.list_receive_calls(WEIGHTS, streams.StreamPlace(1, 2)),
+        *streams.list_receive_calls(WEIGHTS),
     ]
     assert {call.route for call in calls} <= known
 
 
+HCCL_WEIGHTS = msgspec.structs.replace(WEIGHTS, transport="hccl")
+
+
+@dataclasses.dataclass
+class SendSettings:
+    """vllm-ascend's settings of a send, as its 0.23 has them."""
+
+    group: object
+    src: int = 0
+    post_iter_func: object = None
+    packed: bool = False
+    stream: object = None
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+
+
+class AscendEngine:
+    """What vllm-ascend has for a trainer: functions of its engine's class."""
+
+    opened: ClassVar[list[dict]] = []
+    sent: ClassVar[list] = []
+
+    @staticmethod
+    def trainer_init(init_info):
+        AscendEngine.opened.append(init_info)
+        return "group"
+
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args):
+        AscendEngine.sent.append((trainer_args, dict(iterator)))
+
+
 def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
-    place = streams.StreamPlace(1, 2, packed_in_update=True)
-    (join,) = streams.list_join_calls(WEIGHTS, place)
-    assert "packed" not in join.content["init_info"]
-    assert list(streams.list_receive_calls(WEIGHTS, place))[1].content["update_info"]["packed"] is True
+    (join,) = streams.list_join_calls(HCCL_WEIGHTS, streams.StreamPlace(1, 2))
+    assert join.content["init_info"].keys() == {"master_address", "master_port", "rank_offset", "world_size"}
+    assert list(streams.list_receive_calls(HCCL_WEIGHTS))[1].content["update_info"]["packed"] is True
+
+
+def test_vllm_ascends_functions_for_a_trainer_send_all_tensors_packed(monkeypatch):
+    module = types.ModuleType("vllm_ascend.distributed.weight_transfer.hccl_engine")
+    module.HCCLTrainerSendWeightsArgs, module.HCCLWeightTransferEngine = SendSettings, AscendEngine
+    for name in ("vllm_ascend", "vllm_ascend.distributed", "vllm_ascend.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sender = streams.open_sender("hccl", "10.0.0.1", 7000, 3, list(TENSORS.items()))
+    sender.send_weights()
+    sender.shutdown()
+    assert AscendEngine.opened == [{"master_address": "10.0.0.1", "master_port": 7000, "world_size": 3}]
+    ((settings, sent),) = AscendEngine.sent
+    assert settings == SendSettings("group", packed=True)
+    assert sent.keys() == TENSORS.keys()
+    assert all(sent[name] is tensor for name, tensor in TENSORS.items())
 
 
 @pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])

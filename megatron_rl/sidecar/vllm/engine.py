@@ -306,7 +306,7 @@ class VllmEngine:
         for call in streams.list_join_calls(weights, self.stream_place):
             await self._post("load", call.route, call.content)
         await self._workers("load", "megatron_rl_begin_stream")
-        for call in streams.list_receive_calls(weights, self.stream_place):
+        for call in streams.list_receive_calls(weights):
             await self._post("load", call.route, call.content)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
