@@ -13,8 +13,9 @@ MCORE_VENV := .venv-mcore-
 # Versions of megatron-core that want Python 3.12; 0.16.1 runs on both, for what is compared bit for bit.
 MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
+NPU_VENV := .venv-npu
 
-.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick python312 demo demo-core learning bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu python312 demo demo-core learning bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +67,10 @@ test-matrix: env mcore-0.16.1 $(addprefix mcore-,$(MCORE_VERSIONS)) ## every ver
 test-matrix-quick: env mcore-0.16.1 $(addprefix mcore-,$(MCORE_VERSIONS))
 	$(VENV)/bin/python -m tools.run_matrix --quick $(MCORE_VERSIONS)
 
+test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CANN; MINDSPEED= and VLLM_ASCEND= name clones to try with
+	@tools/make_environment $(NPU_VENV) requirements/npu.lock --on $(VENV)
+	NPU_PYTHON=$(NPU_VENV)/bin/python $(VENV)/bin/python -m pytest tests/npu
+
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo
 
@@ -96,5 +101,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.versions import leave_backends_to_platforms
 
 # A command, the module whose `main(argv)` runs it, and what it does.
 _COMMANDS = {
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"megatron-rl: unknown command {command!r}\n{_usage()}", file=sys.stderr)
         return ExitCode.USAGE
+    leave_backends_to_platforms()
     try:
         return _load(command)(rest)
     except MegatronRLError as error:

@@ -6,6 +6,7 @@ The version of megatron-core is that of the copy which an import finds; it may b
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ PYTHON = Requirement("python", "3.11", "3.15", "start with another python")
 MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megatron-core>=0.16,<0.20'")
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
+
+
+def leave_backends_to_platforms() -> None:
+    """Let torch not load torch_npu by itself: without CANN the import of torch would fail, whatever it is for.
+
+    The platform loads it, and says what is missing. Where torch is imported already this does nothing.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def release(version: str) -> tuple[int, ...]:

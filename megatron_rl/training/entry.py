@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.training.watch import Watch, tell_launcher
+from megatron_rl.versions import leave_backends_to_platforms
 
 if TYPE_CHECKING:
     from megatron_rl.arguments.run import RunSettings
@@ -28,6 +29,7 @@ class Entry:
         self.name = name
         self._begun = time.monotonic()
         self._watch = Watch()
+        leave_backends_to_platforms()
 
     def run(self, action: Callable[["Entry"], int]) -> int:
         """Return what `action` returns, or the exit code of its error (docs/operations.md lists them)."""
