@@ -35,14 +35,21 @@ class Stream:
     def record_event(self) -> tuple["Stream", int]:
         return self, self.length
 
-    def wait_event(self, event: tuple["Stream", int]) -> None:
-        stream, length = event
+    def wait_event(self, event: "Event") -> None:
+        stream, length = event.place
         self.waited[stream] = max(length, self.waited.get(stream, 0))
 
     def comes_after(self, stream: "Stream", length: int) -> bool:
         return stream is self or self.waited.get(stream, 0) >= length
 
     def synchronize(self) -> None: ...
+
+
+class Event:
+    """A place in a stream."""
+
+    def record(self, stream: Stream) -> None:
+        self.place = stream.record_event()
 
 
 class Device:
@@ -87,7 +94,6 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     streams = Stream(), Stream()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda *_: streams)
@@ -113,7 +119,7 @@ def build_model(device: Device) -> WholeModel:
         rank=0,
         sizes=SimpleNamespace(pipeline=1),
         gather=lambda item: [item],
-        device=torch.device("cuda:0"),
+        platform=SimpleNamespace(device_type="cuda", current_stream=device.current_stream, event=Event),
     )
     return WholeModel(weights, session, None)
 

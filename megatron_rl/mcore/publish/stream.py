@@ -21,6 +21,7 @@ from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.shared_memory import in_background
 from megatron_rl.mcore.session import Session
+from megatron_rl.platforms import Platform
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
 from megatron_rl.weights.fingerprint import DTYPES
@@ -79,12 +80,12 @@ class WholeModel:
             if stage == self._stage:
                 for bucket in self._weights.stream(*self._settings):
                     if root == 0:
-                        yield from _handed_over(bucket, self._session.device)
+                        yield from _handed_over(bucket, self._session.platform)
                     elif bucket:
                         dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
             elif self._session.rank == 0:
                 for specs in self._specs[stage]:
-                    yield from _handed_over(self._receive(specs, root), self._session.device)
+                    yield from _handed_over(self._receive(specs, root), self._session.platform)
 
     def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
         sizes = [spec.num_elements for spec in specs]
@@ -93,19 +94,19 @@ class WholeModel:
         return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
 
 
-def _handed_over(bucket: Bucket, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _handed_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors that may be read on the stream that is current when each is taken.
 
     vLLM's sender changes its stream whenever it has packed enough, in the middle of a bucket. The policy's parameters
     themselves are in order on any stream: their fingerprint was read on the host before.
     """
-    if device.type == "cpu":
+    if platform.device_type == "cpu":
         yield from bucket
         return
-    streams = torch.get_device_module(device)
-    made = streams.current_stream().record_event()
+    made = platform.event()
+    made.record(platform.current_stream())
     for name, tensor in bucket:
-        reading = streams.current_stream()
+        reading = platform.current_stream()
         reading.wait_event(made)
         # The sender lets go of a tensor before its stream has read it: its memory must not be given out before that.
         tensor.record_stream(reading)
