@@ -153,8 +153,8 @@ def random_numbers() -> dict[str, Any]:
 def random_state() -> dict[str, Any]:
     """The same state under the names that megatron reads it by."""
     return {
-        "get_rng_state": lambda where=None: device.generator.get_state(),
-        "set_rng_state": lambda new_state, where=None: device.generator.set_state(new_state),
+        "get_rng_state": lambda *_, **__: device.generator.get_state(),
+        "set_rng_state": lambda new_state, *_, **__: device.generator.set_state(new_state),
     }
 
 
