@@ -20,7 +20,8 @@ FAMILIES = {"EP2": "qwen3_moe"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "grpo_kl_beta": 0.01, "frozen_offload": True},
     "PP2": {"pipeline_model_parallel_size": 2, "bf16": True, "grpo_kl_beta": 0.01},
-    "DP2": {"async_save": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True},
+    "DP2": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True,
+            "async_save": True},
     "CP2": {"context_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
             "recompute_num_layers": 1},
     "EP2": {"expert_model_parallel_size": 2, "bf16": True},
