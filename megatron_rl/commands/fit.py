@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_rl.mcore.footprint import Footprint, Workload
 
 _GIB = 1 << 30
+_HOST = "GiB of a rank on the host (publish: of one replica's ranks)"
 
 
 def main(words: list[str], device_gib: float) -> int:
@@ -66,7 +67,7 @@ def describe(settings: RunSettings, work: "Workload", footprints: "list[Footprin
         lines.append(_row(str(one.stage), f"{one.num_parameters / 1e6:,.0f} M", *numbers))
     on_host = [one for one in footprints if any(one.host.values())]
     if on_host:
-        lines += ["", "GiB of a rank on the host", _row("stage", "", *on_host[0].host)]
+        lines += ["", _HOST, _row("stage", "", *on_host[0].host)]
         lines += [_row(str(one.stage), "", *(f"{size / _GIB:.2f}" for size in one.host.values())) for one in on_host]
     lines += [
         "",

@@ -27,9 +27,12 @@ from megatron_rl.mcore.model.attention import SharedPromptAttention
 from megatron_rl.mcore.model.gpt import PackedGPTModel, build_chunks
 from megatron_rl.mcore.session import make_groups
 from megatron_rl.types import ParallelSizes
+from megatron_rl.weights.fingerprint import DTYPES
 
 # Of a tensor that is gathered for engines, twice: one bucket is sent while the next one is filled.
 _STREAM_BYTES = 2 << 28
+# In shared memory lie the version that engines sample with, and the one before or after it.
+_VERSIONS_SHARED = 2
 # Logits of a block of the vocabulary, and their gradient, in float32 (`ops/log_probs.py`).
 _LOGITS_BYTES = 2 << 26
 
@@ -78,6 +81,9 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
     frozen = num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
+    is_shared = settings.rollout.transport == "shm"
+    dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
     device = {
         "weights": own.weights,
         "gradients": own.gradients,
@@ -85,15 +91,16 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "frozen": layers if is_offloaded else frozen,
         "activations": _count_in_flight(settings, work, stage) * sum(kept) // len(kept),
         "workspace": of_layer + (_LOGITS_BYTES if is_last else 0),
-        "publish": 0 if settings.rollout.transport == "shm" else _STREAM_BYTES,
+        "publish": 0 if is_shared else _STREAM_BYTES,
     }
     host = {
+        "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
         # In the background, from a copy of all that the rank writes.
         "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
     }
-    return Footprint(stage, sum(parameter.numel() for parameter in parameters), device, host)
+    return Footprint(stage, num_parameters, device, host)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,8 @@ def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flag
     assert lines[0] == "8 ranks: TP 1, PP 2, CP 1, EP 1, DP 4; micro-batches of up to 288 tokens, 2 a schedule"
     assert lines[3].startswith("stage   parameters      weights    gradients    optimizer       frozen  activations")
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
-    assert lines[lines.index("GiB of a rank on the host") + 1].split() == ["stage", "optimizer", "frozen", "save"]
+    (title,) = (place for place, line in enumerate(lines) if line.startswith("GiB of a rank on the host"))
+    assert lines[title + 1].split() == ["stage", "publish", "optimizer", "frozen", "save"]
     assert lines[-1] == "fits"
 
 
