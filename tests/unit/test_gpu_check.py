@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_times
+from benchmarks import gpu_check, gpu_times, roofline
 from benchmarks.gpu_times import Row, Shape, Times
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Backend
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
 from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.each_change
@@ -126,3 +127,24 @@ def test_the_least_time_of_a_shape_counts_each_pair_of_tokens_that_see_each_othe
 def test_a_speedup_is_over_the_fastest_kernel_on_whole_sequences() -> None:
     row = Row(Shape("4/2/1", 4, (2,)), {"a": Times(4, 8), "b": Times(5, 6)}, {"merge": Times(2, 3.5)})
     assert gpu_times.figures([row])["speedup_4_2_1"] == 2.0
+
+
+def test_blocks_of_one_row_hold_the_pairs_that_are_seen_and_larger_ones_more(monkeypatch) -> None:
+    shape, speeds = Shape("100/37/5", 100, (37,) * 5), roofline.CHIPS["h100"]
+
+    def count(rows: int) -> float:
+        blocks = KernelBlocks(*[Blocks(rows, rows, 4, 1)] * 3)
+        monkeypatch.setattr(roofline, "choose_blocks", lambda *_: blocks)
+        return roofline.bound_triton(shape, speeds).flops
+
+    # Two products forward, and seven backward, which computes the scores in both of its kernels.
+    assert count(1) == 4.5 * shape.flops(is_shared=True)
+    assert count(64) > count(16) > count(1)
+
+
+def test_one_sequence_is_a_call_and_nothing_is_merged() -> None:
+    alone, speeds = Shape("100/37/1", 100, (37,)), roofline.CHIPS["h100"]
+    bound = roofline.bound_merge(alone, speeds)
+    assert bound.num_bytes == 2 * 137 * 6 * 128 * (32 + 8)
+    assert bound.seconds == speeds.seconds(bound.flops, bound.num_bytes)
+    assert roofline.bound_merge(Shape("100/37/2", 100, (37, 37)), speeds).num_bytes > 2 * bound.num_bytes
