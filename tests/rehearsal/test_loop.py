@@ -51,10 +51,7 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=pytest.mark.each_change if name in ("PP2", "DP2") else pytest.mark.slow)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=pytest.mark.each_change if name == "DP2" else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
     whole = run(worlds[layout], layout, tmp_path / "whole")
