@@ -142,9 +142,15 @@ class Broken(Exception):
 
 
 def meet_faults(folder: Path) -> dict[str, str]:
-    """What every rank raises where it waits for the slot."""
+    """What every rank raises where it waits for the slot.
+
+    A rank may still take slots ahead when the first one has left: its thread does not wait to be told why.
+    """
     seen = {}
-    with start_session(settings_of(folder, LAYOUTS["PP2"])) as session:
+    with (
+        mock.patch.object(relay, "_REASON_SECONDS", 0.0),
+        start_session(settings_of(folder, LAYOUTS["PP2"])) as session,
+    ):
         faults = {
             "failed": Sidecar({3: IterationFailed("iteration 3 failed: an engine is lost")}),
             "late": Sidecar({0: RolloutError("slot 0 of replica 0 did not come within 60 s")}),
@@ -165,7 +171,6 @@ def meet_faults(folder: Path) -> dict[str, str]:
                     assert not thread.is_alive()
         # The first rank leaves for a reason of its own; the others are told no wrong one, and no thread stays.
         with (
-            mock.patch.object(relay, "_REASON_SECONDS", 0.0),
             contextlib.suppress(Broken, relay.SlotsLost),
             rollouts_of(session, Sidecar()).iteration(3, "weights-3") as slots,
         ):
