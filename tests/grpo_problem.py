@@ -23,6 +23,34 @@ PLAIN = Rules(
 TRUNCATED = dataclasses.replace(PLAIN, is_corrected=True, truncation=1.1)
 SEQUENCE = dataclasses.replace(TRUNCATED, aggregation="sequence")
 CONSTANT = dataclasses.replace(PLAIN, is_corrected=True, aggregation="constant")
+# What is known by a name, with narrow bounds, so that they are met.
+KNOWN = {
+    rules.name: rules
+    for rules in (
+        dataclasses.replace(PLAIN, name="grpo", aggregation="sequence", estimator="unbiased"),
+        dataclasses.replace(PLAIN, name="dr_grpo", aggregation="constant", advantage="mean", beta=0.1, estimator="k2"),
+        dataclasses.replace(
+            PLAIN, name="dapo", entropy=0.3, upper=0.3, is_corrected=True, truncation=1.1, level="geometric",
+        ),
+        dataclasses.replace(
+            PLAIN, name="gspo", loss="gspo", lower=0.02, upper=0.03, aggregation="sequence", is_corrected=True,
+            truncation=1.3, least_weight=0.8, level="sequence", is_masked=True,
+        ),
+        dataclasses.replace(
+            PLAIN, name="rloo", loss="reinforce", advantage="rloo", aggregation="constant", is_in_reward=True,
+            estimator="k1",
+        ),
+        dataclasses.replace(
+            PLAIN, name="reinforce_plus_plus_baseline", advantage="batch", is_in_reward=True, estimator="k3",
+            is_corrected=True, truncation=1.1, least_weight=0.9, is_masked=True,
+        ),
+        dataclasses.replace(
+            PLAIN, name="cispo", loss="cispo", lower=0.1, upper=0.15, estimator="k3+", least_kept=0.98, most_kept=1.02,
+        ),
+        dataclasses.replace(PLAIN, name="sapo", loss="sapo", aggregation="sequence", gates=(1.0, 1.4)),
+        dataclasses.replace(PLAIN, name="ppo_clip", advantage="mean", dual=1.2, entropy=0.1),
+    )
+}  # fmt: skip
 SGD = f"--optimizer sgd --sgd-momentum 0 --lr {PLAIN.learning_rate}"
 # For the distributed optimizer, which is Adam's only. Its first step moves every weight by the rate.
 ADAM = "--use-distributed-optimizer --lr 0.002"
@@ -68,6 +96,7 @@ class Trial:
         rules = self.rules
         correction = f" corrected to {rules.truncation}" if rules.is_corrected else ""
         words = [f"{self.layout} by {self.micro_batch_size}", f"{rules.aggregation}{correction}"]
+        words += [rules.name] if rules.name else []
         words += [self.optimizer] if self.optimizer != SGD else []
         words += [self.fault] if self.fault is not None else []
         words += [self.roles] if self.roles != "fused" else []
@@ -87,13 +116,28 @@ class Trial:
             f"--global-batch-size {GROUP_SIZE * GROUPS_PER_UPDATE * NUM_UPDATES // self.num_updates} "
             f"--seq-length {LONGEST_PROMPT + LONGEST_RESPONSE} "
             f"--rollout-max-tokens {rules.max_tokens} --rollout-temperature {rules.temperature} "
-            f"--grpo-kl-beta {rules.beta} --grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper} "
+            f"--grpo-kl-beta {rules.beta} "
             f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention} {self.more}"
         )
-        if rules.is_corrected:
-            words += " --rl-inference-logprobs-is-correction"
-        if rules.truncation < math.inf:
-            words += f" --rl-importance-sampling-truncation-coef {rules.truncation}"
+        words += f" --grpo-advantage {rules.advantage} --grpo-loss {rules.loss} --grpo-kl-estimator {rules.estimator}"
+        for flag, is_given in (
+            ("--rl-inference-logprobs-is-correction", rules.is_corrected),
+            (f"--rl-importance-sampling-truncation-coef {rules.truncation}", rules.truncation < math.inf),
+            (f"--grpo-correction-lower {rules.least_weight}", rules.least_weight > 0),
+            (f"--grpo-correction-level {rules.level}", rules.level != "token"),
+            ("--grpo-correction-mode mask", rules.is_masked),
+            (f"--grpo-reject-below {rules.least_kept}", rules.least_kept > 0),
+            (f"--grpo-reject-above {rules.most_kept}", rules.most_kept < math.inf),
+            (f"--grpo-dual-clip {rules.dual}", rules.dual is not None),
+            ("--grpo-kl-in reward", rules.is_in_reward),
+            (f"--grpo-entropy-coef {rules.entropy}", rules.entropy > 0),
+            (
+                f"--grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper}",
+                rules.loss in ("clip", "gspo", "cispo"),
+            ),
+            (f"--sapo-temperature-pos {rules.gates[0]} --sapo-temperature-neg {rules.gates[1]}", rules.loss == "sapo"),
+        ):
+            words += f" {flag}" * is_given
         return words
 
 

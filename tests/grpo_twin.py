@@ -46,6 +46,24 @@ class Rules:
     """Whether tokens are weighed by the policy's probability over the engine's."""
     truncation: float = math.inf
     """The largest such weight."""
+    least_weight: float = 0.0
+    level: str = "token"
+    is_masked: bool = False
+    """Whether weights beyond their bounds are zero."""
+    least_kept: float = 0.0
+    most_kept: float = math.inf
+    """The bounds of a response's mean weight, outside which it does not count."""
+    loss: str = "clip"
+    advantage: str = "grpo"
+    dual: float | None = None
+    gates: tuple[float, float] = (1.0, 1.05)
+    """How steep the gate of `sapo` is, where advantages are positive and where not."""
+    estimator: str = "k3"
+    is_in_reward: bool = False
+    entropy: float = 0.0
+    """The weight of the entropy."""
+    name: str = ""
+    """What a person calls them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +107,11 @@ class Twin:
         self.rules = rules
         self._dtype = dtype
         self._policy = self._load(policy)
-        self._batches = [_pad(groups, dtype) for groups in updates]
+        self._batches = [_pad(groups, dtype, rules.advantage) for groups in updates]
         # Old is the policy that the iteration starts with, whatever the updates make of it.
-        self._old = [self._log_probs(self._policy, batch) for batch in self._batches]
+        self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
-        self._reference = [self._log_probs(frozen, batch) for batch in self._batches]
+        self._reference = [self._log_probs(frozen, batch)[0] for batch in self._batches]
 
     def load(self, weights: Tensors) -> None:
         """Go on from these weights."""
@@ -110,33 +128,39 @@ class Twin:
         rules, batch, old_BL = self.rules, self._batches[number], self._old[number]
         mask_BL = batch.is_response_BL
         self._policy.zero_grad()
-        logp_BL = self._log_probs(self._policy, batch, with_gradients=True)
+        logp_BL, entropy_BL = self._log_probs(self._policy, batch, with_gradients=True)
         ratio_BL = torch.exp(logp_BL - old_BL)
         advantage_BL = batch.advantages_B1.expand_as(ratio_BL)
-        bounded_BL = torch.clamp(ratio_BL, 1 - rules.lower, 1 + rules.upper)
-        surrogate_BL = torch.minimum(ratio_BL * advantage_BL, bounded_BL * advantage_BL)
-        weight_BL = torch.exp(old_BL - batch.engine_BL)
-        if rules.is_corrected:
-            surrogate_BL = surrogate_BL * weight_BL.clamp(max=rules.truncation)
-        away_BL = self._reference[number] - logp_BL
-        kl_BL = torch.exp(away_BL) - away_BL - 1
-        loss_BL = rules.beta * kl_BL - surrogate_BL
-        loss = self._aggregate(loss_BL, mask_BL)
+        if rules.is_in_reward:
+            kl_BL = _divergence(rules.estimator, old_BL - self._reference[number], torch.ones_like(old_BL))
+            to_come_BL = torch.where(mask_BL, kl_BL, 0.0).flip(1).cumsum(1).flip(1)
+            advantage_BL = advantage_BL - rules.beta * to_come_BL
+        else:
+            kl_BL = _divergence(rules.estimator, logp_BL - self._reference[number], ratio_BL)
+        if rules.loss == "gspo":
+            # The sequence's ratio, as its authors write it for tokens with advantages of their own.
+            mean_BL = _mean_of_responses(logp_BL - old_BL, mask_BL)
+            ratio_BL = torch.exp(mean_BL.detach() + logp_BL - logp_BL.detach())
+        token_BL, edges, found = _lose(rules, ratio_BL, advantage_BL, logp_BL)
+        correction_BL, more = _weigh(rules, old_BL - batch.engine_BL, mask_BL)
+        loss_BL = token_BL * correction_BL
+        if not rules.is_in_reward:
+            loss_BL = loss_BL + rules.beta * kl_BL
+        loss_BL = loss_BL - rules.entropy * entropy_BL
+        loss = self._aggregate(loss_BL, mask_BL) / self._deviation(batch)
         loss.backward()
         gradients = {name: value.grad.clone() for name, value in self._policy.named_parameters()}
         with torch.no_grad():
-            bounds = [(ratio_BL, 1 - rules.lower), (ratio_BL, 1 + rules.upper)]
-            if rules.is_corrected:
-                bounds.append((weight_BL, rules.truncation))
-            found = {
-                "loss": loss_BL,
+            away_BL = old_BL - batch.engine_BL
+            bounds = [*((ratio_BL, edge) for edge in edges), *more]
+            found |= {
+                "loss": loss_BL / self._deviation(batch),
                 "ratio": ratio_BL,
-                "clipped_low": (advantage_BL < 0) & (ratio_BL < 1 - rules.lower),
-                "clipped_high": (advantage_BL > 0) & (ratio_BL > 1 + rules.upper),
                 "kl": kl_BL,
+                "entropy_policy": entropy_BL,
                 "entropy": -old_BL,
-                "mismatch": (old_BL - batch.engine_BL).abs(),
-                "mismatch_kl": weight_BL - torch.log(weight_BL) - 1,
+                "mismatch": away_BL.abs(),
+                "mismatch_kl": torch.exp(away_BL) - away_BL - 1,
             }
             per_token = {name: value[mask_BL].to(self._dtype) for name, value in found.items()}
         return Update(
@@ -146,21 +170,33 @@ class Twin:
             num_tokens=int(mask_BL.sum()),
             means={name: value.double().mean().item() for name, value in per_token.items()},
             per_token=per_token,
-            num_clipped=int(sum(per_token[name].sum() for name in ("clipped_low", "clipped_high"))),
-            margin=min((value_BL - bound)[mask_BL].abs().min().item() for value_BL, bound in bounds),
+            num_clipped=int(sum(value.sum() for name, value in per_token.items() if name.startswith("clipped"))),
+            margin=min(
+                ((value_BL - bound)[mask_BL].abs().min().item() for value_BL, bound in bounds), default=math.inf
+            ),
         )
 
     def _load(self, folder: Path) -> torch.nn.Module:
         with everything_in(self._dtype):
             return hf_models.load(folder, self._dtype)
 
-    def _log_probs(self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False) -> torch.Tensor:
+    def _log_probs(
+        self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies."""
         with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
             parts = [
-                log_probs(model, ids_BL, attention_BL, self.rules.temperature)
+                log_probs_and_entropies(model, ids_BL, attention_BL, self.rules.temperature)
                 for ids_BL, attention_BL in zip(batch.ids_BL.split(_ROWS), batch.attention_BL.split(_ROWS), strict=True)
             ]
-        return torch.cat(parts)
+        log_probs, entropies = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies)
+
+    def _deviation(self, batch: _Padded) -> float:
+        """What all advantages of an update are divided by, if it is theirs."""
+        return (
+            float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6 if self.rules.advantage == "batch" else 1.0
+        )
 
     def _aggregate(self, loss_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         masked_BL = torch.where(mask_BL, loss_BL, 0.0)
@@ -176,9 +212,18 @@ def log_probs(
     model: torch.nn.Module, ids_BL: torch.Tensor, attention_BL: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Of every token given those before it, at the temperature; zero for the first of each sequence."""
+    return log_probs_and_entropies(model, ids_BL, attention_BL, temperature)[0]
+
+
+def log_probs_and_entropies(
+    model: torch.nn.Module, ids_BL: torch.Tensor, attention_BL: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the entropy of what each token was chosen from."""
     logits_BLV = model(input_ids=ids_BL, attention_mask=attention_BL).logits[:, :-1] / temperature
-    chosen_BL = logits_BLV.log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(chosen_BL, (1, 0))
+    all_BLV = logits_BLV.log_softmax(-1)
+    chosen_BL = all_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
+    entropy_BL = -(all_BLV.exp() * all_BLV).sum(-1)
+    return torch.nn.functional.pad(chosen_BL, (1, 0)), torch.nn.functional.pad(entropy_BL, (1, 0))
 
 
 def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[list[int]]]], temperature: float) -> list:
@@ -193,7 +238,80 @@ def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[lis
         return [[of(prompt, response) for response in responses] for prompt, responses in groups]
 
 
-def _pad(groups: Sequence[Group], dtype: torch.dtype) -> _Padded:
+def _divergence(name: str, away: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """Of a token, from the policy's log-prob less the reference's."""
+    value = {
+        "k1": lambda: away,
+        "k2": lambda: away**2 / 2,
+        "k3": lambda: torch.exp(-away) - 1 + away,
+        # The gradient of half the square is the distance times its own.
+        "k3+": lambda: (torch.exp(-away) - 1 + away).detach() + away.detach() * (away - away.detach()),
+        "unbiased": lambda: ratio * (torch.exp(-away) - 1 + away),
+    }
+    return value[name]()
+
+
+def _mean_of_responses(value_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask_BL, value_BL, 0.0).sum(1, keepdim=True) / mask_BL.sum(1, keepdim=True)
+
+
+def _lose(
+    rules: Rules, ratio_BL: torch.Tensor, advantage_BL: torch.Tensor, logp_BL: torch.Tensor
+) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
+    """The losses of tokens, the ratios at which they change, and which tokens lie beyond those."""
+    low, high = 1 - rules.lower, 1 + rules.upper
+    good_BL, bad_BL = advantage_BL > 0, advantage_BL < 0
+    if rules.loss in ("clip", "gspo"):
+        gain_BL = torch.minimum(ratio_BL * advantage_BL, torch.clamp(ratio_BL, low, high) * advantage_BL)
+        found = {"clipped_low": bad_BL & (ratio_BL < low), "clipped_high": good_BL & (ratio_BL > high)}
+        if rules.dual is None:
+            return -gain_BL, [low, high], found
+        found["clipped_dual"] = bad_BL & (ratio_BL > rules.dual)
+        least_BL = torch.maximum(gain_BL, rules.dual * advantage_BL)
+        return -torch.where(bad_BL, least_BL, gain_BL), [low, high, rules.dual], found
+    if rules.loss == "cispo":
+        weight_BL = torch.clamp(ratio_BL, low, high).detach()
+        found = {"clipped_low": ratio_BL < low, "clipped_high": ratio_BL > high}
+        return -weight_BL * advantage_BL * logp_BL, [low, high], found
+    if rules.loss == "sapo":
+        gate_BL = torch.where(good_BL, *(torch.tensor(gate, dtype=ratio_BL.dtype) for gate in rules.gates))
+        return -4 / gate_BL * advantage_BL / (1 + torch.exp(gate_BL - gate_BL * ratio_BL)), [], {}
+    assert rules.loss == "reinforce"
+    return -advantage_BL * logp_BL, [], {}
+
+
+def _weigh(
+    rules: Rules, away_BL: torch.Tensor, mask_BL: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, float]]]:
+    """What tokens are multiplied by, and the values that must not lie at a bound."""
+    mean_BL = _mean_of_responses(away_BL, mask_BL)
+    log_BL = {
+        "token": away_BL, "geometric": mean_BL, "sequence": mean_BL * mask_BL.sum(1, keepdim=True)
+    }[rules.level].expand_as(away_BL)  # fmt: skip
+    weight_BL, kept_BL = torch.exp(log_BL), torch.exp(mean_BL).expand_as(away_BL)
+    bounds = [(kept_BL, bound) for bound in (rules.least_kept, rules.most_kept)]
+    is_kept_BL = (kept_BL >= rules.least_kept) & (kept_BL <= rules.most_kept)
+    if not rules.is_corrected:
+        return is_kept_BL.to(away_BL.dtype), bounds
+    bounds += [(weight_BL, bound) for bound in (rules.least_weight, rules.truncation)]
+    is_inside_BL = (weight_BL >= rules.least_weight) & (weight_BL <= rules.truncation)
+    bounded_BL = weight_BL.clamp(rules.least_weight, rules.truncation)
+    used_BL = torch.where(is_inside_BL, weight_BL, 0.0) if rules.is_masked else bounded_BL
+    return used_BL * is_kept_BL, bounds
+
+
+def _advantages(rewards: torch.Tensor, name: str) -> torch.Tensor:
+    away = rewards - rewards.mean()
+    if name == "grpo":
+        return away / ((away**2).mean().sqrt() + 1e-6)
+    if name == "rloo":
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        return rewards - others
+    assert name in ("mean", "batch")
+    return away
+
+
+def _pad(groups: Sequence[Group], dtype: torch.dtype, advantage: str) -> _Padded:
     """A row for each response, behind a copy of its prompt; what is missing on the right is masked."""
     length = max(len(group.prompt) + len(response) for group in groups for response in group.responses)
     ids, attention, is_response, engine, advantages = [], [], [], [], []
@@ -205,8 +323,7 @@ def _pad(groups: Sequence[Group], dtype: torch.dtype) -> _Padded:
             is_response.append([False] * before + [True] * len(response) + [False] * after)
             engine.append([0.0] * before + group.engine[number] + [0.0] * after)
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        deviation = ((rewards - rewards.mean()) ** 2).mean().sqrt()
-        advantages += ((rewards - rewards.mean()) / (deviation + 1e-6)).tolist()
+        advantages += _advantages(rewards, advantage).tolist()
     return _Padded(
         torch.tensor(ids),
         torch.tensor(attention),

@@ -10,6 +10,19 @@ def naive_log_probs(
     hidden_NE: torch.Tensor, weight_VE: torch.Tensor, targets_N: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """At each row's target, of the columns below `vocab_size`, in float32 at least."""
+    return _all_log_probs(hidden_NE, weight_VE, vocab_size, temperature).gather(1, targets_N[:, None])[:, 0]
+
+
+def naive_entropies(
+    hidden_NE: torch.Tensor, weight_VE: torch.Tensor, vocab_size: int, temperature: float
+) -> torch.Tensor:
+    """Of each row's distribution over those columns."""
+    log_probs_NV = _all_log_probs(hidden_NE, weight_VE, vocab_size, temperature)
+    return -(log_probs_NV.exp() * log_probs_NV).sum(dim=1)
+
+
+def _all_log_probs(
+    hidden_NE: torch.Tensor, weight_VE: torch.Tensor, vocab_size: int, temperature: float
+) -> torch.Tensor:
     logits_NV = torch.nn.functional.linear(hidden_NE, weight_VE[:vocab_size])
-    log_probs_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(dim=1)
-    return log_probs_NV.gather(1, targets_N[:, None])[:, 0]
+    return (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(dim=1)

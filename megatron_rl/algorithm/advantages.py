@@ -1,6 +1,7 @@
 """How much better than its group each response is. Registered by the names of `--grpo-advantage`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -29,9 +30,22 @@ def rloo(rewards_K: np.ndarray) -> np.ndarray:
     return mean(rewards_K) * (count / (count - 1))
 
 
+def spread(groups: Iterable[np.ndarray]) -> tuple[float, int]:
+    """Return the sum of the squares of `mean`'s advantages of all responses of these groups, and their number."""
+    advantages = [mean(rewards_K) for rewards_K in groups]
+    return math.fsum(value * value for of_group in advantages for value in of_group), sum(map(len, advantages))
+
+
+def deviation(parts: Iterable[tuple[float, int]]) -> float:
+    """Return, from all parts of an update, what `batch` divides its advantages by."""
+    squares, counts = zip(*parts, strict=True)
+    return math.sqrt(math.fsum(squares) / sum(counts)) + _EPSILON
+
+
 def is_all_equal(rewards_K: np.ndarray) -> bool:
     """Whether all rewards are equal: such a group teaches nothing, since every advantage is zero."""
     return bool((rewards_K == rewards_K[0]).all())
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "mean": mean, "rloo": rloo}
+# What divides those of `batch` is known once all groups of an update are there. It divides the whole loss, at the end.
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "mean": mean, "rloo": rloo, "batch": mean}

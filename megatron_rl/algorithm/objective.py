@@ -8,7 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.losses import WEIGHTS, Clip, count_share, importance, k3
+from megatron_rl.algorithm.corrections import Correction, correct
+from megatron_rl.algorithm.divergences import DIVERGENCES
+from megatron_rl.algorithm.losses import WEIGHTS, count_share
+from megatron_rl.algorithm.sequences import Sequences
+from megatron_rl.algorithm.surrogates import SURROGATES, Surrogate, Targets
 from megatron_rl.config.settings import AlgorithmConfig
 
 
@@ -58,11 +62,13 @@ class RoleLogProbs:
     old_N: torch.Tensor
     """Under the policy that sampled; if that is the policy itself, its own log-probs without gradients."""
     reference_N: torch.Tensor | None = None
+    entropies_N: torch.Tensor | None = None
+    """Of the policy's distributions, with gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """GRPO, as the flags configure it."""
+    """The loss, as the flags configure it."""
 
     config: AlgorithmConfig
     max_tokens: int
@@ -82,44 +88,63 @@ class Objective:
     ) -> tuple[torch.Tensor, Statistics]:
         """Return the micro-batch's sum of losses, not yet divided by the update's denominator, and its statistics."""
         config, old_N = self.config, log_probs.old_N
-        clip = Clip(config.clamp_eps_lower, config.clamp_eps_upper)
-        ratio_N = (log_probs.policy_N - old_N).exp()
-        loss_N = clip.loss(ratio_N, advantages_N)
-        if config.importance_correction:
-            loss_N = loss_N * importance(old_N, engine_N, config.importance_truncation)
-        divergence_N = None
-        if log_probs.reference_N is not None:
-            divergence_N = k3(log_probs.policy_N, log_probs.reference_N)
+        sequences = Sequences(sequences_N, lengths_S, self.max_tokens)
+        divergence_N = None if log_probs.reference_N is None else self._diverge(log_probs)
+        if divergence_N is not None and config.kl_in == "reward":
+            advantages_N = advantages_N - config.kl_beta * sequences.sum_from(divergence_N)
+        surrogate = SURROGATES[config.loss](Targets(log_probs.policy_N, old_N, advantages_N, sequences), config)
+        loss_N = surrogate.loss_N
+        correction = correct(old_N, engine_N, sequences, config)
+        if correction is not None:
+            loss_N = loss_N * correction.weight_N
+        if divergence_N is not None and config.kl_in == "loss":
             loss_N = loss_N + config.kl_beta * divergence_N
-        weights_N = WEIGHTS[config.aggregation](sequences_N, lengths_S)
-        total = (loss_N * weights_N).sum()
+        if log_probs.entropies_N is not None:
+            loss_N = loss_N - config.entropy_coef * log_probs.entropies_N
+        total = WEIGHTS[config.aggregation](sequences, loss_N).sum()
         with torch.no_grad():
-            statistics = _measure(clip, total, ratio_N, advantages_N, old_N, old_N - engine_N, divergence_N)
-        return total, statistics
+            sums = _measure(surrogate, correction, old_N, divergence_N)
+            if log_probs.entropies_N is not None:
+                sums["entropy_policy"] = log_probs.entropies_N.sum(dtype=torch.float64)
+            mismatch_N = old_N - engine_N
+            sums |= {
+                "loss": total.detach(),
+                "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
+                # On the engine's tokens: how far the trainer's policy is from the one that sampled them.
+                "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),
+            }
+            maxima = {"mismatch": mismatch_N.abs().max() if len(mismatch_N) else mismatch_N.new_zeros(())}
+        return total, Statistics(sums, maxima)
+
+    def _diverge(self, log_probs: RoleLogProbs) -> torch.Tensor:
+        """Return the divergence of each target: that of the policy that sampled it, if it is part of the reward."""
+        assert log_probs.reference_N is not None
+        policy_N = log_probs.policy_N if self.config.kl_in == "loss" else log_probs.old_N
+        ratio_N = (policy_N - log_probs.old_N).exp()
+        return DIVERGENCES[self.config.kl_estimator](policy_N - log_probs.reference_N, ratio_N)
 
 
 def _measure(
-    clip: Clip,
-    total: torch.Tensor,
-    ratio_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    old_N: torch.Tensor,
-    mismatch_N: torch.Tensor,
-    divergence_N: torch.Tensor | None,
-) -> Statistics:
+    surrogate: Surrogate, correction: Correction | None, old_N: torch.Tensor, divergence_N: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Sum over the targets what the metrics are means of."""
     sums = {
-        "loss": total.detach(),
-        "targets": torch.tensor(float(len(ratio_N))),
-        "ratio": ratio_N.sum(dtype=torch.float64),
-        "clipped_low": clip.is_low(ratio_N, advantages_N).sum(),
-        "clipped_high": clip.is_high(ratio_N, advantages_N).sum(),
+        "targets": torch.tensor(float(len(old_N))),
+        "ratio": surrogate.ratio_N.sum(dtype=torch.float64),
         # The old policy sampled the tokens, so the mean of this estimates its entropy without bias.
         "entropy": -old_N.sum(dtype=torch.float64),
-        "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
-        # On the engine's tokens: how far the trainer's policy is from the one that sampled them.
-        "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),
     }
+    for name, is_bounded_N in (
+        ("clipped_low", surrogate.is_low_N),
+        ("clipped_high", surrogate.is_high_N),
+        ("clipped_dual", surrogate.is_dual_N),
+    ):
+        if is_bounded_N is not None:
+            sums[name] = is_bounded_N.sum()
+    if correction is not None:
+        sums["correction"] = correction.weight_N.sum(dtype=torch.float64)
+        sums["correction.bounded"] = correction.is_bounded_N.sum()
+        sums["correction.rejected"] = correction.is_rejected_N.sum()
     if divergence_N is not None:
         sums["kl"] = divergence_N.sum(dtype=torch.float64)
-    maxima = {"mismatch": mismatch_N.abs().max() if len(mismatch_N) else mismatch_N.new_zeros(())}
-    return Statistics(sums, maxima)
+    return sums

@@ -25,6 +25,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
         yield from _check_world(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
+    yield from _check_algorithm(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
     yield from _check_schedule(settings)
@@ -73,6 +74,57 @@ def _check_pairs(settings: Settings) -> Iterator[str]:
     ):  # fmt: skip
         if are_given:
             yield f"{first} and {second} cannot be given together: drop one of them"
+
+
+def _check_algorithm(settings: Settings) -> Iterator[str]:
+    """Yield parts of the algorithm that have no effect together, or none that is meant."""
+    algorithm, config = settings.algorithm, settings.transformer
+    sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
+    is_clipped = algorithm.loss in ("clip", "gspo")
+    has_bound = algorithm.importance_truncation is not None or algorithm.correction_lower is not None
+    correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
+    for field, needed, is_there in (
+        ("clamp_eps_lower", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
+        ("clamp_eps_upper", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
+        ("dual_clip", "--grpo-loss clip or gspo", is_clipped),
+        ("sapo_temperature_pos", "--grpo-loss sapo", algorithm.loss == "sapo"),
+        ("sapo_temperature_neg", "--grpo-loss sapo", algorithm.loss == "sapo"),
+        ("kl_estimator", beta, algorithm.kl_beta > 0),
+        ("kl_in", beta, algorithm.kl_beta > 0),
+        ("correction_lower", correction, algorithm.importance_correction),
+        ("correction_level", correction, algorithm.importance_correction),
+        ("correction_mode", correction, algorithm.importance_correction),
+        ("correction_mode", "a bound, --rl-importance-sampling-truncation-coef or --grpo-correction-lower", has_bound),
+    ):
+        # What --algorithm has set is no mistake of a person.
+        flag = sources.get(f"algorithm.{field}", "--algorithm")
+        if flag != "--algorithm" and not is_there:
+            yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
+    lowest, highest = algorithm.correction_lower, algorithm.importance_truncation
+    for lower, low, upper, high in (
+        ("--grpo-correction-lower", lowest, "--rl-importance-sampling-truncation-coef", highest),
+        ("--grpo-reject-below", algorithm.reject_below, "--grpo-reject-above", algorithm.reject_above),
+    ):
+        if low is not None and high is not None and low >= high:
+            yield f"{lower} {low:g} must be below {upper} {high:g}: write a smaller one"
+    estimator = f"--grpo-kl-estimator {algorithm.kl_estimator}"
+    if algorithm.kl_beta and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield f"{estimator} in the loss has a gradient whose mean is 0: write k2, k3 or k3+, or --grpo-kl-in reward"
+    if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator in ("k3+", "unbiased"):
+        yield f"{estimator} is about gradients, and a reward has none: write k1, k2 or k3, or --grpo-kl-in loss"
+    if algorithm.advantage == "batch":
+        for what, is_given in (
+            ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss"),
+            ("--grpo-entropy-coef", algorithm.entropy_coef),
+            ("--moe-aux-loss-coeff", settings.architecture is not None and config.moe_aux_loss_coeff),
+            ("--moe-z-loss-coeff", settings.architecture is not None and config.moe_z_loss_coeff),
+        ):
+            if is_given:
+                yield (
+                    f"{what} and --grpo-advantage batch cannot be given together: the deviation that divides the "
+                    "advantages is known when all gradients are there, and would divide this term too; write "
+                    + ("--grpo-kl-in reward" if what.startswith("--grpo") else "--grpo-advantage mean or grpo")
+                )
 
 
 def _check_length(settings: Settings) -> Iterator[str]:

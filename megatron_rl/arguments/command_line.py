@@ -297,6 +297,7 @@ def _derive(
     }
     derivation = Derivation(reading.given, defaults, reading.notes.append)
     derivation.imply_project(reading.written, index_by_name(reading.flags))
+    derivation.settle_algorithm()
     derivation.settle_vocabulary(architecture)
     derivation.settle_group_size(world_size)
     derivation.count_samples()

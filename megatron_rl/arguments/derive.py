@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
+from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.types import Architecture
 
 # What --grpo-group-size and --micro-batch-size are without the flag is for `config.subjects` to say.
@@ -42,6 +43,14 @@ class Derivation:
                     self._given.setdefault(target, Given(flag.read(words), source, name, IMPLIED))
             if implied:
                 self._note(f"taken as {project['title']}'s, whose runs have {', '.join(implied)}")
+
+    def settle_algorithm(self) -> None:
+        """Add what is called by the name of --algorithm, unless its flags are written."""
+        name = self._given.get("algorithm.name")
+        if name is None:
+            return
+        for field, value in ALGORITHMS[name.value].items():
+            self._given.setdefault(f"algorithm.{field}", Given(value, name.source, name.name))
 
     def settle_vocabulary(self, architecture: Architecture | None) -> None:
         """Turn --padded-vocab-size into the multiple that pads to it."""

@@ -431,16 +431,65 @@ class AlgorithmConfig:
         "--grpo-ref-interval",
         bound="at least 1",
     )
-    advantage: Literal["grpo", "mean", "rloo"] = own_flag(
+    name: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "rloo",
+            "reinforce_plus_plus_baseline",
+            "cispo",
+            "sapo",
+            "ppo_clip",
+        ]
+        | None
+    ) = own_flag(
+        None,
+        "What is called by this name: sets the flags below as docs/algorithms.md says, each of which can still be "
+        "written.",
+        "--algorithm",
+    )
+    advantage: Literal["grpo", "mean", "rloo", "batch"] = own_flag(
         "grpo",
-        "Rewards minus their mean, divided by their deviation (grpo) or not (mean), or minus the others' mean (rloo).",
+        "Rewards minus their mean, divided by their deviation (grpo), by that over the update's responses (batch), or "
+        "not (mean); or minus the others' mean (rloo).",
         "--grpo-advantage",
     )
+    loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = own_flag(
+        "clip", "The loss of a token, from its ratio and its advantage.", "--grpo-loss"
+    )
+    dual_clip: float | None = own_flag(
+        None,
+        "The ratio above which a token of negative advantage is clipped too.",
+        "--grpo-dual-clip",
+        bound="above 1",
+        remedy="the loss has a bound of its own below 1; write 3, for example",
+    )
+    sapo_temperature_pos: float = own_flag(
+        1.0, "How steep the gate of `--grpo-loss sapo` is where advantages are positive.", bound="above 0"
+    )
+    sapo_temperature_neg: float = own_flag(1.05, "And where they are not.", bound="above 0")
     aggregation: Literal["token", "sequence", "constant"] = own_flag(
         "token",
         "What an update averages: its tokens, its responses' means, or its responses' sums divided by the most "
         "tokens that a response may have.",
         "--grpo-aggregation",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = own_flag(
+        "k3", "How the divergence of a token is estimated.", "--grpo-kl-estimator"
+    )
+    kl_in: Literal["loss", "reward"] = own_flag(
+        "loss",
+        "Whether the divergence is a term of the loss, or is taken from the reward of each token and of those before "
+        "it.",
+        "--grpo-kl-in",
+    )
+    entropy_coef: float = own_flag(
+        0.0,
+        "The weight of the policy's entropy, which the loss is less by.",
+        "--grpo-entropy-coef",
+        bound="finite and at least 0",
     )
     importance_correction: bool = megatron_flag(
         False,
@@ -453,6 +502,32 @@ class AlgorithmConfig:
         "--rl-importance-sampling-truncation-coef",
         bound="above 0",
         remedy="0 zeroes every weight, a negative cap flips its sign",
+    )
+    correction_lower: float | None = own_flag(
+        None,
+        "The smallest weight of `--rl-inference-logprobs-is-correction`.",
+        "--grpo-correction-lower",
+        bound="at least 0",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = own_flag(
+        "token",
+        "What is weighed: each token, each response by the product of its tokens' weights, or by their geometric mean.",
+        "--grpo-correction-level",
+    )
+    correction_mode: Literal["truncate", "mask"] = own_flag(
+        "truncate", "What becomes of a weight beyond its bounds: the bound, or zero.", "--grpo-correction-mode"
+    )
+    reject_below: float | None = own_flag(
+        None,
+        "Responses do not count whose tokens' weights have a geometric mean below this.",
+        "--grpo-reject-below",
+        bound="above 0",
+    )
+    reject_above: float | None = own_flag(
+        None,
+        "Responses do not count whose tokens' weights have a geometric mean above this.",
+        "--grpo-reject-above",
+        bound="above 0",
     )
 
 

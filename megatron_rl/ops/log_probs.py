@@ -47,8 +47,11 @@ def output_log_probs(
     shard: VocabularyShard,
     temperature: float = 1.0,
     block_columns: int | None = None,
+    with_entropies: bool = False,
 ) -> torch.Tensor:
     """Compute log softmax(hidden @ weight.T / temperature) at each row's target, in fp32, without padded columns.
+
+    `with_entropies` gives [N, 2]: beside them the entropy of each row's distribution, over the whole vocabulary.
 
     The gradient of the hidden states is the part of this rank's columns, to be summed over the ranks. A target outside
     the vocabulary gives NaN, since it has no probability. `block_columns` is for tests; it changes results only by
@@ -60,8 +63,8 @@ def output_log_probs(
         # Multiples of 128 suit matrix units.
         block_columns = max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, len(hidden_NE)) // 128 * 128)
     columns = _Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns, temperature)
-    log_probs_N: torch.Tensor = _LogProbs.apply(hidden_NE, weight_VE, columns)
-    return log_probs_N
+    result: torch.Tensor = _LogProbs.apply(hidden_NE, weight_VE, columns, with_entropies)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ class _Columns:
 class _Statistics:
     """Statistics of the columns added so far, each one number per row."""
 
-    def __init__(self, like_NE: torch.Tensor) -> None:
+    def __init__(self, like_NE: torch.Tensor, with_entropies: bool) -> None:
         dtype = _statistics_dtype(like_NE)
         # Finite, so that a rank without a real column contributes zeros and not NaN.
         self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
@@ -101,58 +104,88 @@ class _Statistics:
         self.sum_N = torch.zeros_like(self.max_N)
         self.chosen_N = torch.zeros_like(self.max_N)
         self.num_holders_N = torch.zeros_like(self.max_N)
+        # The sum over columns of (logit - max) exp(logit - max), where entropies are asked for.
+        self.moment_N = torch.zeros_like(self.max_N) if with_entropies else None
 
     def add(self, scaled_NC: torch.Tensor, columns_N1: torch.Tensor, is_here_N1: torch.Tensor) -> None:
         """Add a block's columns; overwrites the block."""
         self.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
         self.num_holders_N += is_here_N1[:, 0]
         self._raise_max(torch.maximum(self.max_N, scaled_NC.amax(dim=1)))
-        self.sum_N += scaled_NC.sub_(self.max_N[:, None]).exp_().sum(dim=1)
+        scaled_NC.sub_(self.max_N[:, None])
+        if self.moment_N is None:
+            self.sum_N += scaled_NC.exp_().sum(dim=1)
+            return
+        parts_NC = scaled_NC.exp()
+        self.sum_N += parts_NC.sum(dim=1)
+        self.moment_N += parts_NC.mul_(scaled_NC).sum(dim=1)
 
     def reduce(self, shard: VocabularyShard) -> None:
         """Add the columns of all ranks, with two reductions however many blocks there were."""
         self._raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
         # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
-        sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N))
-        self.sum_N, self.chosen_N, self.num_holders_N = shard.all_reduce(sums).unbind()
+        moments = [] if self.moment_N is None else [self.moment_N]
+        sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N, *moments))
+        self.sum_N, self.chosen_N, self.num_holders_N, *moments = shard.all_reduce(sums).unbind()
+        self.moment_N = moments[0] if moments else None
 
     def log_probs(self) -> torch.Tensor:
         log_probs_N = (self.chosen_N - self.max_N) - self.sum_N.log()
         return log_probs_N.masked_fill(self.num_holders_N == 0, float("nan"))
 
+    def entropies(self) -> torch.Tensor | None:
+        return None if self.moment_N is None else self.sum_N.log() - self.moment_N / self.sum_N
+
     def _raise_max(self, max_N: torch.Tensor) -> None:
-        self.sum_N = self.sum_N * (self.max_N - max_N).exp()
+        change_N = self.max_N - max_N
+        factor_N = change_N.exp()
+        if self.moment_N is not None:
+            self.moment_N = (self.moment_N + change_N * self.sum_N) * factor_N
+        self.sum_N = self.sum_N * factor_N
         self.max_N = max_N
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, columns: _Columns) -> torch.Tensor:
-        statistics = _Statistics(hidden_NE)
+    def forward(
+        ctx: Any, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, columns: _Columns, with_entropies: bool
+    ) -> torch.Tensor:
+        statistics = _Statistics(hidden_NE, with_entropies)
         for block in columns.blocks():
             statistics.add(columns.scaled_logits(hidden_NE, weight_VE, block), *columns.targets_in(block))
         statistics.reduce(columns.shard)
-        ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N)
+        entropies_N = statistics.entropies()
+        ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N, entropies_N)
         ctx.columns = columns
-        return statistics.log_probs()
+        log_probs_N = statistics.log_probs()
+        return log_probs_N if entropies_N is None else torch.stack((log_probs_N, entropies_N), dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Go through blocks of columns: each gives the whole gradient of its rows of the weight.
 
         That gradient is written once, in the weight's dtype; blocks of targets would need a sum of the weight's size in
         float32. Summed over blocks, in float32, is only the much smaller gradient of the hidden states.
         """
-        hidden_NE, weight_VE, max_N, sum_N = ctx.saved_tensors
+        hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
         columns = ctx.columns
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_NE = torch.zeros_like(hidden_NE, dtype=_statistics_dtype(hidden_NE)) if needs_hidden else None
         grad_weight_VE = torch.empty_like(weight_VE) if needs_weight else None
-        hit_N = grad_N / columns.temperature
-        miss_N = -hit_N / sum_N
+        grad = grad / columns.temperature
+        hit_N = grad if entropies_N is None else grad[:, 0]
+        miss_N, slope_N = -hit_N / sum_N, None
+        if entropies_N is not None:
+            # The gradient of an entropy is, for each logit, minus its probability times its log-prob and the entropy.
+            slope_N = -grad[:, 1] / sum_N
+            miss_N = miss_N + slope_N * (entropies_N - sum_N.log())
         for block in columns.blocks():
             grad_NC = columns.scaled_logits(hidden_NE, weight_VE, block)
-            grad_NC.sub_(max_N[:, None]).exp_().mul_(miss_N[:, None])
+            grad_NC.sub_(max_N[:, None])
+            if slope_N is None:
+                grad_NC.exp_().mul_(miss_N[:, None])
+            else:
+                grad_NC = (grad_NC * slope_N[:, None]).add_(miss_N[:, None]).mul_(grad_NC.exp_())
             columns_N1, is_here_N1 = columns.targets_in(block)
             grad_NC.scatter_add_(1, columns_N1, hit_N[:, None].where(is_here_N1, 0.0))
             grad_NC = grad_NC.to(weight_VE.dtype)
@@ -164,7 +197,7 @@ class _LogProbs(torch.autograd.Function):
             del grad_NC
         if grad_weight_VE is not None:
             grad_weight_VE[columns.num_real :] = 0
-        return grad_hidden_NE.to(hidden_NE.dtype) if grad_hidden_NE is not None else None, grad_weight_VE, None
+        return grad_hidden_NE.to(hidden_NE.dtype) if grad_hidden_NE is not None else None, grad_weight_VE, None, None
 
 
 def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics, copy_to_host
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
@@ -94,12 +96,26 @@ class Learner:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
-        denominator = int(total)
+        denominator = float(total)
+        if self._objective.config.advantage == "batch":
+            denominator *= self._deviation(slots, update)
         with self._updating():
             result = self._policy.update(1.0 / denominator)
         return UpdateOutcome(
             result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros
         )
+
+    def _deviation(self, slots: IterationSlots, update: int) -> float:
+        """Return the deviation of the advantages of an update, over all replicas."""
+        groups = [
+            np.asarray(part.rewards, dtype=np.float64)
+            for contents in slots.of_update(update).contents
+            for part in contents.parts
+            if part.first_response == 0
+        ]
+        of_replica = advantages.spread(groups) if is_reporter() else None
+        found = self._session.gather_or_raise_everywhere(lambda: of_replica)
+        return advantages.deviation(part for part in found if part is not None)
 
 
 def _check(statistics: list[Statistics]) -> Part | None:

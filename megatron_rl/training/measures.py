@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -78,7 +78,7 @@ class UpdateOutcome:
     gradient_norm: float
     learning_rate: float
     was_taken: bool
-    denominator: int
+    denominator: float
     gradient_zeros: int | None = None
     """Only with --log-num-zeros-in-grad."""
 
@@ -104,8 +104,7 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         "loss": sums["loss"] / sum(update.denominator for update in updates),
         "entropy": sums["entropy"] / targets,
         "ratio": sums["ratio"] / targets,
-        "clip_fraction_low": sums["clipped_low"] / targets,
-        "clip_fraction_high": sums["clipped_high"] / targets,
+        **{f"clip_fraction_{bound}": sums[f"clipped_{bound}"] / targets for bound in _list_bounds(sums)},
         "gradient_norm": updates[-1].gradient_norm,
         "learning_rate": updates[-1].learning_rate,
         "skipped_updates": sum(not update.was_taken for update in updates),
@@ -131,7 +130,20 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         metrics["gradient_zeros"] = updates[-1].gradient_zeros
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / targets
+    if "entropy_policy" in sums:
+        metrics["entropy_policy"] = sums["entropy_policy"] / targets
+    if "correction" in sums:
+        metrics["correction"] = {
+            "mean": sums["correction"] / targets,
+            "bounded": sums["correction.bounded"] / targets,
+            "rejected": sums["correction.rejected"] / targets,
+        }
     for name in ("moe_load_balancing_loss", "moe_z_loss"):
         if name in sums:
             metrics[name] = sums[name] / sums["micro_batches"]
     return metrics
+
+
+def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:
+    """List the bounds that the loss has."""
+    return (bound for bound in ("low", "high", "dual") if f"clipped_{bound}" in sums)

@@ -86,6 +86,7 @@ class Witness:
         self.statistics: dict[int, list[Statistics]] = {}
         self.log_probs: dict[int, list[RoleLogProbs]] = {}
         self.share = objective.share
+        self.config = objective.config
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step

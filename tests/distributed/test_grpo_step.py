@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.grpo_trials import FAULTS, WORLD_SIZES, Seen, run_trials
-from tests.grpo_problem import ADAM, CONSTANT, OVERLAPPED, PLAIN, SEQUENCE, SGD, Problem, Trial, draw_problem
+from tests.grpo_problem import ADAM, CONSTANT, KNOWN, OVERLAPPED, PLAIN, SEQUENCE, SGD, Problem, Trial, draw_problem
 from tests.grpo_twin import Rules, Tensors, Twin, Update
 from tests.ranks import run_ranks
 from tests.truth import distance, error_over_bound, mean_over_bound, weighted_over_bound, worst_of
@@ -46,6 +46,7 @@ TRIALS = [
     Trial("PP2", 4, num_updates=4),
     Trial("TP2", 4, num_updates=4),
     Trial("DP2", 4, num_updates=3),
+    *(Trial("DP2", 2, rules) for rules in KNOWN.values()),
 ]
 MORE_TRIALS = [
     *(
@@ -60,6 +61,10 @@ MORE_TRIALS = [
     *(Trial("DP2xCP2", size, optimizer=OVERLAPPED) for size in (2, 12)),
     *(Trial("CP2xPP2", size, CONSTANT) for size in (1, 24)),
     *(Trial("CP2", 4, attention=flags) for flags in ATTENTIONS),
+    *(
+        Trial(layout, size, rules)
+        for (layout, size), rules in itertools.product((("TP2", 4), ("PP2", 1), ("CP2", 4)), KNOWN.values())
+    ),
 ]
 FAULTY = [Trial("DP2", 4, fault=fault) for fault in FAULTS]
 
@@ -150,12 +155,13 @@ def check(trial: Trial, seen: list[Seen], twins: Twins) -> None:
         expected = twins.update(number, seen[number].weights)
         check_update(f"{trial}, update {number + 1}", seen[number], expected)
     # The policy is furthest from the old one at last.
-    assert expected.truth.num_clipped / expected.truth.num_tokens >= LEAST_CLIPPED
+    if trial.rules.loss in ("clip", "gspo", "cispo"):
+        assert expected.truth.num_clipped / expected.truth.num_tokens >= LEAST_CLIPPED
 
 
 def check_update(name: str, seen: Seen, expected: Expected) -> None:
     theirs, truth = expected.theirs, expected.truth
-    assert truth.means["kl"] > 0.5, "the reference must be unlike the policy"
+    assert abs(truth.means["kl"]) > 0.25, "the reference must be unlike the policy"
     ratios = (update.per_token["ratio"] for update in (theirs, truth))
     assert truth.margin > distance(*ratios), "a token could be clipped on one side only"
     assert all(gradient.any() for gradient in truth.gradients.values())
@@ -167,7 +173,7 @@ def check_update(name: str, seen: Seen, expected: Expected) -> None:
     )
     assert found[worst] <= 1, name
     assert seen.sums["targets"] == truth.num_tokens
-    for kind in ("clipped_low", "clipped_high"):
+    for kind in (name for name in truth.means if name.startswith("clipped")):
         assert seen.sums[kind] == round(truth.means[kind] * truth.num_tokens)
 
 
@@ -178,7 +184,9 @@ def errors(seen: Seen, expected: Expected) -> dict[str, float]:
     found = {tensor: error, "norm": norm_over_bound(seen.outcome.gradient_norm, theirs, truth)}
     terms = (theirs.per_token["loss"], truth.per_token["loss"])
     found["loss"] = weighted_over_bound(seen.sums["loss"] / seen.outcome.denominator, truth.loss, *terms)
-    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl"):
+    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl", "entropy_policy"):
+        if kind not in seen.sums:
+            continue
         terms = (theirs.per_token[kind], truth.per_token[kind])
         found[kind] = mean_over_bound(seen.sums[kind] / truth.num_tokens, *terms)
     return found

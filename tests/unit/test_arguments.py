@@ -78,6 +78,7 @@ OUT_OF_BOUND = {
     "at least 1": (0, 1),
     "at least 2": (1, 2),
     "above 0": (0, math.inf),
+    "above 1": (1, math.inf),
     "finite and at least 0": (math.inf, 0),
     "a finite duration above 0": (math.inf, 0.5),
     "at least 0 and below 1": (1, 0),

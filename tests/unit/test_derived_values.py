@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.arguments import describe, flags
+from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.config.flag import Kind, index_by_name
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run, without
 
@@ -80,9 +81,24 @@ def test_a_flag_of_another_project_is_taken_as_ours_which_goes_before_it() -> No
     assert parse(*DENSE, "--eps-clip-high 0.28 --eps-clip 0.3").algorithm.clamp_eps_upper == 0.28
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_name_of_an_algorithm_sets_its_parts(name) -> None:
+    settings = parse(*DENSE, f"--algorithm {name}")
+    for field, value in ALGORITHMS[name].items():
+        assert getattr(settings.algorithm, field) == value
+        assert settings.sources[f"algorithm.{field}"] == f"--algorithm {name}"
+
+
+def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
+    for words in ("--algorithm dapo --grpo-clamp-eps-upper 0.3", "--grpo-clamp-eps-upper 0.3 --algorithm dapo"):
+        algorithm = parse(*DENSE, words).algorithm
+        assert (algorithm.clamp_eps_lower, algorithm.clamp_eps_upper) == (0.2, 0.3)
+    assert parse(*DENSE, "--kl-loss-coef 0.1 --use-unbiased-kl").algorithm.kl_estimator == "unbiased"
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     words = (
-        "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 --entropy-coef 0 "
+        "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "
         "--moe-router-score-function softmax --first-k-dense-replace -1 --kl-loss-type low_var_kl"
     )
     defaults = [note for note in parse(*DENSE).notes if not note.startswith("defaults that are not")]

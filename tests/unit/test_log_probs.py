@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
-from tests.naive_log_probs import naive_log_probs
+from tests.naive_log_probs import naive_entropies, naive_log_probs
 from tests.processes import run_python
 from tests.ranks import run_ranks
 from tests.truth import error_over_bound
@@ -47,29 +47,42 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden_TE.requires_grad_(), weight_VE.requires_grad_()
 
 
-def backward(log_probs_N: torch.Tensor) -> None:
-    """Of a loss that weighs targets unevenly and with both signs."""
-    (log_probs_N * torch.sin(torch.arange(len(log_probs_N), dtype=log_probs_N.dtype) + 1)).sum().backward()
+def backward(values: torch.Tensor) -> None:
+    """Of a loss that weighs targets unevenly and with both signs; of entropies, where there are, otherwise."""
+    places = torch.arange(values.numel(), dtype=values.dtype).reshape(values.shape)
+    (values * torch.sin(places + 1)).sum().backward()
 
 
-def fused(dtype: torch.dtype, temperature: float, block_columns: int | None = None) -> Result:
+def fused(
+    dtype: torch.dtype, temperature: float, block_columns: int | None = None, with_entropies: bool = False
+) -> Result:
     hidden_TE, weight_VE = inputs(dtype)
+    hidden_NE, shard = hidden_TE.index_select(0, ROWS), VocabularyShard(0, REAL)
     log_probs_N = output_log_probs(
-        hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, VocabularyShard(0, REAL), temperature, block_columns
+        hidden_NE, weight_VE, TARGETS, shard, temperature, block_columns, with_entropies=with_entropies
     )
     backward(log_probs_N)
     return Result(log_probs_N.detach(), hidden_TE.grad, weight_VE.grad)
 
 
-def naive(dtype: torch.dtype, temperature: float, compute_dtype: torch.dtype = torch.float64) -> Result:
+def naive(
+    dtype: torch.dtype,
+    temperature: float,
+    compute_dtype: torch.dtype = torch.float64,
+    with_entropies: bool = False,
+) -> Result:
     """Of the same inputs, computed in another dtype."""
     hidden_TE, weight_VE = (tensor.detach().to(compute_dtype).requires_grad_() for tensor in inputs(dtype))
-    log_probs_N = naive_log_probs(hidden_TE.index_select(0, ROWS), weight_VE, TARGETS, REAL, temperature)
+    hidden_NE = hidden_TE.index_select(0, ROWS)
+    log_probs_N = naive_log_probs(hidden_NE, weight_VE, TARGETS, REAL, temperature)
+    if with_entropies:
+        entropies_N = naive_entropies(hidden_NE, weight_VE, REAL, temperature)
+        log_probs_N = torch.stack((log_probs_N, entropies_N), dim=1)
     backward(log_probs_N)
     return Result(log_probs_N.detach(), hidden_TE.grad, weight_VE.grad)
 
 
-def on_ranks(temperature: float, block_columns: int) -> tuple[Result, int]:
+def on_ranks(temperature: float, block_columns: int, with_entropies: bool = False) -> tuple[Result, int]:
     """This rank's results with the hidden states' gradient summed over ranks, and how many reductions those took."""
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -84,7 +97,10 @@ def on_ranks(temperature: float, block_columns: int) -> tuple[Result, int]:
     hidden_TE, weight_VE = inputs(torch.float32)
     mine_VE = weight_VE.detach().chunk(size)[rank].clone().requires_grad_()
     shard = VocabularyShard(rank * len(mine_VE), REAL, torch.distributed.group.WORLD)
-    log_probs_N = output_log_probs(hidden_TE.index_select(0, ROWS), mine_VE, TARGETS, shard, temperature, block_columns)
+    hidden_NE = hidden_TE.index_select(0, ROWS)
+    log_probs_N = output_log_probs(
+        hidden_NE, mine_VE, TARGETS, shard, temperature, block_columns, with_entropies=with_entropies
+    )
     backward(log_probs_N)
     all_reduce(hidden_TE.grad)
     return Result(log_probs_N.detach(), hidden_TE.grad, mine_VE.grad), num_reductions
@@ -97,6 +113,18 @@ def test_results_and_gradients_equal_the_naive_ones_of_the_real_columns(
 ) -> None:
     ours = fused(torch.float32, temperature, block_columns)
     ours.assert_near(naive(torch.float32, temperature, torch.float32), naive(torch.float32, temperature))
+    assert (ours.grad_weight[REAL:] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("block_columns", [None, 5, 1])
+def test_entropies_and_their_gradients_equal_the_naive_ones(temperature: float, block_columns: int | None) -> None:
+    ours = fused(torch.float32, temperature, block_columns, with_entropies=True)
+    theirs, truth = (
+        naive(torch.float32, temperature, dtype, with_entropies=True) for dtype in (torch.float32, torch.float64)
+    )
+    ours.assert_near(theirs, truth)
+    assert torch.equal(ours.log_probs[:, 0], fused(torch.float32, temperature, block_columns).log_probs)
     assert (ours.grad_weight[REAL:] == 0).all()
 
 
@@ -115,10 +143,10 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_naive_form(block_columns: int |
 
 
 def test_a_vocabulary_divided_over_ranks_gives_the_same_even_where_a_rank_holds_only_padding() -> None:
-    theirs, truth = naive(torch.float32, 0.7, torch.float32), naive(torch.float32, 0.7)
     # Of four columns each the last rank has one real one, of two columns each it has none.
-    for size, block_columns in ((2, 3), (4, 3), (4, 1)):
-        ranks = run_ranks(on_ranks, size, 0.7, block_columns)
+    for size, block_columns, with_entropies in ((2, 3, False), (4, 3, False), (4, 1, False), (4, 1, True)):
+        theirs, truth = (naive(torch.float32, 0.7, dtype, with_entropies) for dtype in (torch.float32, torch.float64))
+        ranks = run_ranks(on_ranks, size, 0.7, block_columns, with_entropies)
         grad_weight = torch.cat([result.grad_weight for result, _ in ranks])
         for result, num_reductions in ranks:
             dataclasses.replace(result, grad_weight=grad_weight).assert_near(theirs, truth)

@@ -59,7 +59,8 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
     assert found.words["--num-layers"] == ["36"]
     assert found.words["--swiglu"] == []
     assert any(text.startswith("--advantage-estimator gspo: ") for text in found.lost)
-    assert {"--colocate", "--entropy-coef", "--sglang-mem-fraction-static"} <= set(found.unsaid)
+    assert found.words["--grpo-entropy-coef"] == ["0.00"]
+    assert {"--colocate", "--sglang-mem-fraction-static"} <= set(found.unsaid)
 
 
 def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:

@@ -22,12 +22,20 @@ class PackParams(PackedSeqParams):
 
     pack: Pack | None = None
     temperature: float = 1.0
+    with_entropies: bool = False
 
     @classmethod
-    def of(cls, pack: Pack, temperature: float) -> "PackParams":
+    def of(cls, pack: Pack, temperature: float, with_entropies: bool) -> "PackParams":
         """Make parameters with which Megatron computes on [tokens, 1, ...] and needs no cumulative lengths."""
         length = pack.num_tokens
-        return cls(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, pack=pack, temperature=temperature)
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            pack=pack,
+            temperature=temperature,
+            with_entropies=with_entropies,
+        )
 
 
 class SharedPromptAttention(MegatronModule):

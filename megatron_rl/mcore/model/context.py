@@ -59,7 +59,7 @@ def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.
 def of_all_targets(
     log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Combine each rank's values for its own targets into those of all targets, [N], the same on every rank.
+    """Combine each rank's values for its own targets into those of all targets, the same on every rank.
 
     In the backward pass a rank takes the gradients of its own targets. Every rank must compute the same loss.
     """
@@ -100,7 +100,7 @@ class _AllTargets(torch.autograd.Function):
         ctx: Any, log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(places_M)
-        whole_N = log_probs_M.new_zeros(num_targets).index_copy_(0, places_M, log_probs_M)
+        whole_N = log_probs_M.new_zeros(num_targets, *log_probs_M.shape[1:]).index_copy_(0, places_M, log_probs_M)
         # For each target one rank has the value and the others zero, so the sum is exact.
         dist.all_reduce(whole_N, group=group)
         return whole_N

@@ -42,14 +42,19 @@ class PackedGPTModel(GPTModel):
         # Megatron's own angles are those of rows, cached for 32 lengths: they are not used here.
         self.rotary_pos_emb.forward = lambda *_, **__: None
 
-    def forward(self, pack: Pack, temperature: float = 1.0) -> torch.Tensor:  # type: ignore[override]
-        """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage."""
+    def forward(  # type: ignore[override]
+        self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False
+    ) -> torch.Tensor:
+        """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
+
+        `with_entropies` gives [N, 2]: beside each log-prob the entropy of the distribution that it is of.
+        """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         return super().forward(
             input_ids=pack.tokens_T[None, rows],
             position_ids=pack.positions_T[None, rows],
             attention_mask=None,
-            packed_seq_params=PackParams.of(pack, temperature),
+            packed_seq_params=PackParams.of(pack, temperature, with_entropies),
         )
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
@@ -65,7 +70,7 @@ class PackedGPTModel(GPTModel):
         """Apply the output layer to the rows that predict something, and return their targets' log-probs."""
         if not self.post_process:
             return hidden_states
-        pack, temperature = packed_seq_params.pack, packed_seq_params.temperature
+        pack = packed_seq_params.pack
         assert pack is not None
         if self.config.sequence_parallel:
             # Every rank goes on with its own part of the vocabulary, so gradients are summed in the backward pass.
@@ -78,23 +83,25 @@ class PackedGPTModel(GPTModel):
             )
         hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
         if group.size() == 1:
-            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, temperature)
+            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
         rows = context.own_rows(pack.num_tokens, group)
         places_M = pack.places_of_part(group.rank(), group.size())
         rows_M, tokens_M = (
             targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
         )
-        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, temperature)
+        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
         return context.of_all_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
 
     def _log_probs(
-        self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, temperature: float
+        self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
     ) -> torch.Tensor:
         # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
         hidden_ME = hidden_RE.index_select(0, rows_M)
         weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
-        return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, temperature)
+        return output_log_probs(
+            hidden_ME, weight_VE, tokens_M, shard, params.temperature, with_entropies=params.with_entropies
+        )
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""

@@ -91,6 +91,7 @@ class PolicyStep(ForwardStep):
         self._cast = cast
         self._objective = objective
         self._scale = scale
+        self._with_entropies = objective.config.entropy_coef > 0
         if cast.frozen and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.communicator = Piggyback(get_model_config(policy[0]), len(cast.frozen))
 
@@ -98,7 +99,7 @@ class PolicyStep(ForwardStep):
         """Run the next micro-batch through a chunk of the frozen models and of the policy."""
         batch = next(data_iterator)
         frozen_outputs = self._forward_frozen(batch.pack, model)
-        output_tensor = model(batch.pack, self._temperature)
+        output_tensor = model(batch.pack, self._temperature, self._with_entropies)
         if self.communicator is not None and not unwrap(model).post_process:
             self.communicator.put(output_tensor, frozen_outputs)
         share = self._objective.share(batch.num_targets, batch.num_responses)
@@ -113,11 +114,12 @@ class PolicyStep(ForwardStep):
         Nothing is divided here: `training/learner.py` divides once per update, by the denominator of all replicas.
         """
         cast, sequences_N = self._cast, batch.pack.target_sequences_N
+        policy_N, entropies_N = output_tensor.unbind(1) if self._with_entropies else (output_tensor, None)
         known = (of_model[batch.index] for of_model in cast.known)
-        log_probs_N = [output_tensor.detach(), *frozen_outputs, *known]
+        log_probs_N = [policy_N.detach(), *frozen_outputs, *known]
         reference_N = None if cast.reference is None else log_probs_N[cast.reference]
         loss, statistics = self._objective.loss(
-            RoleLogProbs(output_tensor, log_probs_N[cast.old], reference_N),
+            RoleLogProbs(policy_N, log_probs_N[cast.old], reference_N, entropies_N),
             batch.engine_log_probs_N,
             # index_select: its result does not depend on the number of threads.
             batch.advantages_S.index_select(0, sequences_N),

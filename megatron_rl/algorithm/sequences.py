@@ -1,0 +1,62 @@
+"""Sums over the targets of each response, in an order that is always the same, and without asking a device for a size.
+
+The targets of a response lie next to each other, in the order of the responses.
+
+Letters: N targets, S responses of the micro-batch, L the most tokens of a response, B blocks, T tokens of a block.
+"""
+
+import dataclasses
+
+import torch
+
+# Suffixes are summed within blocks of this many tokens, then over blocks: a triangle of L x L would be too large.
+_BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Which response each target belongs to."""
+
+    sequences_N: torch.Tensor
+    lengths_S: torch.Tensor
+    max_tokens: int
+
+    def sum(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the response of each target."""
+        # index_select: its result does not depend on the number of threads.
+        return self._spread(values_N).sum(1).index_select(0, self.sequences_N)
+
+    def mean(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the response of each target."""
+        return self.divide(self.sum(values_N))
+
+    def divide(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return values over the length of each target's response."""
+        return values_N / self.lengths_S.clamp(min=1).index_select(0, self.sequences_N)
+
+    def sum_from(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over each target and those after it in its response."""
+        spread_SL = self._spread(values_N)
+        # cumsum has no fixed order on some devices.
+        missing = -spread_SL.shape[1] % _BLOCK
+        spread_SBT = torch.nn.functional.pad(spread_SL, (0, missing)).unflatten(1, (-1, _BLOCK))
+        within_SBT = spread_SBT @ _lower_triangle(_BLOCK, values_N)
+        after_SB = spread_SBT.sum(2) @ _lower_triangle(spread_SBT.shape[1], values_N).tril(-1)
+        summed_SL = (within_SBT + after_SB[:, :, None]).flatten(1)
+        return summed_SL.flatten().index_select(0, self._places(summed_SL.shape[1]))
+
+    def _spread(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Give each response a row of its own, with zeros behind it."""
+        spread = values_N.new_zeros(len(self.lengths_S) * self.max_tokens)
+        return spread.index_copy(0, self._places(self.max_tokens), values_N).unflatten(0, (-1, self.max_tokens))
+
+    def _places(self, width: int) -> torch.Tensor:
+        starts_S = self.lengths_S.cumsum(0) - self.lengths_S
+        positions_N = torch.arange(len(self.sequences_N), device=self.sequences_N.device)
+        return positions_N + (torch.arange(len(starts_S), device=starts_S.device) * width - starts_S).index_select(
+            0, self.sequences_N
+        )
+
+
+def _lower_triangle(size: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()
