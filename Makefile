@@ -14,8 +14,9 @@ MCORE_VENV := .venv-mcore-
 MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
+TRL_VENV := .venv-trl
 
-.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu python312 demo demo-core learning bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,11 +72,18 @@ test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CA
 	@tools/make_environment $(NPU_VENV) requirements/npu.lock --on $(VENV)
 	NPU_PYTHON=$(NPU_VENV)/bin/python $(VENV)/bin/python -m pytest tests/npu
 
+test-trl: env ## losses beside TRL's, in an environment of its own
+	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
+	$(TRL_VENV)/bin/python -m pytest tests/trl
+
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo
 
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
+
+algorithms: env ## every algorithm that has a name learns the demo's task; 40 minutes
+	$(VENV)/bin/python -m examples.arithmetic.algorithms
 
 learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning
@@ -101,5 +109,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
