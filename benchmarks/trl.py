@@ -1,9 +1,10 @@
 """A run of ours beside TRL's GRPOTrainer: the same model, prompts, groups, lengths and cores, in turns.
 
 TRL has an environment of its own, on top of this one. What is best for it of several batch sizes, threads and processes
-is found first; nothing is pinned. Ours is what `torchrun pretrain_grpo.py` does by itself, and beside it the same with
-engine and trainer on a core each. `--colocated` compares with our own synchronous run where all cores sample and then
-all train. Seconds are those of whole iterations, each run's first left out.
+is found first; nothing is pinned. Ours is what `torchrun pretrain_grpo.py` does by itself, with one process or with one
+for each core, whichever is faster, and beside it the same with engine and trainer on a core each. `--colocated`
+compares with our own synchronous run where all cores sample and then all train. Seconds are those of whole iterations,
+each run's first left out.
 """
 
 import argparse
@@ -112,7 +113,9 @@ def main() -> None:
 def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, float]:
     """Ours and these, in turns."""
     size = world.size
-    runs: dict[str, Run] = {DEFAULT: world.run_ours}
+    # Pinned is said of one rank beside one engine.
+    num_ranks = 1 if PINNED in rivals or size is LEAST else _find_ranks(world)
+    runs: dict[str, Run] = {DEFAULT: functools.partial(world.run_ours, num_ranks=num_ranks)}
     if TRL in rivals:
         _make_environment()
         best = _search(world) if size is not LEAST else Choice(1, 1, size.group_size)
@@ -133,6 +136,14 @@ def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, fl
 def _make_environment() -> None:
     command = ["tools/make_environment", str(ENVIRONMENT), "requirements/trl.lock", "--on", sys.prefix]
     subprocess.run(command, cwd=ROOT, check=True)
+
+
+def _find_ranks(world: "World") -> int:
+    """One rank, or one for each core."""
+    counts = dict.fromkeys([1, len(os.sched_getaffinity(0))])
+    rates = {count: world.run_ours(num_ranks=count) for count in counts}
+    report.table(f"{world.size.name}: ranks", {str(count): [rate] for count, rate in rates.items()}, "samples/s")
+    return max(rates, key=lambda count: rates[count])
 
 
 def _search(world: "World") -> Choice:

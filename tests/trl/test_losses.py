@@ -86,7 +86,8 @@ def theirs(batch: Batch, options: dict[str, Any], truncation: float | None) -> t
     trainer = SimpleNamespace(
         **options, args=SimpleNamespace(**options), aux_loss_enabled=False, top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, use_vllm=options["vllm_importance_sampling_correction"],
-        model=SimpleNamespace(training=False), accelerator=Accelerator(), max_completion_length=MAX_TOKENS, use_adaptive_entropy=False,
+        model=SimpleNamespace(training=False), accelerator=Accelerator(), max_completion_length=MAX_TOKENS,
+        use_adaptive_entropy=False,
         _entropy_bonus_enabled=options["entropy_coef"] > 0,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy_BL, pad(batch, "entropies", lengths), None),
