@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from megatron_rl.config.settings import AlgorithmConfig
+
 # Keeps a group whose deviation is zero from dividing by zero; the value that GRPO's authors chose.
 _EPSILON = 1e-6
 
@@ -28,6 +30,16 @@ def rloo(rewards_K: np.ndarray) -> np.ndarray:
     """r minus the mean of the group's other rewards (leave one out)."""
     count = len(rewards_K)
     return mean(rewards_K) * (count / (count - 1))
+
+
+def bound(rewards_K: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Return rewards as they count, within the bounds that the flags give."""
+    return np.clip(rewards_K, config.reward_min, config.reward_max)
+
+
+def find_advantage(config: AlgorithmConfig) -> Advantage:
+    """Find the advantages that the flags ask for."""
+    return lambda rewards_K: ADVANTAGES[config.advantage](bound(rewards_K, config))
 
 
 def spread(groups: Iterable[np.ndarray]) -> tuple[float, int]:

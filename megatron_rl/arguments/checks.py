@@ -100,6 +100,11 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         flag = sources.get(f"algorithm.{field}", "--algorithm")
         if flag != "--algorithm" and not is_there:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
+    if algorithm.reward_min >= algorithm.reward_max:
+        yield (
+            f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
+            "write a smaller one"
+        )
     lowest, highest = algorithm.correction_lower, algorithm.importance_truncation
     for lower, low, upper, high in (
         ("--grpo-correction-lower", lowest, "--rl-importance-sampling-truncation-coef", highest),

@@ -5,6 +5,7 @@ subject is a dataclass here and a field of `settings.Subjects`.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -456,6 +457,8 @@ class AlgorithmConfig:
         "not (mean); or minus the others' mean (rloo).",
         "--grpo-advantage",
     )
+    reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")
+    reward_max: float = own_flag(math.inf, "Rewards above this count as this.", "--grpo-reward-max")
     loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = own_flag(
         "clip", "The loss of a token, from its ratio and its advantage.", "--grpo-loss"
     )

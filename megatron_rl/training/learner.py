@@ -108,7 +108,7 @@ class Learner:
     def _deviation(self, slots: IterationSlots, update: int) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""
         groups = [
-            np.asarray(part.rewards, dtype=np.float64)
+            advantages.bound(np.asarray(part.rewards, dtype=np.float64), self._objective.config)
             for contents in slots.of_update(update).contents
             for part in contents.parts
             if part.first_response == 0

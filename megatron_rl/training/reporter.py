@@ -45,6 +45,7 @@ class Reporter:
         self._progress = progress
         self._decode = decode
         self._mismatch_warning = find_warning_bound(settings)
+        self._is_corrected = settings.algorithm.importance_correction
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """While an iteration runs, show the sidecar's counts of it, if the display shows counts."""
@@ -102,9 +103,11 @@ class Reporter:
     def _warn(self, metrics: dict[str, Any]) -> None:
         difference = metrics["mismatch"]["mean"]
         if not difference <= self._mismatch_warning:
+            remedy = "" if self._is_corrected else "; --rl-inference-logprobs-is-correction weighs tokens for it"
             self._progress.say(
                 f"warning: engine's and trainer's log-probs differ by {difference:.2g} on average, above "
                 f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
+                f"{remedy}"
             )
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
         if equal == groups:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.advantages import find_advantage
 from megatron_rl.arguments.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
@@ -143,7 +143,7 @@ def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """Build the batcher that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Batcher(
-        ADVANTAGES[settings.algorithm.advantage],
+        find_advantage(settings.algorithm),
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

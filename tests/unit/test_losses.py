@@ -373,6 +373,12 @@ def test_what_batch_divides_by_is_the_deviation_over_all_groups_however_they_are
     assert found == pytest.approx(np.sqrt((centred**2).mean()) + 1e-6, rel=1e-6, abs=1e-6)
 
 
+def test_rewards_count_within_their_bounds() -> None:
+    config = AlgorithmConfig(advantage="mean", reward_min=-1.0, reward_max=2.0)
+    found = advantages.find_advantage(config)(np.array([-5.0, 0.0, 1.0, 9.0]))
+    assert near(found, np.array([-1.5, -0.5, 0.5, 1.5]))
+
+
 def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
     """So that no group need wait for the others: each of these is as many times as large as its advantages."""
     batch = draw_batch([5, 9, 30], seed=7)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.config.settings import CheckpointConfig, ObserveConfig
+from megatron_rl.config.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.training.reporter import Reporter, reporter_of
@@ -29,6 +29,7 @@ def reporter(folder: Path, engine: str = "vllm", **observe: Any) -> Reporter:
         checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None, engine=engine),
         architecture=SimpleNamespace(dtype="float32"),
+        algorithm=AlgorithmConfig(),
     )
     return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows])
 
@@ -80,6 +81,7 @@ def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_pat
     to.iteration(0, metrics, slots())
     to.close()
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
+    assert any("--rl-inference-logprobs-is-correction" in line for line in said.lines) == is_warned
 
 
 @pytest.mark.parametrize(("given", "is_warned"), [(None, False), (0.1, True)])
