@@ -51,11 +51,10 @@ class Sequences:
         return spread.index_copy(0, self._places(self.max_tokens), values_N).unflatten(0, (-1, self.max_tokens))
 
     def _places(self, width: int) -> torch.Tensor:
-        starts_S = self.lengths_S.cumsum(0) - self.lengths_S
+        numbers_S = torch.arange(len(self.lengths_S), device=self.lengths_S.device)
+        starts_S = torch.searchsorted(self.sequences_N, numbers_S)
         positions_N = torch.arange(len(self.sequences_N), device=self.sequences_N.device)
-        return positions_N + (torch.arange(len(starts_S), device=starts_S.device) * width - starts_S).index_select(
-            0, self.sequences_N
-        )
+        return positions_N + (numbers_S * width - starts_S).index_select(0, self.sequences_N)
 
 
 def _lower_triangle(size: int, like: torch.Tensor) -> torch.Tensor:

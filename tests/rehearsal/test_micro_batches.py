@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.grpo_trials import run_trials
 from tests.distributed.test_grpo_step import Twins, check
-from tests.grpo_problem import Problem, Trial, draw_problem
+from tests.grpo_problem import KNOWN, Problem, Trial, draw_problem
 from tests.ranks import RanksError, run_ranks
 from tests.rehearsal.order import NEVER_ORDERED, ORDERED_IF_ASKED
 from tests.rehearsal.syncs import describe
@@ -20,6 +20,10 @@ OFFLOADED = Trial("TP1", 12, more="--frozen-offload")
 HALF = Trial("TP1", 12, more="--bf16 --shared-prompt-backend merge")
 
 ORDERED = Trial("TP1", 12, more="--deterministic-mode")
+
+# Sums over responses, before and behind a token, means, weights and entropies.
+NAMES = ("dapo", "gspo", "reinforce_plus_plus_baseline", "cispo")
+ALGORITHMS = [Trial("TP1", 12, KNOWN[name], more="--deterministic-mode") for name in NAMES]
 
 
 def run(problem: Problem, trials: list[Trial], fault: str | None = None) -> Rehearsed:
@@ -38,7 +42,7 @@ def alone(problem: Problem) -> Rehearsed:
 
 @pytest.fixture(scope="module")
 def ordered(problem: Problem) -> Rehearsed:
-    return run(problem, [ORDERED])
+    return run(problem, [ORDERED, *ALGORITHMS])
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,12 @@ def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -
         assert not syncs, describe(syncs)
 
 
+@pytest.mark.parametrize("trial", ALGORITHMS, ids=str)
+def test_nor_in_the_sums_of_an_algorithm(trial, ordered) -> None:
+    for syncs in ordered.syncs[trial]:
+        assert not syncs, describe(syncs)
+
+
 @pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED, HALF], ids=str)
 def test_what_all_micro_batches_report_is_read_in_one_wait(trial, alone) -> None:
     for syncs in alone.reads[trial]:
@@ -74,7 +84,8 @@ def test_what_streams_share_is_ordered_by_events(alone) -> None:
 
 
 def test_with_deterministic_mode_every_sum_has_a_fixed_order(ordered, problem) -> None:
-    check(ORDERED, ordered.seen[ORDERED], Twins(problem, ORDERED))
+    for trial in (ORDERED, *ALGORITHMS):
+        check(trial, ordered.seen[trial], Twins(problem, trial))
     assert ordered.operators & ORDERED_IF_ASKED
     assert not ordered.operators & NEVER_ORDERED
 
