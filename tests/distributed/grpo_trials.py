@@ -209,7 +209,9 @@ def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[P
     def plant(parts: Parts) -> None:
         true = parts.objective
         parts.objective = types.SimpleNamespace(
-            share=true.share, loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors)
+            config=true.config,
+            share=true.share,
+            loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors),
         )
 
     return plant
