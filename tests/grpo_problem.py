@@ -119,7 +119,7 @@ class Trial:
             f"--grpo-kl-beta {rules.beta} "
             f"--grpo-aggregation {rules.aggregation} --tri-model {self.roles} {self.attention} {self.more}"
         )
-        words += f" --grpo-advantage {rules.advantage} --grpo-loss {rules.loss} --grpo-kl-estimator {rules.estimator}"
+        words += f" --grpo-advantage {rules.advantage} --grpo-loss {rules.loss}"
         for flag, is_given in (
             ("--rl-inference-logprobs-is-correction", rules.is_corrected),
             (f"--rl-importance-sampling-truncation-coef {rules.truncation}", rules.truncation < math.inf),
@@ -129,6 +129,7 @@ class Trial:
             (f"--grpo-reject-below {rules.least_kept}", rules.least_kept > 0),
             (f"--grpo-reject-above {rules.most_kept}", rules.most_kept < math.inf),
             (f"--grpo-dual-clip {rules.dual}", rules.dual is not None),
+            (f"--grpo-kl-estimator {rules.estimator}", rules.estimator != "k3"),
             ("--grpo-kl-in reward", rules.is_in_reward),
             (f"--grpo-entropy-coef {rules.entropy}", rules.entropy > 0),
             (
