@@ -96,7 +96,7 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         ("correction_mode", correction, algorithm.importance_correction),
         ("correction_mode", "a bound, --rl-importance-sampling-truncation-coef or --grpo-correction-lower", has_bound),
     ):
-        # What --algorithm has set is no mistake of a person.
+        # Only what a person has written: --algorithm sets parts that may have no effect.
         flag = sources.get(f"algorithm.{field}", "--algorithm")
         if flag != "--algorithm" and not is_there:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
@@ -118,17 +118,17 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
     if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator in ("k3+", "unbiased"):
         yield f"{estimator} is about gradients, and a reward has none: write k1, k2 or k3, or --grpo-kl-in loss"
     if algorithm.advantage == "batch":
-        for what, is_given in (
-            ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss"),
-            ("--grpo-entropy-coef", algorithm.entropy_coef),
-            ("--moe-aux-loss-coeff", settings.architecture is not None and config.moe_aux_loss_coeff),
-            ("--moe-z-loss-coeff", settings.architecture is not None and config.moe_z_loss_coeff),
+        is_known = settings.architecture is not None
+        for what, is_given, remedy in (
+            ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
+            ("--grpo-entropy-coef", algorithm.entropy_coef, "drop one of them"),
+            ("--moe-aux-loss-coeff", is_known and config.moe_aux_loss_coeff, "drop one of them"),
+            ("--moe-z-loss-coeff", is_known and config.moe_z_loss_coeff, "drop one of them"),
         ):
             if is_given:
                 yield (
-                    f"{what} and --grpo-advantage batch cannot be given together: the deviation that divides the "
-                    "advantages is known when all gradients are there, and would divide this term too; write "
-                    + ("--grpo-kl-in reward" if what.startswith("--grpo") else "--grpo-advantage mean or grpo")
+                    f"{what} and --grpo-advantage batch cannot be given together, since the deviation of the "
+                    f"advantages would divide this term too: {remedy}"
                 )
 
 

@@ -74,7 +74,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--grpo-reject-below 1.1 --grpo-reject-above 1.1", "--grpo-reject-below 1.1 must be below"),
         ("--algorithm reinforce_plus_plus_baseline --grpo-kl-beta 0.1 --grpo-kl-in loss", "write --grpo-kl-in reward"),
         ("--grpo-reward-min 1 --grpo-reward-max 1", "--grpo-reward-min 1 must be below --grpo-reward-max 1"),
-        ("--grpo-advantage batch --grpo-entropy-coef 0.1", "cannot be given together"),
+        ("--grpo-advantage batch --grpo-entropy-coef 0.1", "would divide this term too: drop one of them"),
         ("--algorithm grop", "--algorithm grop: not one of the choices (the nearest is grpo)"),
         ("--bf16 --fp16", "--bf16 and --fp16 cannot be given together"),
         ("--fp32-residual-connection", "the local layers compute in the parameters' dtype"),
