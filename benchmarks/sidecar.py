@@ -59,7 +59,10 @@ def main() -> None:
     report.table("a group of 16 responses of 4,096 tokens", {"the event loop's own time": of_loop}, "ms")
     figures["loop_ms_per_group_4096"] = statistics.median(of_loop)
     if arguments.token_rounds:
-        tokens = sidecar_tokens.measure(arguments.token_rounds, 2 if arguments.tiny else sidecar_tokens.NUM_GROUPS)
+        if arguments.tiny:
+            tokens = sidecar_tokens.measure(1, 1, concurrencies=(1,))
+        else:
+            tokens = sidecar_tokens.measure(arguments.token_rounds)
         bare, alone = sidecar_tokens.compare_to_bare(tokens), sidecar_tokens.compare_to_alone(tokens)
         report.table("one vLLM engine", tokens, "tokens/s")
         ratios = {"service / bare client at its best": bare, "service / vLLM alone": alone}

@@ -28,9 +28,9 @@ class LiveMemory(TorchDispatchMode):
 
     def settled(self) -> int:
         """What there is once others have let go of what they keep for a moment: gloo's threads, of a collective's."""
+        gc.collect()
         lowest = self.now
         for _ in range(50):
-            gc.collect()
             time.sleep(0.01)
             lowest = min(lowest, self.now)
         return lowest
