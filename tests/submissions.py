@@ -47,7 +47,8 @@ def make_plan(**changes: Any) -> Plan:
 def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
     """Prompt i is the tokens [i, i + 1]."""
     plan = plan or make_plan()
-    prompts = [Prompt(index=i, row=f"row-{i}", tokens=encode_tokens([i, i + 1])) for i in range(plan.num_prompts)]
+    count = plan.num_prompts + plan.num_spare
+    prompts = [Prompt(index=i, row=f"row-{i}", tokens=encode_tokens([i, i + 1])) for i in range(count)]
     values = {
         "run": "run",
         "version": 3,
@@ -61,8 +62,10 @@ def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
     return Submission(**values)
 
 
-def make_group(submission: Submission, prompt: int, num_tokens: int = 3, engine: str = "engine-0") -> Group:
-    """The group that answers a prompt; response j has reward j."""
+def make_group(
+    submission: Submission, prompt: int, num_tokens: int = 3, engine: str = "engine-0", has_signal: bool = True
+) -> Group:
+    """The group that answers a prompt; response j has reward j, or 1 if all have the same."""
     seed = derive_group_seed(submission.run, submission.version, prompt)
     responses = [
         Response(
@@ -73,7 +76,7 @@ def make_group(submission: Submission, prompt: int, num_tokens: int = 3, engine:
             engine=engine,
             spans=[Span(version=str(submission.version), start=0, end=num_tokens)],
             fingerprint=submission.fingerprint,
-            reward=float(j),
+            reward=float(j) if has_signal else 1.0,
             components={"exact": float(j), "other": None},
         )
         for j in range(submission.plan.group_size)

@@ -86,6 +86,7 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
     for field, needed, is_there in (
         ("clamp_eps_lower", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
         ("clamp_eps_upper", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
+        ("spare_prompts", "--grpo-filter-groups-with-same-reward", algorithm.filter_groups),
         ("dual_clip", "--grpo-loss clip or gspo", is_clipped),
         ("sapo_temperature_pos", "--grpo-loss sapo", algorithm.loss == "sapo"),
         ("sapo_temperature_neg", "--grpo-loss sapo", algorithm.loss == "sapo"),

@@ -257,11 +257,22 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         micro_batch_size=training.micro_batch_size,
         num_updates=responses // of_update,
         order=settings.loop.consume_order,
+        num_spare=_count_spare(settings, prompts),
+        least_reward=algorithm.reward_min if algorithm.reward_min > -math.inf else None,
+        largest_reward=algorithm.reward_max if algorithm.reward_max < math.inf else None,
     )
     try:
         return divide(plan), []
     except InputError as error:
         return None, [str(error)]
+
+
+def _count_spare(settings: Settings, num_prompts: int) -> int:
+    """Count the prompts that an iteration may take in place of those without a signal."""
+    algorithm = settings.algorithm
+    if not algorithm.filter_groups:
+        return 0
+    return 2 * num_prompts if algorithm.spare_prompts is None else algorithm.spare_prompts
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:

@@ -11,7 +11,13 @@ _CLIP = {"loss": "clip", "clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2}
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {**_CLIP, "advantage": "grpo", "aggregation": "sequence"},
     "dr_grpo": {**_CLIP, "advantage": "mean", "aggregation": "constant"},
-    "dapo": {**_CLIP, "clamp_eps_upper": 0.28, "advantage": "grpo", "aggregation": "token"},
+    "dapo": {
+        **_CLIP,
+        "clamp_eps_upper": 0.28,
+        "advantage": "grpo",
+        "aggregation": "token",
+        "filter_groups": True,
+    },
     "gspo": {
         "loss": "gspo",
         "clamp_eps_lower": 3e-4,

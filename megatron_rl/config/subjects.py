@@ -402,6 +402,17 @@ class AlgorithmConfig:
         "--grpo-prompts-per-step",
         bound="at least 1",
     )
+    filter_groups: bool = megatron_flag(
+        False,
+        "Sample other prompts in place of those whose responses all got the same reward.",
+        "--grpo-filter-groups-with-same-reward",
+    )
+    spare_prompts: int | None = own_flag(
+        None,
+        "How many others an iteration may take at most; twice its prompts if not given.",
+        "--grpo-spare-prompts",
+        bound="at least 1",
+    )
     clamp_eps_lower: float = megatron_flag(
         0.2,
         "How far below 1 a ratio counts.",

@@ -87,14 +87,23 @@ class PromptSource:
         return self._num_taken / self.num_rows
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts, numbered from 0."""
+        """The next prompts, numbered from 0; they count as taken."""
+        taken = self.peek(count)
+        self.advance(count)
+        return taken
+
+    def peek(self, count: int) -> list[Prompt]:
+        """The next prompts, numbered from 0; the same again until some are taken."""
         taken = []
         for index in range(count):
             epoch, place = divmod(self._num_taken + index, self.num_rows)
             row = int(self._order_of(epoch)[place])
             taken.append(msgspec.structs.replace(self._prompts[row], index=index))
-        self._num_taken += count
         return taken
+
+    def advance(self, count: int) -> None:
+        """Count so many as taken."""
+        self._num_taken += count
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""

@@ -116,13 +116,14 @@ class RolloutClient:
             )
         return wire.decode(answer, wire.Evaluated)
 
-    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> str:
-        """Report that all of the iteration was trained on, and return the audit log's head.
+    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
+        """Report that all of the iteration was trained on; return the audit log's head and what became of the prompts.
 
         Keep the head elsewhere, and `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
         """
         content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
-        return self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()["head"]
+        answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()
+        return msgspec.convert(answer, wire.Ended)
 
     def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """Report that the iteration will not be trained on, and why."""

@@ -3,7 +3,8 @@
 A unit is what a single claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
 
 - every replica has the same number of slots, num_prompts * group_size / (num_replicas * micro_batch_size);
-- updates divide prompts and slots into equal runs by index, and a unit lies in one update;
+- updates divide groups (by their numbers, `protocol/places.py`) and slots into equal runs, and a unit lies in one
+  update;
 - every unit holds equally many groups, and the units of an update together hold as many as the update has prompts.
 """
 
@@ -66,8 +67,9 @@ class Division:
         """Whether there is such a slot."""
         return 0 <= replica < self.plan.num_replicas and 0 <= index < self.slots_per_replica
 
-    def update_of_prompt(self, prompt: int) -> int:
-        return prompt // self.prompts_per_update
+    def update_of_number(self, number: int) -> int:
+        """Return the update that the group of this number belongs to."""
+        return number // self.prompts_per_update
 
     def update_of_slot(self, index: int) -> int:
         return index // self.slots_per_update
@@ -80,26 +82,26 @@ class Division:
         """All slots of a unit."""
         return [Place(unit.replica, unit.slot + part) for part in range(self.slots_per_unit)]
 
-    def bound_prompts(self, unit: Place) -> range:
-        """Return the prompts of a unit, with order "prompt".
+    def bound_numbers(self, unit: Place) -> range:
+        """Return the numbers of the groups of a unit, with order "prompt"; without spare prompts, its prompts.
 
         The j-th unit of update u of replica r, with R replicas, n prompts an update and g groups a unit, holds the
-        prompts u * n + (j * R + r) * g and the g - 1 after it: the units of all replicas advance together, so prompts
+        numbers u * n + (j * R + r) * g and the g - 1 after it: the units of all replicas advance together, so prompts
         that are sampled in order serve every replica alike.
         """
         update, rest = divmod(unit.slot, self.slots_per_update)
-        number = rest // self.slots_per_unit * self.plan.num_replicas + unit.replica
-        first = update * self.prompts_per_update + number * self.groups_per_unit
+        place = rest // self.slots_per_unit * self.plan.num_replicas + unit.replica
+        first = update * self.prompts_per_update + place * self.groups_per_unit
         return range(first, first + self.groups_per_unit)
 
-    def bound_unit(self, prompt: int) -> Place:
-        """Return the unit that a prompt belongs to, with order "prompt"."""
-        update, rest = divmod(prompt, self.prompts_per_update)
-        number, replica = divmod(rest // self.groups_per_unit, self.plan.num_replicas)
-        return Place(replica, update * self.slots_per_update + number * self.slots_per_unit)
+    def bound_unit(self, number: int) -> Place:
+        """Return the unit that the group of this number belongs to, with order "prompt"."""
+        update, rest = divmod(number, self.prompts_per_update)
+        place, replica = divmod(rest // self.groups_per_unit, self.plan.num_replicas)
+        return Place(replica, update * self.slots_per_update + place * self.slots_per_unit)
 
-    def problem(self, claim: Claim) -> str | None:
-        """Say why a claim does not fit this plan; None if it does."""
+    def find_problem(self, claim: Claim) -> str | None:
+        """Say why a claim has not the form that this plan wants, whatever groups it takes; None if it has."""
         name = f"slot ({claim.replica}, {claim.index})"
         if not self.holds(*claim.place):
             replicas, slots = self.plan.num_replicas, self.slots_per_replica
@@ -108,12 +110,6 @@ class Division:
             return f"{name} is not the first of its group's {self.slots_per_unit} slots"
         if len(claim.prompts) != self.groups_per_unit:
             return f"{name} takes {len(claim.prompts)} groups, and {self.groups_per_unit} belong in it"
-        update = self.update_of_slot(claim.index)
-        strangers = [prompt for prompt in claim.prompts if self.update_of_prompt(prompt) != update]
-        if strangers:
-            return f"{name} is of update {update}, and prompt {strangers[0]} is not"
-        if self.plan.order == "prompt" and claim.prompts != list(self.bound_prompts(claim.place)):
-            return f"{name} takes prompts {claim.prompts}, and {list(self.bound_prompts(claim.place))} are bound to it"
         return None
 
 
@@ -122,6 +118,8 @@ def divide(plan: Plan) -> Division:
     for name in ("num_prompts", "group_size", "num_replicas", "micro_batch_size", "num_updates"):
         if getattr(plan, name) < 1:
             raise InputError(f"{name} of the plan must be at least 1, not {getattr(plan, name)}")
+    if plan.num_spare < 0:
+        raise InputError(f"num_spare of the plan must be at least 0, not {plan.num_spare}")
     prompts, group_size, micro_batch = plan.num_prompts, plan.group_size, plan.micro_batch_size
     if micro_batch % group_size and group_size % micro_batch:
         raise InputError(

@@ -57,6 +57,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Responses in a slot: a multiple of the group size, or a divisor of it that splits a group."""
     num_updates: int = 1
     order: Order = "completion"
+    num_spare: int = 0
+    """Prompts beyond `num_prompts`, for groups whose rewards are all equal; 0: every group is trained on."""
+    least_reward: float | None = None
+    """A reward below it counts as this one."""
+    largest_reward: float | None = None
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +74,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plan: Plan
     sampling: Sampling
     prompts: list[Prompt]
+    """Those of the plan and then the spare ones."""
     deadline_seconds: float
 
     def __post_init__(self) -> None:
@@ -231,6 +237,27 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def is_accepted(self) -> bool:
         """Written so that NaN is not accepted."""
         return self.bound is None or self.mean <= self.bound
+
+
+class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of an iteration's prompts: more are sampled than trained on where groups may have no signal."""
+
+    num_considered: int
+    """The first so many prompts decided what was trained on; those after them are still to be taken."""
+    num_without_signal: int
+    """Among these, groups whose rewards are all equal."""
+    reward: float
+    """The mean reward of the groups that were considered: what is trained on is never all right or all wrong."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer when an iteration is complete."""
+
+    version: int
+    head: str
+    """The hash of the audit log's last line."""
+    line: int
+    census: Census
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

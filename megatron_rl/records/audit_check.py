@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
+from megatron_rl.protocol.places import Places, has_signal
 from megatron_rl.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
-from megatron_rl.protocol.slots import Claim, Division, Place, divide
+from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.records.audit_log import find_files, find_first_file, name_file, read_log_lines
@@ -92,7 +93,7 @@ class _Attempt:
         self.submit = submit
         self.engines = engines
         self.summary = IterationSummary(submit.version, submit.fingerprint, line)
-        self.division: Division | None = None
+        self.places: Places | None = None
         self.groups: dict[int, int] = {}
         self.claimed: set[int] = set()
         self.units: set[Place] = set()
@@ -177,11 +178,12 @@ class _Meaning:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
         try:
-            attempt.division = divide(event.plan)
+            attempt.places = Places(divide(event.plan))
         except InputError as error:
             yield BreachName.WRONG_SLOT, str(error)
-        if not event.plan.num_prompts == len(event.prompts) == len(event.seeds):
-            counts = f"{event.plan.num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
+        num_prompts = event.plan.num_prompts + event.plan.num_spare
+        if not num_prompts == len(event.prompts) == len(event.seeds):
+            counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
         for prompt, seed in enumerate(event.seeds):
             wanted = derive_group_seed(self.run or "", event.version, prompt)
@@ -207,6 +209,12 @@ class _Meaning:
             yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
             return
         attempt.groups[event.prompt] = len(event.responses)
+        if (
+            attempt.places is not None
+            and event.prompt < attempt.submit.plan.num_prompts + attempt.submit.plan.num_spare
+        ):
+            rewards = [response.reward for response in event.responses]
+            attempt.places.learn(event.prompt, has_signal(rewards, attempt.submit.plan))
         _count(attempt.summary, event)
         if event.prompt_hash != attempt.submit.prompts[event.prompt]:
             yield BreachName.WRONG_PROMPT, f"prompt {event.prompt} of version {event.version} has other tokens"
@@ -233,7 +241,7 @@ class _Meaning:
             return
         attempt.units.add(claim.place)
         attempt.summary.num_claims += 1
-        problem = attempt.division.problem(claim) if attempt.division else None
+        problem = attempt.places.find_problem(claim) if attempt.places else None
         if problem:
             yield BreachName.WRONG_SLOT, f"version {event.version}: {problem}"
         for prompt in event.prompts:
@@ -260,13 +268,14 @@ class _Meaning:
         if attempt is None:
             yield BreachName.COMPLETE_OUTSIDE, f"version {event.version}"
             return
-        for prompt in range(len(attempt.submit.prompts)):
+        for prompt in _list_trained(attempt):
             if prompt not in attempt.groups:
                 yield BreachName.NEVER_FINISHED, f"prompt {prompt} of version {event.version}"
             elif prompt not in attempt.claimed:
                 yield BreachName.NEVER_CLAIMED, f"prompt {prompt} of version {event.version}"
         said = (event.num_groups, event.num_responses)
-        found = (len(attempt.groups), sum(attempt.groups.values()))
+        trained = attempt.claimed & attempt.groups.keys() if attempt.submit.plan.num_spare else attempt.groups
+        found = (len(trained), sum(attempt.groups[prompt] for prompt in trained))
         if said != found:
             yield (
                 BreachName.WRONG_COUNT,
@@ -283,6 +292,18 @@ class _Meaning:
         if (attempt := self._current(version)) is not None:
             attempt.summary.outcome = outcome
             self._attempt = None
+
+
+def _list_trained(attempt: _Attempt) -> Sequence[int]:
+    """The prompts whose groups the trainer must have trained on, or that leave open which ones these are."""
+    if attempt.places is None:
+        return range(len(attempt.submit.prompts))
+    still_wanted = [
+        prompt
+        for prompt in range(attempt.places.num_prompts)
+        if prompt not in attempt.groups and attempt.places.is_wanted(prompt, 0)
+    ]
+    return sorted({*still_wanted, *attempt.places.chosen()})
 
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:

@@ -7,11 +7,9 @@ from typing import Any
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import wire
+from megatron_rl.sidecar.making import Work
 
-Finished = Callable[[wire.Group], None]
-MakeAll = Callable[
-    [wire.Evaluation, Callable[[], wire.Prompt | None], Finished, Callable[[], str]], Awaitable[str | None]
-]
+MakeAll = Callable[[wire.Evaluation, Work], Awaitable[str | None]]
 
 
 class EvaluationFailed(MegatronRLError):
@@ -33,6 +31,7 @@ class EvaluationRun:
         self._failure: str | None = None
         self._answer: bytes | None = None
         self._groups: dict[int, wire.Group] = {}
+        self._prompts = iter(evaluation.prompts)
         self._ended = asyncio.Event()
         self._task = asyncio.create_task(self._run(make_all))
 
@@ -65,6 +64,18 @@ class EvaluationRun:
                 await self._task
             self._end(reason)
 
+    def next_prompt(self) -> wire.Prompt | None:
+        """Return the next prompt to sample; None once all are taken."""
+        return next(self._prompts, None)
+
+    def finished(self, group: wire.Group) -> None:
+        """Take a finished group."""
+        self._groups[group.prompt.index] = group
+
+    def is_wanted(self, prompt: int) -> bool:
+        """Whether a prompt is still to be answered: all are."""
+        return True
+
     def missing(self) -> str:
         """Say in words what is missing until it can end."""
         num_prompts = len(self.evaluation.prompts)
@@ -81,17 +92,13 @@ class EvaluationRun:
         }
 
     async def _run(self, make_all: MakeAll) -> None:
-        prompts = iter(self.evaluation.prompts)
-        reason = await make_all(self.evaluation, lambda: next(prompts, None), self._finished, self.missing)
+        reason = await make_all(self.evaluation, self)
         if reason is None:
             try:
                 self._finish()
             except (OSError, MegatronRLError) as error:
                 reason = f"the audit log cannot be written: {error}"
         self._end(reason)
-
-    def _finished(self, group: wire.Group) -> None:
-        self._groups[group.prompt.index] = group
 
     def _finish(self) -> None:
         evaluation = self.evaluation

@@ -131,12 +131,13 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
         """The trainer has trained on every slot. Body: Trained, or nothing. Answers with hash and number of the audit
-        log's last line.
+        log's last line, and with what became of the prompts.
         """
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
-        head, line = service.complete(version, None if trained is None else trained.mismatch)
-        return {"version": version, "head": head, "line": line}
+        ended = service.complete(version, None if trained is None else trained.mismatch)
+        answer: dict[str, Any] = msgspec.to_builtins(ended)
+        return answer
 
     @app.post("/v1/iterations/{version}/refuse")
     async def refuse(request: Request, version: int) -> dict[str, int]:

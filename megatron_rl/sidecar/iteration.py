@@ -5,11 +5,12 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 1. A slot's first request asks for the next finished groups. Requests that find too few wait in order, and a finished
    group serves the request that has waited longest.
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
-   order "prompt" it takes the prompts that `Division.bound_prompts` binds to it, in whatever order they finished.
-3. With several updates a slot takes only groups of its own update.
-4. No slot waits while the groups that it would take are finished.
+   order "prompt" it takes the groups that are bound to it, in the order of their numbers, however they finished.
+3. A slot takes only groups that `Places` has bound to its update, or to itself: with spare prompts, what is trained on
+   does not depend on what finished first.
+4. No slot waits while the groups that it would take are finished and bound.
 5. A slot that was answered is always answered with the same bytes.
-6. No group is claimed twice; when every slot has been answered, every group has been claimed.
+6. No group is claimed twice; when every slot has been answered, every group that is trained on has been claimed.
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
@@ -22,14 +23,16 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 import dataclasses
 import enum
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.places import Places, Pool, has_signal
 from megatron_rl.protocol.slots import Claim, Place, divide
-from megatron_rl.protocol.wire import Group, GroupPart, Prompt, Slot, Submission
+from megatron_rl.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
 
 class WrongVersion(MegatronRLError):
@@ -83,8 +86,13 @@ class Iteration:
         record_group: Callable[[Group], None] = lambda group: None,
         record_claim: Callable[[Claim], None] = lambda claim: None,
         record_end: Callable[[], None] = lambda: None,
+        before: tuple[int, int] = (0, 0),
     ) -> None:
-        """Each `record_` function is called before a group, a claim or the end takes effect."""
+        """Each `record_` function is called before a group, a claim or the end takes effect.
+
+        `before` counts groups of the iteration before, those without a signal and all that were considered: only how
+        many prompts are sampled ahead follows from it, and not what is trained on.
+        """
         self.submission = submission
         self.division = divide(submission.plan)
         self.failure: str | None = None
@@ -93,16 +101,22 @@ class Iteration:
         self._record_group = record_group
         self._record_claim = record_claim
         self._record_end = record_end
-        num_prompts = submission.plan.num_prompts
+        num_prompts = submission.plan.num_prompts + submission.plan.num_spare
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(
                 f"the {num_prompts} prompts of the plan must have indices 0 to {num_prompts - 1}, in order"
             )
-        self._wanted = iter(range(num_prompts))
+        self._places = Places(self.division)
+        self._before = before
+        self._next = 0
+        # Finished groups that are not bound yet, in the order in which they finished: as keys.
+        self._unbound: dict[int, None] = {}
+        # Of each finished group its mean reward, and whether it has a signal.
+        self._seen: dict[int, tuple[float, bool]] = {}
         self._states = [GroupState.WAITING] * num_prompts
         self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
-        self._pools: defaultdict[int | Place, _Pool] = defaultdict(_Pool)
+        self._pools: defaultdict[Pool, _Pool] = defaultdict(_Pool)
         self._answers: dict[Place, bytes] = {}
 
     @property
@@ -111,7 +125,7 @@ class Iteration:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether every group was claimed."""
+        """Whether every group that is trained on was claimed."""
         return self._counts[GroupState.CLAIMED] == self.submission.plan.num_prompts
 
     @property
@@ -129,7 +143,7 @@ class Iteration:
             self._check_finished(group)
             self._finish(group)
         for claim in claims:
-            problem = self.division.problem(claim) or self._conflict(claim)
+            problem = self._places.find_problem(claim) or self._conflict(claim)
             if problem:
                 raise ClaimConflict(
                     f"a claim of version {self.version} cannot be restored: {problem}; move its journal away and "
@@ -138,12 +152,24 @@ class Iteration:
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
-        """Return the next prompt to sample, which counts as running from now on; None once all are taken."""
-        for prompt in self._wanted:
+        """Return the next prompt to sample, which counts as running from now on; None if none is wanted now."""
+        while self._next < len(self._states):
+            prompt = self._next
             if self._states[prompt] is GroupState.WAITING:
+                if not self._places.is_wanted(prompt, self._num_ahead()):
+                    return None
                 self._move(prompt, GroupState.RUNNING)
+                self._next += 1
                 return self.submission.prompts[prompt]
+            self._next += 1
         return None
+
+    def is_wanted(self, prompt: int) -> bool:
+        """Whether a prompt that is running may still be trained on; if not, it no longer counts as running."""
+        is_wanted = self._places.is_wanted(prompt)
+        if not is_wanted and self._states[prompt] is GroupState.RUNNING:
+            self._move(prompt, GroupState.WAITING)
+        return is_wanted
 
     def finished(self, group: Group) -> list[Place]:
         """Take a finished group; return the slots that were asked for earlier and can be answered now.
@@ -153,8 +179,7 @@ class Iteration:
         self._check_failure()
         self._check_finished(group)
         self._record(self._record_group, group)
-        self._finish(group)
-        return self._serve(self._pool_of_prompt(group.prompt.index))
+        return [place for pool in self._finish(group) for place in self._serve(pool)]
 
     def failed(self, reason: str) -> None:
         """End the iteration without success; the first reason stays."""
@@ -179,6 +204,15 @@ class Iteration:
             self._serve(pool)
         return self._answers.get(place)
 
+    def census(self) -> Census:
+        """Say what became of the prompts, once all is settled."""
+        seen = [self._seen[prompt] for prompt in range(self._places.num_considered)]
+        return Census(
+            num_considered=len(seen),
+            num_without_signal=sum(not has for _, has in seen),
+            reward=math.fsum(reward for reward, _ in seen) / len(seen),
+        )
+
     def prompts_in(self, state: GroupState) -> list[int]:
         """The prompts whose groups are in this state."""
         return [prompt for prompt, reached in enumerate(self._states) if reached is state]
@@ -193,12 +227,20 @@ class Iteration:
 
     def missing(self) -> str:
         """Say in words what is missing until the iteration can end."""
-        unfinished = self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
+        num_prompts = self.submission.plan.num_prompts
+        unfinished = [
+            prompt
+            for prompt in self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
+            if self._places.is_wanted(prompt, 0)
+        ]
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
+        num_without = self._num_without() if self.submission.plan.num_spare else 0
+        without = f", {num_without} had no signal" if num_without else ""
+        num_ready = sum(len(pool.finished) for pool in self._pools.values())
         return (
-            f"{len(unfinished)} of {self.submission.plan.num_prompts} groups are not finished{which}, "
-            f"{self._counts[GroupState.FINISHED]} finished ones are not claimed"
+            f"{len(unfinished)} of {num_prompts} groups are not finished{which}{without}, "
+            f"{num_ready} finished ones are not claimed"
         )
 
     def status(self) -> dict[str, Any]:
@@ -241,20 +283,42 @@ class Iteration:
         is_bound = self.submission.plan.order == "prompt"
         return self._pools[unit if is_bound else self.division.update_of_slot(unit.slot)]
 
-    def _pool_of_prompt(self, prompt: int) -> _Pool:
-        is_bound = self.submission.plan.order == "prompt"
-        return self._pools[self.division.bound_unit(prompt) if is_bound else self.division.update_of_prompt(prompt)]
+    def _num_without(self) -> int:
+        return sum(not has for _, has in self._seen.values())
+
+    def _num_ahead(self) -> int:
+        """How many prompts to sample beyond those that are enough if all have a signal: as many as will be needed.
+
+        With a share s of groups without signal, n groups with one take n / (1 - s) groups.
+        """
+        if not self.submission.plan.num_spare:
+            return 0
+        num_without, num_seen = self._before[0] + self._num_without(), self._before[1] + len(self._seen)
+        return self._places.num_open * num_without // max(num_seen - num_without, 1)
 
     def _move(self, prompt: int, state: GroupState) -> None:
         self._counts[self._states[prompt]] -= 1
         self._counts[state] += 1
         self._states[prompt] = state
 
-    def _finish(self, group: Group) -> None:
+    def _finish(self, group: Group) -> list[_Pool]:
+        """Take a group in; return where groups that are bound from now on lie."""
         prompt = group.prompt.index
         self._groups[prompt] = group
-        self._pool_of_prompt(prompt).finished[prompt] = None
+        rewards = [response.reward for response in group.responses]
+        has = has_signal(rewards, self.submission.plan)
+        self._seen[prompt] = (math.fsum(rewards) / len(rewards), has)
         self._move(prompt, GroupState.FINISHED)
+        self._places.learn(prompt, has)
+        self._unbound[prompt] = None
+        pools: dict[Pool, None] = {}
+        for finished in list(self._unbound):
+            pool = self._places.find_pool(finished)
+            if pool is not None:
+                del self._unbound[finished]
+                self._pools[pool].finished[finished] = None
+                pools[pool] = None
+        return [self._pools[pool] for pool in pools]
 
     def _record(self, record: Callable[..., None], *what: object) -> None:
         try:
@@ -270,7 +334,7 @@ class Iteration:
             unit = next(iter(pool.asked))
             prompts = list(itertools.islice(pool.finished, self.division.groups_per_unit))
             if self.submission.plan.order == "prompt":
-                prompts.sort()
+                prompts = self._places.sort(prompts)
             claim = Claim(replica=unit.replica, index=unit.slot, prompts=prompts)
             self._record(self._record_claim, claim)
             self._take(claim)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -36,6 +37,21 @@ class Scorer(Protocol):
     async def score(self, group: wire.Group) -> wire.Group: ...
 
 
+class Work(Protocol):
+    """Groups to make: an iteration's or an evaluation's."""
+
+    def next_prompt(self) -> wire.Prompt | None:
+        """Return the next prompt to sample; None if there is none, or none before another group has finished."""
+
+    def finished(self, group: wire.Group) -> None: ...
+
+    def is_wanted(self, prompt: int) -> bool:
+        """Whether a group that is being made is still needed."""
+
+    def missing(self) -> str:
+        """Say what is missing, when the deadline has passed."""
+
+
 @dataclasses.dataclass
 class Counters:
     """What /metrics shows beside the counts of the iteration."""
@@ -43,6 +59,7 @@ class Counters:
     groups: int = 0
     tokens: int = 0
     retried: int = 0
+    called_off: int = 0
     reused: int = 0
     publishes: int = 0
     publish_seconds: float = 0.0
@@ -57,64 +74,67 @@ class GroupMaker:
         self._scorer = scorer
         self._counters = counters
 
-    async def make_all(
-        self,
-        asked: Asked,
-        next_prompt: Callable[[], wire.Prompt | None],
-        finished: Callable[[wire.Group], None],
-        missing: Callable[[], str],
-    ) -> str | None:
-        """Hand each group to `finished` as soon as it is made; return None, or why some were not made.
-
-        `missing` describes what is missing when the deadline has passed.
-        """
+    async def make_all(self, asked: Asked, work: Work) -> str | None:
+        """Make the groups and hand each over as soon as it is made; return None, or why some were not made."""
         try:
             async with asyncio.timeout(asked.deadline_seconds):
-                num_lost = await self._make_groups(asked, next_prompt, finished)
+                num_lost = await self._make_groups(asked, work)
         except TimeoutError:
-            return f"{missing()} after {asked.deadline_seconds:g} s, its deadline"
+            return f"{work.missing()} after {asked.deadline_seconds:g} s, its deadline"
         except MegatronRLError as error:
             return str(error)
         except Exception as error:
             _log.exception("version %d", asked.version)
             return f"the sidecar failed: {error!r}; its log has the traceback"
-        return f"the sidecar failed: the making of {num_lost} was cancelled, and {missing()}" if num_lost else None
+        return f"the sidecar failed: the making of {num_lost} was cancelled, and {work.missing()}" if num_lost else None
 
-    async def _make_groups(
-        self, asked: Asked, next_prompt: Callable[[], wire.Prompt | None], finished: Callable[[wire.Group], None]
-    ) -> int:
+    async def _make_groups(self, asked: Asked, work: Work) -> int:
         """Make the groups and return how many were cancelled, which a task group does not report."""
-        in_flight = asyncio.Semaphore(self._engines.max_in_flight)
-        begun: list[asyncio.Task[None]] = []
+        changed = asyncio.Event()
+        running: dict[int, asyncio.Task[None]] = {}
+        sampling: set[int] = set()
+        num_lost = 0
+
+        def end_sampling(prompt: int) -> None:
+            sampling.discard(prompt)
+            changed.set()
+
+        def end(prompt: int, task: asyncio.Task[None]) -> None:
+            nonlocal num_lost
+            # What was called off is no longer among the running.
+            num_lost += running.pop(prompt, None) is task and task.cancelled()
+            end_sampling(prompt)
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    await in_flight.acquire()
-                    prompt = next_prompt()
-                    if prompt is None:
+                    changed.clear()
+                    while len(sampling) < self._engines.max_in_flight and (prompt := work.next_prompt()) is not None:
+                        index = prompt.index
+                        sampling.add(index)
+                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling))
+                        running[index].add_done_callback(functools.partial(end, index))
+                    for index in [index for index in running if not work.is_wanted(index)]:
+                        running.pop(index).cancel()
+                        self._counters.called_off += 1
+                    if not running:
                         break
-                    begun.append(tasks.create_task(self._make_group(asked, prompt, finished, in_flight)))
+                    await changed.wait()
         except BaseExceptionGroup as group:
             # The first failure is the reason; it cancelled the others.
             raise group.exceptions[0] from None
-        return sum(task.cancelled() for task in begun)
+        return num_lost
 
     async def _make_group(
-        self,
-        asked: Asked,
-        prompt: wire.Prompt,
-        finished: Callable[[wire.Group], None],
-        in_flight: asyncio.Semaphore,
+        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None]
     ) -> None:
-        try:
-            group = await self._sample(asked, prompt)
-        finally:
-            # Scoring overlaps with the next group's sampling.
-            in_flight.release()
+        group = await self._sample(asked, prompt)
+        # Scoring overlaps with the next group's sampling.
+        end_sampling(prompt.index)
         group = await self._scorer.score(group)
         check_rewards(asked, group)
         try:
-            finished(group)
+            work.finished(group)
         except OSError as error:
             raise MegatronRLError(f"the journal cannot be written: {error}; make room for it") from None
         self._counters.groups += 1

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
@@ -114,6 +114,8 @@ class RolloutService:
         # One future for all ranks of a replica that wait for the same slot.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._has_failed = False
+        # Groups of the iteration before: those without a signal, and all that were considered.
+        self._seen = (0, 0)
         self._next = asyncio.Event()
         """Set when the next iteration is submitted, and then replaced."""
 
@@ -165,6 +167,8 @@ class RolloutService:
         self._must_not_run("publishing")
         self._must_not_evaluate("publishing")
         async with self._publishing:
+            # What was sampled ahead and is not needed.
+            await self._stop()
             start = time.monotonic()
             # Until all engines hold the version, it is not known what each of them holds.
             self.weights = None
@@ -200,7 +204,11 @@ class RolloutService:
         self._must_not_run(f"submitting iteration {version}")
         await self._stop()
         iteration = Iteration(
-            submission, self._recorder.finished, self._recorder.claimed, lambda: self._recorder.completed(version)
+            submission,
+            self._recorder.finished,
+            self._recorder.claimed,
+            lambda: self._recorder.completed(version),
+            self._seen,
         )
         groups, claims = self._recorder.begin(submission)
         iteration.restore(groups, claims)
@@ -254,10 +262,10 @@ class RolloutService:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
-    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> tuple[str, int]:
-        """End an iteration that the trainer has trained on; return hash and number of the audit log's last line.
+    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
+        """End an iteration that the trainer has trained on.
 
-        With the hash, the trainer can prove later that nothing up to that line was changed.
+        With the hash of the audit log's head, the trainer can prove later that nothing up to that line was changed.
         """
         iteration = self._find_iteration(version)
         try:
@@ -267,7 +275,10 @@ class RolloutService:
         except AppendFailed as error:
             self._fail(iteration, str(error))
             raise
-        return self._recorder.head()
+        census = iteration.census()
+        self._seen = (census.num_without_signal, census.num_considered)
+        head, line = self._recorder.head()
+        return wire.Ended(version=version, head=head, line=line, census=census)
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """Fail an iteration that the trainer will not train on: its tokens are not of the trainer's policy."""
@@ -347,12 +358,7 @@ class RolloutService:
 
     async def _run(self, iteration: Iteration) -> None:
         """Make every group that is still missing, or fail the iteration with the reason."""
-
-        def finished(group: wire.Group) -> None:
-            for place in iteration.finished(group):
-                self._answer(place)
-
-        reason = await self._maker.make_all(iteration.submission, iteration.next_prompt, finished, iteration.missing)
+        reason = await self._maker.make_all(iteration.submission, _IterationWork(iteration, self._answer))
         if reason is not None:
             self._fail(iteration, reason)
 
@@ -385,6 +391,22 @@ class RolloutService:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+
+
+class _IterationWork:
+    """The groups of an iteration, as their maker sees them."""
+
+    def __init__(self, iteration: Iteration, answer: Callable[[Place], None]) -> None:
+        """`answer` tells those who wait for a slot that it can be answered."""
+        self.next_prompt = iteration.next_prompt
+        self.is_wanted = iteration.is_wanted
+        self.missing = iteration.missing
+        self._iteration = iteration
+        self._answer = answer
+
+    def finished(self, group: wire.Group) -> None:
+        for place in self._iteration.finished(group):
+            self._answer(place)
 
 
 class _Awaited:

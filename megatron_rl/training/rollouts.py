@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,14 +18,16 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
-from megatron_rl.protocol.wire import Mismatch, Prompt, Sampling, Slot, Submission, decode
+from megatron_rl.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.training.mismatch import MismatchBeyond
 
 
 class TakesPrompts(Protocol):
     """Where prompts come from."""
 
-    def take(self, count: int) -> list[Prompt]: ...
+    def peek(self, count: int) -> list[Prompt]: ...
+
+    def advance(self, count: int) -> None: ...
 
 
 Schedule = Callable[[IterationSlots, Session], None]
@@ -75,6 +77,7 @@ class Rollouts:
         self._waiting = waiting
         self.audit_head = ""
         """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
+        self._census: Census | None = None
 
     @contextlib.contextmanager
     def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
@@ -101,7 +104,23 @@ class Rollouts:
     def complete(self, version: int, mismatch: Mismatch) -> None:
         """Tell the sidecar that an iteration was trained on, and the mismatch measured of its tokens."""
         if self._session.rank == 0:
-            self.audit_head = self._client.complete(version, mismatch)
+            assert self._prompts is not None
+            ended = self._client.complete(version, mismatch)
+            self.audit_head, self._census = ended.head, ended.census
+            self._prompts.advance(ended.census.num_considered)
+
+    def describe_prompts(self) -> dict[str, Any]:
+        """Return metrics of what became of the last iteration's prompts; on rank 0, if others took places of some."""
+        census = self._census
+        if census is None or not self._division.plan.num_spare:
+            return {}
+        return {
+            "prompts": {
+                "considered": census.num_considered,
+                "without_signal": census.num_without_signal,
+                "reward_mean": census.reward,
+            }
+        }
 
     def _open_slots(self, identity: Identity) -> IterationSlots:
         replica, num_slots = self._session.replica, self._division.slots_per_replica
@@ -133,7 +152,7 @@ class Rollouts:
                 fingerprint=identity.fingerprint,
                 plan=self._division.plan,
                 sampling=self._sampling,
-                prompts=self._prompts.take(self._division.plan.num_prompts),
+                prompts=self._prompts.peek(self._division.plan.num_prompts + self._division.plan.num_spare),
                 deadline_seconds=self._deadline_seconds,
             )
         )

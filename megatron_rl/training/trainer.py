@@ -152,6 +152,7 @@ class Trainer:
             metrics |= compute_metrics(measures, learned.updates, self._largest_micro_batch)
             metrics |= {"reference": self._reference.fingerprint} if self._reference is not None else {}
             metrics |= {"evaluation": evaluation} if evaluation is not None else {}
+            metrics |= self._rollouts.describe_prompts()
             metrics |= {"audit_head": self._rollouts.audit_head}
             times = self._timeline.take()
             times["generated_tokens_per_second"] = measures.sums["tokens.response"] / times["iteration"]

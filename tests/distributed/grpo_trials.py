@@ -174,7 +174,7 @@ class Source:
         division, identity = self._division, self._identity
         unit = division.unit(self._replica, index)
         first = (index - unit.slot) * division.plan.micro_batch_size
-        parts = [self._part(*self._groups[place], first) for place in division.bound_prompts(unit)]
+        parts = [self._part(*self._groups[place], first) for place in division.bound_numbers(unit)]
         return wire.Slot(
             run=identity.run, version=identity.version, fingerprint=identity.fingerprint, replica=self._replica,
             index=index, parts=parts,

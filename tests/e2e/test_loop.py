@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.observe.metrics import read, seconds_by_span, without_times
+from megatron_rl.records.append_file import read_lines
+from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
 
 ITERATIONS = 5
@@ -126,6 +128,27 @@ def test_periodic_and_sync_end_in_the_same_weights_over_context_parallel_ranks(w
         assert 0 <= tokens["computed"] - tokens["prompt"] - tokens["response"] <= 4
         assert (line["groups"], line["responses"]["count"]) == (8, 32)
         assert tokens["utilisation"] <= 1
+
+
+@pytest.mark.each_change
+def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal_are_replaced(world):
+    changes = {
+        "grpo_filter_groups_with_same_reward": True, "grpo_group_size": 2, "micro_batch_size": 2,
+        "global_batch_size": 8, "grpo_prompts_per_step": 8,
+    }  # fmt: skip
+    compare_schedules(world, "filtered", 2, [41], **changes)
+    folders = [world.folder / name / "run" for name in ("filtered-sync", "filtered-41")]
+    for line in read(folders[0]):
+        prompts = line["prompts"]
+        assert line["reward"]["all_equal_groups"] == 0
+        assert prompts["considered"] == 8 + prompts["without_signal"]
+    considered = [line["prompts"]["considered"] for line in read(folders[0])]
+    assert 8 < sum(considered) / len(considered) < 24
+    # What is trained on in the next iteration begins where the one before ended.
+    rows = sorted({sample["row"] for sample in read_lines(folders[0] / "samples.jsonl")})
+    assert len(rows) > 8
+    for folder in folders:
+        assert verify(folder).breaches == []
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.observe.metrics import read, without_times
 from megatron_rl.records.append_file import read_lines
+from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
 
 ITERATIONS = 4
@@ -229,25 +230,31 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(world):
         print(f"{kill} killed at {moment}, {at} iterations written: the same")
 
 
+# Half of the groups have no signal.
+FILTERED = {"grpo_filter_groups_with_same_reward": True, "grpo_group_size": 2, "micro_batch_size": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_killed_at_random_moments_resumes_as_if_it_had_not_been(world):
-    whole = uninterrupted(world, "whole-random", 2)
+@pytest.mark.parametrize("changes", [{}, FILTERED], ids=["every group", "groups with a signal"])
+def test_a_run_killed_at_random_moments_resumes_as_if_it_had_not_been(world, changes):
+    whole = uninterrupted(world, f"whole-random-{len(changes)}", 2, **changes)
     draw = random.Random(20)
     for number in range(5):
-        folder = world.folder / f"random-{number}"
+        folder = world.folder / f"random-{len(changes)}-{number}"
         victim = draw.choice([0, 1])
         delay = draw.uniform(0.0, 6.0)
         # A rank that is killed before the ranks have met is waited for that long.
-        with loop.running(folder, 2, words(world, folder, distributed_timeout_minutes=1)) as ranks:
+        with loop.running(folder, 2, words(world, folder, distributed_timeout_minutes=1, **changes)) as ranks:
             started = time.monotonic()
             while not (folder / "run" / "address").exists() and time.monotonic() < started + 600:
                 time.sleep(0.05)
             time.sleep(delay)
             ranks.processes[victim].kill()
             ranks.wait()
-        resumed(world, folder, 2)
+        resumed(world, folder, 2, **changes)
         assert_same(folder, whole)
+        assert verify(folder / "run").breaches == []
         print(f"rank {victim} killed {delay:.1f} s after the sidecar served: the same")
 
 

@@ -16,7 +16,7 @@ from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.making import Scorer
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, evaluation, submission, weights
+from tests.sidecar.scripted_service import PLAN, Engines, Memory, RewardLength, engine, evaluation, submission, weights
 
 FAR_OFF = wire.Mismatch(mean=0.25, largest=1.0, bound=5e-3)
 
@@ -122,6 +122,65 @@ def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
         assert len(set(map(str, waits))) == 1
 
     serve(check, engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)}))
+
+
+class RewardByPrompt:
+    """All responses of a group get the same reward, except those of some prompts."""
+
+    def __init__(self, with_signal: set[int]) -> None:
+        self.with_signal = with_signal
+        self.scored: list[int] = []
+
+    async def score(self, group: wire.Group) -> wire.Group:
+        self.scored.append(group.prompt.index)
+        has_signal = group.prompt.index in self.with_signal
+        responses = [
+            msgspec.structs.replace(response, reward=float(has_signal and number == 0))
+            for number, response in enumerate(group.responses)
+        ]
+        return wire.Group(prompt=group.prompt, responses=responses)
+
+
+@pytest.mark.parametrize("order", ["completion", "prompt"])
+def test_other_prompts_are_sampled_for_groups_without_a_signal_and_no_more_than_are_needed(order) -> None:
+    plan = msgspec.structs.replace(PLAN, num_spare=12, order=order)
+    scorer = RewardByPrompt({0, 1, 3, 4, 5, 8, 9, 11, 12, 13, 16})
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        assert trained(await all_slots(service)) == [0, 1, 3, 4, 5, 8, 9, 11]
+        census = service.complete(0).census
+        assert (census.num_considered, census.num_without_signal) == (12, 4)
+        assert set(range(12)) <= set(scorer.scored)
+
+    serve(check, engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002), scorer=scorer)
+
+
+def test_where_no_group_has_a_signal_the_iteration_is_filled_with_those_that_have_none() -> None:
+    plan = msgspec.structs.replace(PLAN, num_spare=4)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        assert trained(await all_slots(service)) == [0, 1, 2, 3, 4, 5, 7, 10]
+        assert service.complete(0).census.num_considered == 12
+
+    serve(check, engine("0", delay=lambda r: 0.01), scorer=RewardByPrompt({7, 10}))
+
+
+def test_what_was_sampled_ahead_is_called_off_once_it_is_not_needed() -> None:
+    plan = msgspec.structs.replace(PLAN, num_spare=8)
+
+    async def check(service: RolloutService) -> None:
+        service._seen = (4, 8)
+        await service.submit(submission(plan=plan))
+        # Prompts ahead hang, and nobody waits for them.
+        assert trained(await all_slots(service)) == list(range(8))
+        assert service.complete(0).census.num_considered == 8
+        await service.publish(weights(1))
+        assert service._task is None
+
+    hang = {f"run-0-{index}": "hang" for index in range(8, 16)}
+    serve(check, engine("0", group_faults=hang), scorer=RewardByPrompt(set(range(8))))
 
 
 def test_an_iteration_that_takes_too_long_fails_by_name() -> None:

@@ -146,6 +146,7 @@ ROWS: dict[str, Row] = {
     "--grpo-clamp-eps-lower": Row("--grpo-clamp-eps-lower 0.3", "objective.loss"),
     "--grpo-clamp-eps-upper": Row("--grpo-clamp-eps-upper 0.3", "objective.loss"),
     "--grpo-kl-beta": Row("--grpo-kl-beta 0.1", "objective.loss"),
+    "--grpo-filter-groups-with-same-reward": Row("--grpo-filter-groups-with-same-reward", "iteration.sizes"),
     "--rl-inference-logprobs-is-correction": Row("--rl-inference-logprobs-is-correction", "objective.loss"),
     "--rl-importance-sampling-truncation-coef": Row(
         "--rl-importance-sampling-truncation-coef 1",

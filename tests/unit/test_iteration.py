@@ -90,7 +90,7 @@ def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
 def fitting_groups(division: Division, unit: Place, finished: list[int]) -> list[int]:
     """Of the groups that finished and are not claimed, those that a unit may take."""
     if division.plan.order == "prompt":
-        return [prompt for prompt in division.bound_prompts(unit) if prompt in finished]
+        return [prompt for prompt in division.bound_numbers(unit) if prompt in finished]
     update = unit.slot // division.slots_per_update
     return [prompt for prompt in finished if prompt // division.prompts_per_update == update]
 
@@ -111,11 +111,11 @@ def test_every_replica_has_the_slots_that_the_sizes_give_and_updates_share_them(
 def test_every_prompt_is_bound_to_one_unit_of_its_update(plan: Plan) -> None:
     division = divide(plan)
     units = {division.unit(*place) for place in all_places(plan)}
-    assert sorted(prompt for unit in units for prompt in division.bound_prompts(unit)) == list(range(plan.num_prompts))
+    assert sorted(prompt for unit in units for prompt in division.bound_numbers(unit)) == list(range(plan.num_prompts))
     for unit in units:
-        for prompt in division.bound_prompts(unit):
+        for prompt in division.bound_numbers(unit):
             assert division.bound_unit(prompt) == unit
-            assert division.update_of_prompt(prompt) == division.update_of_slot(unit.slot)
+            assert division.update_of_number(prompt) == division.update_of_slot(unit.slot)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_claim_that_contradicts_what_was_restored_is_named() -> None:
         ([Claim(replica=0, index=0, prompts=[5])], "prompt 5, which is waiting"),
         ([Claim(replica=0, index=4, prompts=[1])], "not among the 4 slots"),
         ([Claim(replica=0, index=0, prompts=[1, 2])], "takes 2 groups, and 1 belong in it"),
-        ([Claim(replica=0, index=0, prompts=[8])], "prompt 8 is not"),
+        ([Claim(replica=0, index=0, prompts=[8])], "prompt 8, which is not among the 8 of the iteration"),
     ]:
         with pytest.raises(ClaimConflict, match=message):
             Iteration(submission).restore(groups, claims)

@@ -1,0 +1,126 @@
+"""Which groups of an iteration are trained on, and in which update; the same in the sidecar and in the audit.
+
+Without spare prompts that is said with the plan: all of them, prompt i at number i. With spare prompts, groups whose
+rewards are all equal teach nothing, and later prompts take their numbers. Invariants:
+
+1. The groups that are trained on are the first `num_prompts` with a signal, in the order of the prompts, and their
+   numbers count them in that order. It does not matter which of them were sampled first, or faster: short responses
+   have no advantage.
+2. Where the prompts end before so many are found, those without a signal take the numbers that are left, in order.
+3. A group is bound to an update (or, with order "prompt", to a unit) as soon as every number that it can still get
+   belongs there. It is never bound elsewhere later.
+4. A prompt is wanted while it can still get a number. The others need not be sampled.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron_rl.protocol.slots import Claim, Division, Place
+from megatron_rl.protocol.wire import Plan
+
+Pool = int | Place
+"""An update, or, with order "prompt", a unit."""
+
+_UNKNOWN, _WITHOUT, _WITH = 0, 1, 2
+
+
+class Places:
+    """What is known of the groups' numbers, from those that have finished."""
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._num_wanted = division.plan.num_prompts
+        num_spare = division.plan.num_spare
+        self._known = np.full(self._num_wanted + num_spare, _UNKNOWN if num_spare else _WITH, dtype=np.int8)
+        self._count()
+
+    def learn(self, prompt: int, has_signal: bool) -> None:
+        """Take in that a group has finished."""
+        if self._division.plan.num_spare:
+            self._known[prompt] = _WITH if has_signal else _WITHOUT
+            self._count()
+
+    @property
+    def num_prompts(self) -> int:
+        """The prompts of the plan and the spare ones."""
+        return len(self._known)
+
+    @property
+    def num_considered(self) -> int:
+        """The first so many prompts decided what is trained on; once all is settled."""
+        if not self._division.plan.num_spare:
+            return self._num_wanted
+        ends = np.flatnonzero(np.cumsum(self._known == _WITH) >= self._num_wanted)
+        return int(ends[0]) + 1 if ends.size else len(self._known)
+
+    @property
+    def num_open(self) -> int:
+        """Prompts that are not finished and will be trained on if they and all other open ones have a signal."""
+        return int(np.count_nonzero(self._is_open & (self._most < self._num_wanted)))
+
+    def chosen(self) -> list[int]:
+        """What is trained on, in the order of the numbers; once all is settled."""
+        numbered = np.flatnonzero(self._most < self._num_wanted)
+        return [int(prompt) for prompt in numbered[np.argsort(self._most[numbered], kind="stable")]]
+
+    def is_wanted(self, prompt: int, num_ahead: int | float = math.inf) -> bool:
+        """Whether the prompt can still get a number; will, if at most `num_ahead` of the open ones have no signal."""
+        return bool(self._least[prompt] < self._num_wanted and self._most[prompt] < self._num_wanted + num_ahead)
+
+    def find_pool(self, prompt: int) -> Pool | None:
+        """Return where the group is bound to; None as long as that is open, and for what is not trained on."""
+        least, most = int(self._least[prompt]), int(self._most[prompt])
+        if most >= self._num_wanted:
+            return None
+        pool = self._pool(least)
+        return pool if least == most or pool == self._pool(most) else None
+
+    def sort(self, prompts: Iterable[int]) -> list[int]:
+        """Sort groups of one unit by their numbers."""
+        return sorted(prompts, key=lambda prompt: int(self._most[prompt]))
+
+    def find_problem(self, claim: Claim) -> str | None:
+        """Say why a claim does not fit what is known; None if it does."""
+        problem = self._division.find_problem(claim)
+        if problem:
+            return problem
+        name = f"slot ({claim.replica}, {claim.index})"
+        strangers = [prompt for prompt in claim.prompts if not 0 <= prompt < len(self._known)]
+        if strangers:
+            return f"{name} takes prompt {strangers[0]}, which is not among the {len(self._known)} of the iteration"
+        if self._division.plan.order == "prompt":
+            pools = {self.find_pool(prompt) for prompt in claim.prompts}
+            if pools == {claim.place} and claim.prompts == self.sort(claim.prompts):
+                return None
+            numbers = list(self._division.bound_numbers(claim.place))
+            bound = "groups with the numbers " if self._division.plan.num_spare else ""
+            return f"{name} takes prompts {claim.prompts}, and {bound}{numbers} are bound to it"
+        update = self._division.update_of_slot(claim.index)
+        strangers = [prompt for prompt in claim.prompts if self.find_pool(prompt) != update]
+        return f"{name} is of update {update}, and prompt {strangers[0]} is not" if strangers else None
+
+    def _pool(self, number: int) -> Pool:
+        is_bound = self._division.plan.order == "prompt"
+        return self._division.bound_unit(number) if is_bound else self._division.update_of_number(number)
+
+    def _count(self) -> None:
+        """Find the least and the most number that each group can get."""
+        is_with = self._known == _WITH
+        self._is_open = self._known == _UNKNOWN
+        self._least = np.cumsum(is_with) - is_with
+        num_open_before = np.cumsum(self._is_open) - self._is_open
+        self._most = self._least + num_open_before
+        # Those without a signal come after all that have one. An open one that is earlier goes before either way.
+        is_without = self._known == _WITHOUT
+        behind = np.count_nonzero(is_with) + np.cumsum(is_without) - is_without
+        self._least[is_without] = (behind + num_open_before)[is_without]
+        self._most[is_without] = (behind + np.count_nonzero(self._is_open))[is_without]
+
+
+def has_signal(rewards: Sequence[float], plan: Plan) -> bool:
+    """Whether the rewards of a group differ, within the bounds that they count in."""
+    least = -math.inf if plan.least_reward is None else plan.least_reward
+    largest = math.inf if plan.largest_reward is None else plan.largest_reward
+    return len({min(max(reward, least), largest) for reward in rewards}) > 1
