@@ -45,6 +45,14 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "service_vs_offline_tiny": "tokens a second through the service / of vLLM's own LLM.generate, 0.1 M parameters",
         "service_vs_offline_40m": "the same / the same, 40 M parameters",
     },
+    "dynamic_sampling": {
+        "ahead_vs_none_wide": "time to sample an iteration, half of the groups without a signal / none sampled ahead",
+        "ahead_vs_batches_wide": "the same / whole batches until there are enough",
+        "begun_vs_needed_wide": "groups begun / begun where none is sampled ahead",
+        "ahead_vs_none_narrow": "the first one on an engine of a quarter of an iteration's groups at once",
+        "ahead_vs_batches_narrow": "the second one on that engine",
+        "begun_vs_needed_narrow": "the third one on that engine",
+    },
     "overlap": {
         "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",
         "efficiency_balanced": "the longer of generation and training / that periodic iteration",

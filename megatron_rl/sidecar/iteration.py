@@ -86,12 +86,12 @@ class Iteration:
         record_group: Callable[[Group], None] = lambda group: None,
         record_claim: Callable[[Claim], None] = lambda claim: None,
         record_end: Callable[[], None] = lambda: None,
-        before: tuple[int, int] = (0, 0),
+        before: tuple[int, int] | None = (0, 0),
     ) -> None:
         """Each `record_` function is called before a group, a claim or the end takes effect.
 
         `before` counts groups of the iteration before, those without a signal and all that were considered: only how
-        many prompts are sampled ahead follows from it, and not what is trained on.
+        many prompts are sampled ahead follows from it, and not what is trained on. With None there are none.
         """
         self.submission = submission
         self.division = divide(submission.plan)
@@ -291,7 +291,7 @@ class Iteration:
 
         With a share s of groups without signal, n groups with one take n / (1 - s) groups.
         """
-        if not self.submission.plan.num_spare:
+        if self._before is None or not self.submission.plan.num_spare:
             return 0
         num_without, num_seen = self._before[0] + self._num_without(), self._before[1] + len(self._seen)
         return self._places.num_open * num_without // max(num_seen - num_without, 1)
