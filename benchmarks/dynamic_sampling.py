@@ -41,7 +41,8 @@ def main() -> None:
     num_iterations = 3 if parser.parse_args().tiny else NUM_ITERATIONS
     figures = {}
     for name, num_at_once in (("wide", 2 * NUM_PROMPTS), ("narrow", NUM_PROMPTS // 4)):
-        ahead, none, batches = (_run(way, num_at_once, num_iterations) for way in (_sample, _none_ahead, _whole_batches))
+        ways = (_sample, _none_ahead, _whole_batches)
+        ahead, none, batches = (_run(way, num_at_once, num_iterations) for way in ways)
         print(f"\nan engine of {num_at_once} groups at once, {NUM_PROMPTS} groups with a signal wanted")
         steps = {
             "none ahead": [steps for steps, _ in none],
