@@ -44,6 +44,7 @@ KNOWN = {
             PLAIN, name="reinforce_plus_plus_baseline", advantage="batch", is_in_reward=True, estimator="k3",
             is_corrected=True, truncation=1.1, least_weight=0.9, is_masked=True,
         ),
+        dataclasses.replace(PLAIN, name="gdpo", advantage="gdpo", is_in_reward=True, is_corrected=True, truncation=1.1),
         dataclasses.replace(
             PLAIN, name="cispo", loss="cispo", lower=0.1, upper=0.15, estimator="k3+", least_kept=0.98, most_kept=1.02,
         ),
@@ -131,6 +132,7 @@ class Trial:
             (f"--grpo-dual-clip {rules.dual}", rules.dual is not None),
             (f"--grpo-kl-estimator {rules.estimator}", rules.estimator != "k3"),
             ("--grpo-kl-in reward", rules.is_in_reward),
+            ("--reward exact length:8=-0.5", rules.advantage == "gdpo"),
             (f"--grpo-entropy-coef {rules.entropy}", rules.entropy > 0),
             (
                 f"--grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper}",

@@ -29,6 +29,16 @@ class Group:
     rewards: list[float]
     engine: list[list[float]]
 
+    @property
+    def components(self) -> dict[str, list[float | None]]:
+        """What functions gave, by the names in WEIGHTS; one does not apply to responses of one token."""
+        lengths = [len(response) for response in self.responses]
+        return {"exact": list(self.rewards), "length": [None if length == 1 else length % 3.0 for length in lengths]}
+
+
+# Of the reward functions.
+WEIGHTS = {"exact": 1.0, "length": -0.5}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -194,9 +204,9 @@ class Twin:
 
     def _deviation(self, batch: _Padded) -> float:
         """What all advantages of an update are divided by, if it is theirs."""
-        return (
-            float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6 if self.rules.advantage == "batch" else 1.0
-        )
+        if self.rules.advantage not in ("batch", "gdpo"):
+            return 1.0
+        return float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6
 
     def _aggregate(self, loss_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         masked_BL = torch.where(mask_BL, loss_BL, 0.0)
@@ -300,7 +310,16 @@ def _weigh(
     return used_BL * is_kept_BL, bounds
 
 
-def _advantages(rewards: torch.Tensor, name: str) -> torch.Tensor:
+def _advantages(group: Group, name: str) -> torch.Tensor:
+    if name == "gdpo":
+        total = torch.zeros(len(group.responses), dtype=torch.float64)
+        for of, weight in WEIGHTS.items():
+            for number, value in enumerate(group.components[of]):
+                if value is not None:
+                    others = torch.tensor([v for v in group.components[of] if v is not None], dtype=torch.float64)
+                    total[number] += weight * (value - others.mean()) / (others.std(correction=0) + 1e-6)
+        return total
+    rewards = torch.tensor(group.rewards, dtype=torch.float64)
     away = rewards - rewards.mean()
     if name == "grpo":
         return away / ((away**2).mean().sqrt() + 1e-6)
@@ -322,8 +341,7 @@ def _pad(groups: Sequence[Group], dtype: torch.dtype, advantage: str) -> _Padded
             attention.append([1] * (length - after) + [0] * after)
             is_response.append([False] * before + [True] * len(response) + [False] * after)
             engine.append([0.0] * before + group.engine[number] + [0.0] * after)
-        rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        advantages += _advantages(rewards, advantage).tolist()
+        advantages += _advantages(group, advantage).tolist()
     return _Padded(
         torch.tensor(ids),
         torch.tensor(attention),

@@ -1,16 +1,29 @@
 """How much better than its group each response is. Registered by the names of `--grpo-advantage`."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.config.settings import AlgorithmConfig
+from megatron_rl.errors import InputError
 
 # Keeps a group whose deviation is zero from dividing by zero; the value that GRPO's authors chose.
 _EPSILON = 1e-6
 
-Advantage = Callable[[np.ndarray], np.ndarray]
+
+class Rewarded(Protocol):
+    """A whole group's rewards: their weighted sum, and what each function gave; None where one does not apply."""
+
+    @property
+    def rewards(self) -> Sequence[float]: ...
+
+    @property
+    def components(self) -> Mapping[str, Sequence[float | None]]: ...
+
+
+Advantage = Callable[[Rewarded], np.ndarray]
 """From the rewards of a whole group to the advantages of its responses, in float64."""
 
 
@@ -37,19 +50,46 @@ def bound(rewards_K: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     return np.clip(rewards_K, config.reward_min, config.reward_max)
 
 
-def find_advantage(config: AlgorithmConfig) -> Advantage:
-    """Find the advantages that the flags ask for."""
-    return lambda rewards_K: ADVANTAGES[config.advantage](bound(rewards_K, config))
+def gdpo(components: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
+    """Each reward's own `grpo`, weighted and added up; NaN is where a function does not apply, and adds nothing."""
+    (count,) = {len(values_K) for values_K in components.values()}
+    total_K = np.zeros(count)
+    for name, values_K in components.items():
+        applies_K = ~np.isnan(values_K)
+        if applies_K.any():
+            total_K[applies_K] += weights[name] * grpo(values_K[applies_K])
+    return total_K
 
 
-def spread(groups: Iterable[np.ndarray]) -> tuple[float, int]:
-    """Return the sum of the squares of `mean`'s advantages of all responses of these groups, and their number."""
-    advantages = [mean(rewards_K) for rewards_K in groups]
-    return math.fsum(value * value for of_group in advantages for value in of_group), sum(map(len, advantages))
+def find_advantage(config: AlgorithmConfig, weights: Mapping[str, float] | None = None) -> Advantage:
+    """Find the advantages that the flags ask for; `gdpo` needs the weights of the reward functions."""
+    if config.advantage == "gdpo":
+        return lambda group: gdpo(_read_components(group, weights or {}), weights or {})
+    return of_sums(lambda rewards_K: ADVANTAGES[config.advantage](bound(rewards_K, config)))
+
+
+def of_sums(function: Callable[[np.ndarray], np.ndarray]) -> Advantage:
+    """Advantages that follow from the weighted sums alone."""
+    return lambda group: function(np.asarray(group.rewards, dtype=np.float64))
+
+
+def _read_components(group: Rewarded, weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+    if group.components.keys() != weights.keys():
+        raise InputError(
+            f"the sidecar's rewards are {', '.join(group.components) or 'none'}, and --reward names "
+            f"{', '.join(weights) or 'none'}: give both the same functions, whose weights --grpo-advantage gdpo takes"
+        )
+    return {name: np.asarray(values_K, dtype=np.float64) for name, values_K in group.components.items()}
+
+
+def spread(advantages: Iterable[np.ndarray]) -> tuple[float, int]:
+    """Return the sum of the squares of the advantages of all responses of some groups, and their number."""
+    of_groups = list(advantages)
+    return math.fsum(value * value for of_group in of_groups for value in of_group), sum(map(len, of_groups))
 
 
 def deviation(parts: Iterable[tuple[float, int]]) -> float:
-    """Return, from all parts of an update, what `batch` divides its advantages by."""
+    """Return, from all parts of an update, what the advantages of `DIVIDED` are divided by."""
     squares, counts = zip(*parts, strict=True)
     return math.sqrt(math.fsum(squares) / sum(counts)) + _EPSILON
 
@@ -59,5 +99,6 @@ def is_all_equal(rewards_K: np.ndarray) -> bool:
     return bool((rewards_K == rewards_K[0]).all())
 
 
-# What divides those of `batch` is known once all groups of an update are there. It divides the whole loss, at the end.
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "mean": mean, "rloo": rloo, "batch": mean}
+ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "mean": mean, "rloo": rloo, "batch": mean}
+DIVIDED = ("batch", "gdpo")
+"""Their deviation over the update is known once all its groups are there. It divides the whole loss, at the end."""

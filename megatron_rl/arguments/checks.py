@@ -4,11 +4,13 @@ The bound of a single number belongs to its flag, and is checked where the flag 
 """
 
 import importlib.util
+import math
 from collections.abc import Iterator
 
 import torch
 
 from megatron_rl import platforms
+from megatron_rl.algorithm.advantages import DIVIDED
 from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.settings import Settings
@@ -118,7 +120,13 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         yield f"{estimator} in the loss has a gradient whose mean is 0: write k2, k3 or k3+, or --grpo-kl-in reward"
     if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator in ("k3+", "unbiased"):
         yield f"{estimator} is about gradients, and a reward has none: write k1, k2 or k3, or --grpo-kl-in loss"
-    if algorithm.advantage == "batch":
+    if algorithm.advantage == "gdpo":
+        if settings.service.endpoint is not None and not settings.reward.functions:
+            yield "--grpo-advantage gdpo takes the weights of --reward: write it beside --rollout-endpoint too"
+        for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):
+            if math.isfinite(value):
+                yield f"{flag} {value:g} bounds the sum of the rewards, and --grpo-advantage gdpo takes each: drop one"
+    if algorithm.advantage in DIVIDED:
         is_known = settings.architecture is not None
         for what, is_given, remedy in (
             ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
@@ -128,8 +136,8 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         ):
             if is_given:
                 yield (
-                    f"{what} and --grpo-advantage batch cannot be given together, since the deviation of the "
-                    f"advantages would divide this term too: {remedy}"
+                    f"{what} and --grpo-advantage {algorithm.advantage} cannot be given together, since the deviation "
+                    f"of the advantages would divide this term too: {remedy}"
                 )
 
 

@@ -27,6 +27,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     },
     "rloo": {"loss": "reinforce", "advantage": "rloo", "aggregation": "constant", "kl_in": "reward"},
     "reinforce_plus_plus_baseline": {**_CLIP, "advantage": "batch", "aggregation": "token", "kl_in": "reward"},
+    "gdpo": {**_CLIP, "advantage": "gdpo", "aggregation": "token"},
     "cispo": {
         "loss": "cispo",
         "clamp_eps_lower": 1.0,

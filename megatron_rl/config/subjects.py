@@ -451,6 +451,7 @@ class AlgorithmConfig:
             "gspo",
             "rloo",
             "reinforce_plus_plus_baseline",
+            "gdpo",
             "cispo",
             "sapo",
             "ppo_clip",
@@ -462,10 +463,11 @@ class AlgorithmConfig:
         "written.",
         "--algorithm",
     )
-    advantage: Literal["grpo", "mean", "rloo", "batch"] = own_flag(
+    advantage: Literal["grpo", "mean", "rloo", "batch", "gdpo"] = own_flag(
         "grpo",
         "Rewards minus their mean, divided by their deviation (grpo), by that over the update's responses (batch), or "
-        "not (mean); or minus the others' mean (rloo).",
+        "not (mean); or minus the others' mean (rloo); or each reward's own (grpo), added up and divided by the "
+        "deviation of that over the update (gdpo).",
         "--grpo-advantage",
     )
     reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")

@@ -67,7 +67,8 @@ class Batch:
 class Batcher:
     """Makes batches of slots; the same bytes give the same batch on every rank."""
 
-    advantage: Callable[[np.ndarray], np.ndarray]
+    advantage: Callable[[GroupPart], np.ndarray]
+    """From a part to the advantages of its whole group."""
     multiple_of: int = 1
     """The buffer's length is padded to a multiple of this."""
     vocab_size: int | None = None
@@ -94,10 +95,7 @@ class Batcher:
             # Here, in the loader's thread and on the host: looked up on a device, it would stall every micro-batch.
             pack = pack.divided(self.num_parts)
         advantages = [
-            self.advantage(np.asarray(part.rewards, dtype=np.float64))[
-                part.first_response : part.first_response + len(part.responses)
-            ]
-            for part in slot.parts
+            self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in slot.parts
         ]
         engine = np.concatenate([decode_log_probs(response.log_probs) for response in responses])
         return Batch(

@@ -154,7 +154,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A group, or the part of it that one slot holds; `rewards` are those of the whole group."""
+    """A group, or the part of it that one slot holds; `rewards` and `components` are those of the whole group."""
 
     prompt_index: int
     row: str
@@ -162,6 +162,7 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_response: int
     responses: list[Response]
     rewards: list[float]
+    components: dict[str, list[float | None]] = {}
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -72,6 +72,11 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
     return tuple(named)
 
 
+def find_weights(config: RewardConfig) -> dict[str, float]:
+    """Return the weight of each function, by the names that components have."""
+    return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
+
+
 def parse_on_error(text: str) -> float | None:
     """Parse --reward-on-error: None for "stop", else the reward to substitute for a failure."""
     if text == "stop":

@@ -388,4 +388,8 @@ def _part(group: Group, first: int, size: int) -> GroupPart:
         first_response=first,
         responses=group.responses[first : first + size],
         rewards=[response.reward for response in group.responses],
+        components={
+            name: [response.components.get(name) for response in group.responses]
+            for name in group.responses[0].components
+        },
     )

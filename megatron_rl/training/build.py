@@ -36,6 +36,7 @@ from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
+from megatron_rl.rewards.spec import find_weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.sidecar.making import build_decoder
@@ -266,7 +267,8 @@ def _build_learner(
     updating: Callable[[], contextlib.AbstractContextManager],
 ) -> Learner:
     roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates)
-    objective = Objective(settings.algorithm, settings.sizes.longest_response)
+    weights = find_weights(settings.reward)
+    objective = Objective(settings.algorithm, settings.sizes.longest_response, weights)
     return Learner(policy, roles, objective, session, updating)
 
 

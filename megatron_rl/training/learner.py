@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -97,7 +96,7 @@ class Learner:
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = float(total)
-        if self._objective.config.advantage == "batch":
+        if self._objective.config.advantage in advantages.DIVIDED:
             denominator *= self._deviation(slots, update)
         with self._updating():
             result = self._policy.update(1.0 / denominator)
@@ -107,13 +106,11 @@ class Learner:
 
     def _deviation(self, slots: IterationSlots, update: int) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""
+        advantage = advantages.find_advantage(self._objective.config, self._objective.reward_weights)
         groups = [
-            advantages.bound(np.asarray(part.rewards, dtype=np.float64), self._objective.config)
-            for contents in slots.of_update(update).contents
-            for part in contents.parts
-            if part.first_response == 0
+            part for contents in slots.of_update(update).contents for part in contents.parts if part.first_response == 0
         ]
-        of_replica = advantages.spread(groups) if is_reporter() else None
+        of_replica = advantages.spread(map(advantage, groups)) if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
         return advantages.deviation(part for part in found if part is not None)
 

@@ -19,6 +19,7 @@ from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
+from megatron_rl.rewards.spec import find_weights
 from megatron_rl.training.mismatch import MismatchBeyond
 
 
@@ -162,7 +163,7 @@ def build_batcher(settings: Settings, device: torch.device) -> Batcher:
     """Build the batcher that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Batcher(
-        find_advantage(settings.algorithm),
+        find_advantage(settings.algorithm, find_weights(settings.reward)),
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.advantages import mean
+from megatron_rl.algorithm.advantages import mean, of_sums
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch
@@ -23,6 +23,7 @@ from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
+from megatron_rl.rewards.spec import find_weights
 from megatron_rl.training import learner
 from megatron_rl.training.measures import Measures, UpdateOutcome, compute_metrics
 from megatron_rl.training.rollouts import build_batcher
@@ -87,6 +88,7 @@ class Witness:
         self.log_probs: dict[int, list[RoleLogProbs]] = {}
         self.share = objective.share
         self.config = objective.config
+        self.reward_weights = objective.reward_weights
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step
@@ -134,7 +136,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     parts = Parts(
         build_roles(settings, session, policy, reference, sizes.plan.num_updates),
         build_batcher(settings, session.device),
-        Objective(settings.algorithm, sizes.longest_response),
+        Objective(settings.algorithm, sizes.longest_response, find_weights(settings.reward)),
         stack,
     )
     if trial.fault is not None:
@@ -189,6 +191,7 @@ class Source:
             first_response=first,
             responses=[self._response(group, number) for number in range(first, first + size)],
             rewards=group.rewards,
+            components=group.components,
         )
 
     def _response(self, group: Group, number: int) -> wire.Response:
@@ -210,6 +213,7 @@ def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[P
         true = parts.objective
         parts.objective = types.SimpleNamespace(
             config=true.config,
+            reward_weights=true.reward_weights,
             share=true.share,
             loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors),
         )
@@ -233,7 +237,7 @@ def _in_pack(name: str, change: Callable[[Batch], torch.Tensor]) -> Callable[[Pa
 
 def _advantage(advantage: Callable[[np.ndarray], np.ndarray]) -> Callable[[Parts], None]:
     def plant(parts: Parts) -> None:
-        parts.batcher = dataclasses.replace(parts.batcher, advantage=advantage)
+        parts.batcher = dataclasses.replace(parts.batcher, advantage=of_sums(advantage))
 
     return plant
 

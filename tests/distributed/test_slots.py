@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch, Batcher
@@ -81,8 +81,8 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
     )  # fmt: skip
     prompts: Any = type("Prompts", (), {"peek": lambda self, count: []})()
     return Rollouts(
-        sidecar, session, "run", divide(plan), wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"]), schedule,
-        60.0, prompts if session.rank == 0 else None, contextlib.nullcontext,
+        sidecar, session, "run", divide(plan), wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"])),
+        schedule, 60.0, prompts if session.rank == 0 else None, contextlib.nullcontext,
     )  # fmt: skip
 
 

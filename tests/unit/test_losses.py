@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from megatron_rl.algorithm import advantages, corrections, divergences, losses, 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.config.subjects import AlgorithmConfig
+from megatron_rl.errors import InputError
 from tests.truth import error_over_bound
 
 MAX_TOKENS = 300
@@ -368,15 +370,42 @@ def test_what_batch_divides_by_is_the_deviation_over_all_groups_however_they_are
     drawn, num_replicas
 ) -> None:
     shares = [drawn[number::num_replicas] for number in range(num_replicas)]
-    found = advantages.deviation(advantages.spread(share) for share in shares)
+    found = advantages.deviation(advantages.spread(map(advantages.mean, share)) for share in shares)
     centred = np.concatenate([rewards - rewards.mean() for rewards in drawn])
     assert found == pytest.approx(np.sqrt((centred**2).mean()) + 1e-6, rel=1e-6, abs=1e-6)
 
 
 def test_rewards_count_within_their_bounds() -> None:
     config = AlgorithmConfig(advantage="mean", reward_min=-1.0, reward_max=2.0)
-    found = advantages.find_advantage(config)(np.array([-5.0, 0.0, 1.0, 9.0]))
-    assert near(found, np.array([-1.5, -0.5, 0.5, 1.5]))
+    group = SimpleNamespace(rewards=[-5.0, 0.0, 1.0, 9.0], components={})
+    assert near(advantages.find_advantage(config)(group), np.array([-1.5, -0.5, 0.5, 1.5]))
+
+
+@given(
+    st.lists(st.lists(st.none() | st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.lists(st.floats(-2, 2), min_size=3, max_size=3),
+)
+def test_each_reward_of_gdpo_counts_by_its_own_deviation(columns, weights) -> None:
+    names = ["a", "b", "c"][: len(columns)]
+    group = SimpleNamespace(rewards=[0.0] * 4, components=dict(zip(names, columns, strict=True)))
+    by_name = dict(zip(names, weights, strict=False))
+    expected = [0.0] * 4
+    for name, column in group.components.items():
+        given = [value for value in column if value is not None]
+        for number, value in enumerate(column):
+            # Of equal values none is better than another, whatever rounding makes of their mean.
+            if value is not None and len(set(given)) > 1:
+                mean = sum(given) / len(given)
+                deviation = (sum((one - mean) ** 2 for one in given) / len(given)) ** 0.5
+                expected[number] += by_name[name] * (value - mean) / (deviation + 1e-6)
+    found = advantages.find_advantage(AlgorithmConfig(advantage="gdpo"), by_name)(group)
+    assert np.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gdpo_with_other_functions_than_the_sidecars_is_an_error() -> None:
+    group = SimpleNamespace(rewards=[0.0, 1.0], components={"a": [0.0, 1.0]})
+    with pytest.raises(InputError, match="the sidecar's rewards are a, and --reward names b: give both the same"):
+        advantages.find_advantage(AlgorithmConfig(advantage="gdpo"), {"b": 1.0})(group)
 
 
 def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:

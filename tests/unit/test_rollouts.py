@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
 from megatron_rl.data.batch import Batcher
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutError
@@ -22,7 +22,7 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollou
         rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
     prompts: Any = types.SimpleNamespace(peek=lambda count: [])
-    sampling, batcher = wire.Sampling(max_tokens=8), Batcher(ADVANTAGES["mean"])
+    sampling, batcher = wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"]))
     return Rollouts(
         client, session, "run", divide(PLAN), sampling, batcher, start_at_once, 5.0, prompts if rank == 0 else None,
         waiting=None,

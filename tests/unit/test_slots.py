@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
@@ -20,6 +20,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.slots import divide
 
+MEAN = of_sums(ADVANTAGES["mean"])
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=2)
 IDENTITY = Identity("run", 3, "weights-3")
 
@@ -61,7 +62,7 @@ class Source:
 
 
 def slots_of(fetch, **options) -> IterationSlots:
-    return IterationSlots(fetch, Batcher(ADVANTAGES["mean"]), divide(PLAN), IDENTITY, torch.device("cpu"), **options)
+    return IterationSlots(fetch, Batcher(MEAN), divide(PLAN), IDENTITY, torch.device("cpu"), **options)
 
 
 def until(condition) -> None:
@@ -158,7 +159,7 @@ def test_a_slot_that_was_not_sampled_from_this_version_is_refused(changes):
 
 
 def test_a_batch_holds_each_response_behind_one_copy_of_its_prompt():
-    batch = Batcher(ADVANTAGES["mean"], multiple_of=8).batch(slot())
+    batch = Batcher(MEAN, multiple_of=8).batch(slot())
     assert batch.pack.num_tokens == 24  # two groups of 2 + 3 + 5, padded
     assert batch.lengths_S.tolist() == [3, 5, 3, 5]
     assert batch.advantages_S.tolist() == [0.5, -0.5, 0.5, -0.5]
@@ -171,21 +172,21 @@ def test_a_part_of_a_group_has_the_advantages_that_the_whole_group_gives_it():
     part = msgspec.structs.replace(
         whole.parts[0], first_response=1, responses=whole.parts[0].responses[1:], rewards=[1.0, 0.0]
     )
-    batch = Batcher(ADVANTAGES["mean"]).batch(msgspec.structs.replace(whole, parts=[part]))
+    batch = Batcher(MEAN).batch(msgspec.structs.replace(whole, parts=[part]))
     assert batch.advantages_S.tolist() == [-0.5]
 
 
 def test_without_sharing_each_response_is_behind_a_prompt_of_its_own():
-    pack = Batcher(ADVANTAGES["mean"], is_shared=False).batch(slot()).pack
+    pack = Batcher(MEAN, is_shared=False).batch(slot()).pack
     assert pack.num_tokens == 2 * (2 + 3 + 2 + 5)
-    shared = Batcher(ADVANTAGES["mean"]).batch(slot()).pack
+    shared = Batcher(MEAN).batch(slot()).pack
     assert pack.target_tokens_N.tolist() == shared.target_tokens_N.tolist()
     assert pack.target_sequences_N.tolist() == shared.target_sequences_N.tolist()
 
 
 def test_a_layout_is_prepared_where_the_batch_is_made():
     prepared: list[Layout] = []
-    batch = Batcher(ADVANTAGES["mean"], prepare=prepared.append).batch(slot())
+    batch = Batcher(MEAN, prepare=prepared.append).batch(slot())
     assert prepared[0] is batch.to(torch.device("cpu")).pack.layout
 
 
@@ -219,7 +220,7 @@ def ready_slots(num_slots: int, num_updates: int, **options) -> IterationSlots:
     plan = wire.Plan(
         num_prompts=2 * num_slots, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=num_updates
     )
-    return IterationSlots(slot, Batcher(ADVANTAGES["mean"]), divide(plan), IDENTITY, torch.device("cpu"), **options)
+    return IterationSlots(slot, Batcher(MEAN), divide(plan), IDENTITY, torch.device("cpu"), **options)
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])

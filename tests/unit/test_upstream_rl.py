@@ -128,7 +128,7 @@ def our_update(
 ) -> tuple[float, Tensors]:
     """The loss of an update and its gradients: slots, batches, the last stage's loss_func, one division."""
     objective = Objective(config, ROW_LENGTH)
-    batcher = Batcher(advantages.ADVANTAGES["grpo"], is_shared=is_shared)
+    batcher = Batcher(advantages.of_sums(advantages.ADVANTAGES["grpo"]), is_shared=is_shared)
     policy = {name: value.clone().requires_grad_() for name, value in models["policy"].items()}
     total = share = 0.0
     for slot in slots(groups, is_divided):
