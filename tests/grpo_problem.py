@@ -44,6 +44,9 @@ KNOWN = {
             PLAIN, name="reinforce_plus_plus_baseline", advantage="batch", is_in_reward=True, estimator="k3",
             is_corrected=True, truncation=1.1, least_weight=0.9, is_masked=True,
         ),
+        dataclasses.replace(
+            PLAIN, name="reinforce_plus_plus", advantage="global", baseline=0.3, is_in_reward=True, is_corrected=True,
+        ),
         dataclasses.replace(PLAIN, name="gdpo", advantage="gdpo", is_in_reward=True, is_corrected=True, truncation=1.1),
         dataclasses.replace(
             PLAIN, name="cispo", loss="cispo", lower=0.1, upper=0.15, estimator="k3+", least_kept=0.98, most_kept=1.02,

@@ -65,6 +65,8 @@ class Rules:
     """The bounds of a response's mean weight, outside which it does not count."""
     loss: str = "clip"
     advantage: str = "grpo"
+    baseline: float | None = None
+    """The mean reward of the iteration before, for `global`."""
     dual: float | None = None
     gates: tuple[float, float] = (1.0, 1.05)
     """How steep the gate of `sapo` is, where advantages are positive and where not."""
@@ -117,7 +119,7 @@ class Twin:
         self.rules = rules
         self._dtype = dtype
         self._policy = self._load(policy)
-        self._batches = [_pad(groups, dtype, rules.advantage) for groups in updates]
+        self._batches = [_pad(groups, dtype, rules) for groups in updates]
         # Old is the policy that the iteration starts with, whatever the updates make of it.
         self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
@@ -204,9 +206,9 @@ class Twin:
 
     def _deviation(self, batch: _Padded) -> float:
         """What all advantages of an update are divided by, if it is theirs."""
-        if self.rules.advantage not in ("batch", "gdpo"):
+        if self.rules.advantage not in ("batch", "gdpo", "global"):
             return 1.0
-        return float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6
+        return float(batch.advantages_B1.double().std(correction=0)) + 1e-6
 
     def _aggregate(self, loss_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         masked_BL = torch.where(mask_BL, loss_BL, 0.0)
@@ -310,7 +312,8 @@ def _weigh(
     return used_BL * is_kept_BL, bounds
 
 
-def _advantages(group: Group, name: str) -> torch.Tensor:
+def _advantages(group: Group, rules: Rules) -> torch.Tensor:
+    name = rules.advantage
     if name == "gdpo":
         total = torch.zeros(len(group.responses), dtype=torch.float64)
         for of, weight in WEIGHTS.items():
@@ -320,6 +323,8 @@ def _advantages(group: Group, name: str) -> torch.Tensor:
                     total[number] += weight * (value - others.mean()) / (others.std(correction=0) + 1e-6)
         return total
     rewards = torch.tensor(group.rewards, dtype=torch.float64)
+    if rules.baseline is not None:
+        return rewards - rules.baseline
     away = rewards - rewards.mean()
     if name == "grpo":
         return away / ((away**2).mean().sqrt() + 1e-6)
@@ -330,7 +335,7 @@ def _advantages(group: Group, name: str) -> torch.Tensor:
     return away
 
 
-def _pad(groups: Sequence[Group], dtype: torch.dtype, advantage: str) -> _Padded:
+def _pad(groups: Sequence[Group], dtype: torch.dtype, rules: Rules) -> _Padded:
     """A row for each response, behind a copy of its prompt; what is missing on the right is masked."""
     length = max(len(group.prompt) + len(response) for group in groups for response in group.responses)
     ids, attention, is_response, engine, advantages = [], [], [], [], []
@@ -341,7 +346,7 @@ def _pad(groups: Sequence[Group], dtype: torch.dtype, advantage: str) -> _Padded
             attention.append([1] * (length - after) + [0] * after)
             is_response.append([False] * before + [True] * len(response) + [False] * after)
             engine.append([0.0] * before + group.engine[number] + [0.0] * after)
-        advantages += _advantages(group, advantage).tolist()
+        advantages += _advantages(group, rules).tolist()
     return _Padded(
         torch.tensor(ids),
         torch.tensor(attention),

@@ -61,11 +61,33 @@ def gdpo(components: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> 
     return total_K
 
 
-def find_advantage(config: AlgorithmConfig, weights: Mapping[str, float] | None = None) -> Advantage:
-    """Find the advantages that the flags ask for; `gdpo` needs the weights of the reward functions."""
-    if config.advantage == "gdpo":
-        return lambda group: gdpo(_read_components(group, weights or {}), weights or {})
-    return of_sums(lambda rewards_K: ADVANTAGES[config.advantage](bound(rewards_K, config)))
+class GroupAdvantages:
+    """The advantages that the flags ask for, from the rewards of a whole group, in float64."""
+
+    def __init__(self, config: AlgorithmConfig, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` are those of the reward functions, which `gdpo` needs."""
+        self._config = config
+        self._weights = weights or {}
+        self.baseline: float | None = None
+        """What `global` takes off: the mean reward of the iteration before; None in the first one."""
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the mean reward of an iteration is used in the next."""
+        return self._config.advantage == "global"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether their deviation over the update divides the whole loss, once all its groups are there."""
+        return self._config.advantage in DIVIDED
+
+    def __call__(self, group: Rewarded) -> np.ndarray:
+        if self._config.advantage == "gdpo":
+            return gdpo(_read_components(group, self._weights), self._weights)
+        rewards_K = bound(np.asarray(group.rewards, dtype=np.float64), self._config)
+        if self._config.advantage == "global" and self.baseline is not None:
+            return rewards_K - self.baseline
+        return ADVANTAGES[self._config.advantage](rewards_K)
 
 
 def of_sums(function: Callable[[np.ndarray], np.ndarray]) -> Advantage:
@@ -82,16 +104,17 @@ def _read_components(group: Rewarded, weights: Mapping[str, float]) -> dict[str,
     return {name: np.asarray(values_K, dtype=np.float64) for name, values_K in group.components.items()}
 
 
-def spread(advantages: Iterable[np.ndarray]) -> tuple[float, int]:
-    """Return the sum of the squares of the advantages of all responses of some groups, and their number."""
-    of_groups = list(advantages)
-    return math.fsum(value * value for of_group in of_groups for value in of_group), sum(map(len, of_groups))
+def spread(advantages: Iterable[np.ndarray]) -> tuple[float, float, int]:
+    """Return the sums of the advantages of all responses of some groups and of their squares, and their number."""
+    values = np.concatenate([np.zeros(0), *advantages])
+    return math.fsum(values), math.fsum(values**2), len(values)
 
 
-def deviation(parts: Iterable[tuple[float, int]]) -> float:
+def deviation(parts: Iterable[tuple[float, float, int]]) -> float:
     """Return, from all parts of an update, what the advantages of `DIVIDED` are divided by."""
-    squares, counts = zip(*parts, strict=True)
-    return math.sqrt(math.fsum(squares) / sum(counts)) + _EPSILON
+    sums, squares, counts = zip(*parts, strict=True)
+    count = sum(counts)
+    return math.sqrt(max(0.0, math.fsum(squares) / count - (math.fsum(sums) / count) ** 2)) + _EPSILON
 
 
 def is_all_equal(rewards_K: np.ndarray) -> bool:
@@ -99,6 +122,12 @@ def is_all_equal(rewards_K: np.ndarray) -> bool:
     return bool((rewards_K == rewards_K[0]).all())
 
 
-ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "mean": mean, "rloo": rloo, "batch": mean}
-DIVIDED = ("batch", "gdpo")
+ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "grpo": grpo,
+    "mean": mean,
+    "rloo": rloo,
+    "batch": mean,
+    "global": mean,
+}
+DIVIDED = ("batch", "gdpo", "global")
 """Their deviation over the update is known once all its groups are there. It divides the whole loss, at the end."""

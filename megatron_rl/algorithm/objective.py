@@ -73,8 +73,6 @@ class Objective:
     config: AlgorithmConfig
     max_tokens: int
     """The most tokens of a response."""
-    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """By function, for advantages that are not those of the weighted sum."""
 
     def share(self, num_targets: int, num_responses: int) -> int:
         """Return a micro-batch's share of the update's denominator."""

@@ -26,6 +26,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "aggregation": "sequence",
     },
     "rloo": {"loss": "reinforce", "advantage": "rloo", "aggregation": "constant", "kl_in": "reward"},
+    "reinforce_plus_plus": {**_CLIP, "advantage": "global", "aggregation": "token", "kl_in": "reward"},
     "reinforce_plus_plus_baseline": {**_CLIP, "advantage": "batch", "aggregation": "token", "kl_in": "reward"},
     "gdpo": {**_CLIP, "advantage": "gdpo", "aggregation": "token"},
     "cispo": {

@@ -450,6 +450,7 @@ class AlgorithmConfig:
             "dapo",
             "gspo",
             "rloo",
+            "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
             "gdpo",
             "cispo",
@@ -463,11 +464,11 @@ class AlgorithmConfig:
         "written.",
         "--algorithm",
     )
-    advantage: Literal["grpo", "mean", "rloo", "batch", "gdpo"] = own_flag(
+    advantage: Literal["grpo", "mean", "rloo", "batch", "global", "gdpo"] = own_flag(
         "grpo",
         "Rewards minus their mean, divided by their deviation (grpo), by that over the update's responses (batch), or "
-        "not (mean); or minus the others' mean (rloo); or each reward's own (grpo), added up and divided by the "
-        "deviation of that over the update (gdpo).",
+        "not (mean); or minus the others' mean (rloo), or minus the mean of the iteration before, divided as batch is "
+        "(global); or each reward's own (grpo), added up and divided as batch is (gdpo).",
         "--grpo-advantage",
     )
     reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")

@@ -119,8 +119,13 @@ class Places:
         self._most[is_without] = (behind + np.count_nonzero(self._is_open))[is_without]
 
 
-def has_signal(rewards: Sequence[float], plan: Plan) -> bool:
-    """Whether the rewards of a group differ, within the bounds that they count in."""
+def bound(rewards: Sequence[float], plan: Plan) -> list[float]:
+    """Return rewards as they count."""
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
-    return len({min(max(reward, least), largest) for reward in rewards}) > 1
+    return [min(max(reward, least), largest) for reward in rewards]
+
+
+def has_signal(rewards: Sequence[float], plan: Plan) -> bool:
+    """Whether the rewards of a group differ, as they count."""
+    return len(set(bound(rewards, plan))) > 1

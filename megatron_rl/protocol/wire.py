@@ -248,7 +248,7 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_without_signal: int
     """Among these, groups whose rewards are all equal."""
     reward: float
-    """The mean reward of the groups that were considered: what is trained on is never all right or all wrong."""
+    """The mean reward of the groups that were considered, as it counts: those without a signal are among them."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.places import Places, Pool, has_signal
+from megatron_rl.protocol.places import Places, Pool, bound, has_signal
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
@@ -305,7 +305,7 @@ class Iteration:
         """Take a group in; return where groups that are bound from now on lie."""
         prompt = group.prompt.index
         self._groups[prompt] = group
-        rewards = [response.reward for response in group.responses]
+        rewards = bound([response.reward for response in group.responses], self.submission.plan)
         has = has_signal(rewards, self.submission.plan)
         self._seen[prompt] = (math.fsum(rewards) / len(rewards), has)
         self._move(prompt, GroupState.FINISHED)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
@@ -133,7 +134,8 @@ def build(
     assert num_iterations is not None
     policy = build_policy(settings, session, _num_updates(settings), recipe)
     reference = _build_reference(settings, session, recipe)
-    saver = Saver(settings, session, policy, _name(settings), prompts, reference, recipe)
+    group_advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
+    saver = Saver(settings, session, policy, _name(settings), prompts, reference, recipe, group_advantages)
     version = saver.load(functools.partial(_say, session))
     startup.say("model: built, its weights are loaded")
     client = _connect(settings, session, sidecar, stack)
@@ -151,8 +153,10 @@ def build(
         session=session,
         policy=policy,
         publisher=publisher,
-        rollouts=_build_rollouts(settings, session, client, prompts, schedule, lambda: timeline.span("wait")),
-        learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update")),
+        rollouts=_build_rollouts(
+            settings, session, client, prompts, schedule, lambda: timeline.span("wait"), group_advantages
+        ),
+        learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update"), group_advantages),
         saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
@@ -243,8 +247,9 @@ def _build_rollouts(
     prompts: PromptSource | None,
     schedule: Schedule,
     waiting: Callable[[], contextlib.AbstractContextManager],
+    group_advantages: GroupAdvantages,
 ) -> Rollouts:
-    batcher = build_batcher(settings, session.device)
+    batcher = build_batcher(settings, session.device, group_advantages)
     return Rollouts(
         client,
         session,
@@ -256,6 +261,7 @@ def _build_rollouts(
         settings.service.deadline_minutes * 60,
         prompts,
         waiting,
+        group_advantages,
     )
 
 
@@ -265,11 +271,11 @@ def _build_learner(
     policy: Policy,
     reference: Reference | None,
     updating: Callable[[], contextlib.AbstractContextManager],
+    group_advantages: GroupAdvantages,
 ) -> Learner:
     roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates)
-    weights = find_weights(settings.reward)
-    objective = Objective(settings.algorithm, settings.sizes.longest_response, weights)
-    return Learner(policy, roles, objective, session, updating)
+    objective = Objective(settings.algorithm, settings.sizes.longest_response)
+    return Learner(policy, roles, objective, session, updating, group_advantages)
 
 
 def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: PromptSource | None) -> Evaluator | None:

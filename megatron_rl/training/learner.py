@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm import advantages
+from megatron_rl.algorithm.advantages import GroupAdvantages, deviation, spread
 from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics, copy_to_host
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
@@ -49,13 +49,15 @@ class Learner:
         objective: Objective,
         session: Session,
         updating: Callable[[], AbstractContextManager] = nullcontext,
+        group_advantages: GroupAdvantages | None = None,
     ):
-        """`updating` is entered while the optimizer steps."""
+        """`updating` is entered while the optimizer steps. `group_advantages` are those that batches are made with."""
         self._policy = policy
         self._roles = roles
         self._objective = objective
         self._session = session
         self._updating = updating
+        self._group_advantages = group_advantages or GroupAdvantages(objective.config)
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
         """Make one update after the other, each over its own slots; raise before one that is beyond the bound."""
@@ -96,7 +98,7 @@ class Learner:
         total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
         dist.all_reduce(total, group=self._session.replicas_group)
         denominator = float(total)
-        if self._objective.config.advantage in advantages.DIVIDED:
+        if self._group_advantages.is_divided:
             denominator *= self._deviation(slots, update)
         with self._updating():
             result = self._policy.update(1.0 / denominator)
@@ -106,13 +108,12 @@ class Learner:
 
     def _deviation(self, slots: IterationSlots, update: int) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""
-        advantage = advantages.find_advantage(self._objective.config, self._objective.reward_weights)
         groups = [
             part for contents in slots.of_update(update).contents for part in contents.parts if part.first_response == 0
         ]
-        of_replica = advantages.spread(map(advantage, groups)) if is_reporter() else None
+        of_replica = spread(map(self._group_advantages, groups)) if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
-        return advantages.deviation(part for part in found if part is not None)
+        return deviation(part for part in found if part is not None)
 
 
 def _check(statistics: list[Statistics]) -> Part | None:

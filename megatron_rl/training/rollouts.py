@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.algorithm.advantages import find_advantage
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.arguments.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
@@ -19,7 +19,6 @@ from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
-from megatron_rl.rewards.spec import find_weights
 from megatron_rl.training.mismatch import MismatchBeyond
 
 
@@ -64,8 +63,9 @@ class Rollouts:
         deadline_seconds: float,
         prompts: TakesPrompts | None,
         waiting: Callable[[], AbstractContextManager],
+        group_advantages: GroupAdvantages | None = None,
     ):
-        """`prompts` is rank 0's; the others need none."""
+        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward."""
         self._client = client
         self._session = session
         self._run = run
@@ -76,6 +76,7 @@ class Rollouts:
         self._deadline_seconds = deadline_seconds
         self._prompts = prompts
         self._waiting = waiting
+        self._group_advantages = group_advantages
         self.audit_head = ""
         """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
         self._census: Census | None = None
@@ -109,6 +110,9 @@ class Rollouts:
             ended = self._client.complete(version, mismatch)
             self.audit_head, self._census = ended.head, ended.census
             self._prompts.advance(ended.census.num_considered)
+        if self._group_advantages is not None and self._group_advantages.has_baseline:
+            mean = None if self._census is None else self._census.reward
+            self._group_advantages.baseline = self._session.broadcast(mean)
 
     def describe_prompts(self) -> dict[str, Any]:
         """Return metrics of what became of the last iteration's prompts; on rank 0, if others took places of some."""
@@ -159,11 +163,11 @@ class Rollouts:
         )
 
 
-def build_batcher(settings: Settings, device: torch.device) -> Batcher:
+def build_batcher(settings: Settings, device: torch.device, group_advantages: GroupAdvantages | None = None) -> Batcher:
     """Build the batcher that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Batcher(
-        find_advantage(settings.algorithm, find_weights(settings.reward)),
+        group_advantages or GroupAdvantages(settings.algorithm),
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.errors import InputError
@@ -26,6 +27,7 @@ class Saver:
         prompts: PromptSource | None,
         reference: Reference | None,
         recipe: Recipe = STAND_ALONE,
+        group_advantages: GroupAdvantages | None = None,
     ):
         """`prompts` is rank 0's."""
         self._settings = settings
@@ -33,6 +35,7 @@ class Saver:
         self._policy = policy
         self._run = run
         self._prompts = prompts
+        self._group_advantages = group_advantages
         self._start = None if reference is None else reference.start
         self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
         self.last_saved: Path | None = None
@@ -98,6 +101,7 @@ class Saver:
             "prompts": self._prompts.state() if self._prompts is not None else {},
             "reference": self._start,
             "audit_head": audit_head,
+            "baseline": None if self._group_advantages is None else self._group_advantages.baseline,
         }
 
     def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
@@ -111,5 +115,7 @@ class Saver:
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
+        if self._group_advantages is not None:
+            self._group_advantages.baseline = extra.get("baseline")
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))

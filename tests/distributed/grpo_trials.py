@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.advantages import mean, of_sums
+from megatron_rl.algorithm.advantages import GroupAdvantages, mean, of_sums
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch
@@ -23,14 +23,13 @@ from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
-from megatron_rl.rewards.spec import find_weights
 from megatron_rl.training import learner
 from megatron_rl.training.measures import Measures, UpdateOutcome, compute_metrics
 from megatron_rl.training.rollouts import build_batcher
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem, Trial
-from tests.grpo_twin import Group, Tensors
+from tests.grpo_twin import WEIGHTS, Group, Tensors
 
 LAYOUTS = {
     "TP1": "",
@@ -88,7 +87,6 @@ class Witness:
         self.log_probs: dict[int, list[RoleLogProbs]] = {}
         self.share = objective.share
         self.config = objective.config
-        self.reward_weights = objective.reward_weights
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step
@@ -133,10 +131,12 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference)
+    group_advantages = GroupAdvantages(settings.algorithm, WEIGHTS)
+    group_advantages.baseline = trial.rules.baseline
     parts = Parts(
         build_roles(settings, session, policy, reference, sizes.plan.num_updates),
-        build_batcher(settings, session.device),
-        Objective(settings.algorithm, sizes.longest_response, find_weights(settings.reward)),
+        build_batcher(settings, session.device, group_advantages),
+        Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
     if trial.fault is not None:
@@ -148,7 +148,8 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
-    learned = learner.Learner(policy, parts.roles, witness, session).learn(slots, reference_is_policy=False)
+    one = learner.Learner(policy, parts.roles, witness, session, group_advantages=group_advantages)
+    learned = one.learn(slots, reference_is_policy=False)
     measures = Measures()
     for of_rank in session.gather(learned.measures):
         measures.merge(of_rank)
@@ -213,7 +214,6 @@ def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[P
         true = parts.objective
         parts.objective = types.SimpleNamespace(
             config=true.config,
-            reward_weights=true.reward_weights,
             share=true.share,
             loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors),
         )

@@ -122,12 +122,13 @@ def assert_same(folder: Path, whole: Path) -> None:
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
 def test_a_run_that_ends_at_a_limit_resumes_as_if_it_had_not_ended(world):
-    whole = uninterrupted(world, "unlimited", 1)
-    folder = uninterrupted(world, "limited", 1, exit_interval=3)
+    """With the mean reward of the iteration before in its advantages."""
+    whole = uninterrupted(world, "unlimited", 1, grpo_advantage="global")
+    folder = uninterrupted(world, "limited", 1, exit_interval=3, grpo_advantage="global")
     assert [row["version"] for row in read(folder / "run") if "fingerprint" in row] == [0, 1, 2]
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     # It goes on beyond the limit that it ended at.
-    resumed(world, folder, 1, exit_interval=3)
+    resumed(world, folder, 1, exit_interval=3, grpo_advantage="global")
     assert_same(folder, whole)
 
 

@@ -378,7 +378,18 @@ def test_what_batch_divides_by_is_the_deviation_over_all_groups_however_they_are
 def test_rewards_count_within_their_bounds() -> None:
     config = AlgorithmConfig(advantage="mean", reward_min=-1.0, reward_max=2.0)
     group = SimpleNamespace(rewards=[-5.0, 0.0, 1.0, 9.0], components={})
-    assert near(advantages.find_advantage(config)(group), np.array([-1.5, -0.5, 0.5, 1.5]))
+    assert near(advantages.GroupAdvantages(config)(group), np.array([-1.5, -0.5, 0.5, 1.5]))
+
+
+def test_global_takes_off_the_mean_of_the_iteration_before_and_in_the_first_one_the_groups() -> None:
+    of_global = advantages.GroupAdvantages(AlgorithmConfig(advantage="global", reward_max=4.0))
+    groups = [SimpleNamespace(rewards=rewards, components={}) for rewards in ([0.0, 1.0, 9.0], [2.0, 2.0, 2.0])]
+    assert near(of_global(groups[0]), np.array([0.0, 1.0, 4.0]) - 5 / 3)
+    of_global.baseline = 0.75
+    found = [of_global(group) for group in groups]
+    assert near(np.concatenate(found), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75)
+    parts = [advantages.spread(found[:1]), advantages.spread(found[1:])]
+    assert near(np.array(advantages.deviation(parts)), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]).std() + 1e-6)
 
 
 @given(
@@ -398,14 +409,14 @@ def test_each_reward_of_gdpo_counts_by_its_own_deviation(columns, weights) -> No
                 mean = sum(given) / len(given)
                 deviation = (sum((one - mean) ** 2 for one in given) / len(given)) ** 0.5
                 expected[number] += by_name[name] * (value - mean) / (deviation + 1e-6)
-    found = advantages.find_advantage(AlgorithmConfig(advantage="gdpo"), by_name)(group)
+    found = advantages.GroupAdvantages(AlgorithmConfig(advantage="gdpo"), by_name)(group)
     assert np.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_gdpo_with_other_functions_than_the_sidecars_is_an_error() -> None:
     group = SimpleNamespace(rewards=[0.0, 1.0], components={"a": [0.0, 1.0]})
     with pytest.raises(InputError, match="the sidecar's rewards are a, and --reward names b: give both the same"):
-        advantages.find_advantage(AlgorithmConfig(advantage="gdpo"), {"b": 1.0})(group)
+        advantages.GroupAdvantages(AlgorithmConfig(advantage="gdpo"), {"b": 1.0})(group)
 
 
 def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
