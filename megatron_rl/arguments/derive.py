@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
 from megatron_rl.config.algorithms import ALGORITHMS
+from megatron_rl.config.cores import count_cores
 from megatron_rl.types import Architecture
+from megatron_rl.weights import mapping
 
 # What --grpo-group-size and --micro-batch-size are without the flag is for `config.subjects` to say.
 _ABSENT: Mapping[str, int] = {
@@ -16,6 +18,9 @@ _ABSENT: Mapping[str, int] = {
     "transformer.pipeline_model_parallel_size": 1,
     "transformer.context_parallel_size": 1,
 }
+# The parameters of a model that more engines are worth their start for, and the most that a host gets.
+_LEAST_FOR_ENGINES = 16_000_000
+_MOST_ENGINES = 4
 
 
 class Derivation:
@@ -154,6 +159,28 @@ class Derivation:
             self._note(
                 f"{budget.source}: one response and its prompt may have {prompt + response} tokens, which is more"
             )
+
+    def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
+        """Start an engine for each core where ranks are on all of them: each then has something to do while they wait.
+
+        Of a small model all responses are sampled sooner than a second engine is up.
+        """
+        num_cores = count_cores()
+        if architecture is None or num_ranks < num_cores or not self._has_own_engines():
+            return
+        if sum(spec.num_elements for spec in mapping.Mapping(architecture).manifest()) < _LEAST_FOR_ENGINES:
+            return
+        count = min(_MOST_ENGINES, num_cores // self._look_up("rollout.tensor_parallel_size"))
+        if count > 1:
+            self._given["rollout.num_engines"] = Given(count, f"{num_ranks} ranks on {num_cores} cores")
+            self._note(f"{num_ranks} ranks on {num_cores} cores make --rollout-num-engines {count}")
+
+    def _has_own_engines(self) -> bool:
+        """Whether this run starts engines, and nobody has said how many."""
+        return (
+            self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
+            and self._look_up("rollout.engine") == "vllm"
+        )
 
     def _list_micro_batches(self, world_size: int | None) -> list[int]:
         """List the sizes that divide the groups of an update over the replicas."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments import describe, flags
+from megatron_rl.arguments import derive, describe, flags
 from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.config.flag import Kind, index_by_name
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run, without
@@ -60,6 +60,27 @@ def test_a_budget_of_tokens_makes_micro_batches_as_large_as_it_lets_them_be(tmp_
         assert settings.training.micro_batch_size == size, budget
         assert settings.sizes.largest_micro_batch <= max(budget, 128)
     assert parse_run(*words, "--max-tokens-per-gpu 1152 --micro-batch-size 2").training.micro_batch_size == 2
+
+
+def test_a_model_that_is_not_small_gets_an_engine_for_each_core_where_ranks_are_on_all(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(derive, "count_cores", lambda: 2)
+    monkeypatch.setattr(derive, "_LEAST_FOR_ENGINES", 1000)
+    words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
+    token = tmp_path / "token"
+    token.write_text("a")
+    token.chmod(0o600)
+    for more, ranks, count in (
+        ("", 2, 2),
+        ("", 1, 1),
+        ("--rollout-num-engines 1", 2, 1),
+        ("--rollout-engine scripted", 2, 1),
+        (f"--rollout-endpoint http://a:1 --rollout-token-file {token}", 2, 1),
+        ("--rollout-tensor-parallel-size 2", 2, 1),
+    ):
+        settings = parse_run(*words, more, world_size=ranks)
+        assert settings.rollout.num_engines == count, (more, ranks)
+    monkeypatch.setattr(derive, "_LEAST_FOR_ENGINES", 1_000_000)
+    assert parse_run(*words, world_size=2).rollout.num_engines == 1
 
 
 def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(tmp_path: Path) -> None:
