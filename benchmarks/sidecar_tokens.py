@@ -22,6 +22,7 @@ import psutil
 
 from benchmarks import random_models, vllm_offline
 from benchmarks.connection import Connection
+from benchmarks.pinning import pin
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import GroupRequest
@@ -101,12 +102,7 @@ def _place(process: SidecarProcess) -> None:
     engine = _find_engine(process)
     inner = [engine, *engine.children(recursive=True)]
     for one in [psutil.Process(), *process.tree()]:
-        _pin(one, [core] if one in inner else others or [core])
-
-
-def _pin(process: psutil.Process, cores: list[int]) -> None:
-    for thread in process.threads():
-        os.sched_setaffinity(thread.id, cores)
+        pin(one, [core] if one in inner else others or [core])
 
 
 def _alone(model: Path) -> AbstractContextManager[vllm_offline.Generate]:

@@ -27,6 +27,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.overlap import WORDS
+from benchmarks.pinning import pin
 from benchmarks.trl_trainer import Settings
 from megatron_rl.observe import metrics
 from megatron_rl.observe.timeline import WHOLE
@@ -271,9 +272,7 @@ def _pin(process: subprocess.Popen, first_line: Path) -> None:
     sidecar = next(one for one in started if "megatron_rl.sidecar" in one.cmdline())
     of_sidecar = [sidecar, *sidecar.children(recursive=True)]
     for one in started:
-        core = cores[0] if one in of_sidecar else cores[-1]
-        for thread in one.threads():
-            os.sched_setaffinity(thread.id, {core})
+        pin(one, {cores[0] if one in of_sidecar else cores[-1]})
 
 
 if __name__ == "__main__":
