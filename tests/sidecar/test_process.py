@@ -25,7 +25,7 @@ def run_iteration(client: RolloutClient, version: int, heads: list[str] | None =
     client.publish(weights(version), 10)
     client.submit(submission(version))
     slots = [client.slot(version, *place, 10) for place in PLACES]
-    head = client.complete(version)
+    head = client.complete(version).head
     if heads is not None:
         heads.append(head)
     return sorted(part.prompt_index for slot in slots for part in slot.parts)
@@ -71,7 +71,7 @@ def test_the_head_that_complete_returns_proves_later_that_the_log_is_unchanged(t
         run_iteration(client, 0, heads)
         run_iteration(client, 1, heads)
         # The answer may have been lost: it may be asked for again.
-        assert client.complete(1) == heads[1] != heads[0]
+        assert client.complete(1).head == heads[1] != heads[0]
         assert process.end() == 0
     lines = (folder / "audit.jsonl").read_bytes().splitlines(keepends=True)
     assert json.loads(lines[-1])["hash"] == heads[1]
