@@ -208,7 +208,7 @@ class Twin:
         """What all advantages of an update are divided by, if it is theirs."""
         if self.rules.advantage not in ("batch", "gdpo", "global"):
             return 1.0
-        return float(batch.advantages_B1.double().std(correction=0)) + 1e-6
+        return float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6
 
     def _aggregate(self, loss_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         masked_BL = torch.where(mask_BL, loss_BL, 0.0)

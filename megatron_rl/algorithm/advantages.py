@@ -104,17 +104,20 @@ def _read_components(group: Rewarded, weights: Mapping[str, float]) -> dict[str,
     return {name: np.asarray(values_K, dtype=np.float64) for name, values_K in group.components.items()}
 
 
-def spread(advantages: Iterable[np.ndarray]) -> tuple[float, float, int]:
-    """Return the sums of the advantages of all responses of some groups and of their squares, and their number."""
+def spread(advantages: Iterable[np.ndarray]) -> tuple[float, int]:
+    """Return the sum of the squares of the advantages of all responses of some groups, and their number."""
     values = np.concatenate([np.zeros(0), *advantages])
-    return math.fsum(values), math.fsum(values**2), len(values)
+    return math.fsum(values**2), len(values)
 
 
-def deviation(parts: Iterable[tuple[float, float, int]]) -> float:
-    """Return, from all parts of an update, what the advantages of `DIVIDED` are divided by."""
-    sums, squares, counts = zip(*parts, strict=True)
-    count = sum(counts)
-    return math.sqrt(max(0.0, math.fsum(squares) / count - (math.fsum(sums) / count) ** 2)) + _EPSILON
+def deviation(parts: Iterable[tuple[float, int]]) -> float:
+    """Return, from all parts of an update, what the advantages of `DIVIDED` are divided by.
+
+    It is the deviation from what was taken off. From the advantages' own mean it would be 0 where all rewards are equal
+    and the mean of the iteration before is another one: the update would be a million times as large.
+    """
+    squares, counts = zip(*parts, strict=True)
+    return math.sqrt(math.fsum(squares) / sum(counts)) + _EPSILON
 
 
 def is_all_equal(rewards_K: np.ndarray) -> bool:

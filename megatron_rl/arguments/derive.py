@@ -18,7 +18,8 @@ _ABSENT: Mapping[str, int] = {
     "transformer.pipeline_model_parallel_size": 1,
     "transformer.context_parallel_size": 1,
 }
-# The parameters of a model that more engines are worth their start for, and the most that a host gets.
+# From so many parameters on, and at most so many. With 40 M a second engine was worth a quarter; what lies between
+# that and a tiny model was not measured.
 _LEAST_FOR_ENGINES = 16_000_000
 _MOST_ENGINES = 4
 
@@ -163,7 +164,7 @@ class Derivation:
     def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
         """Start an engine for each core where ranks are on all of them: each then has something to do while they wait.
 
-        Of a small model all responses are sampled sooner than a second engine is up.
+        A tiny model keeps one: the start of another takes longer than its sampling.
         """
         num_cores = count_cores()
         if architecture is None or num_ranks < num_cores or not self._has_own_engines():

@@ -389,7 +389,15 @@ def test_global_takes_off_the_mean_of_the_iteration_before_and_in_the_first_one_
     found = [of_global(group) for group in groups]
     assert near(np.concatenate(found), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75)
     parts = [advantages.spread(found[:1]), advantages.spread(found[1:])]
-    assert near(np.array(advantages.deviation(parts)), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]).std() + 1e-6)
+    away = np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75
+    assert near(np.array(advantages.deviation(parts)), np.sqrt((away**2).mean()) + 1e-6)
+
+
+def test_global_stays_small_where_all_rewards_of_an_update_are_equal() -> None:
+    of_global = advantages.GroupAdvantages(AlgorithmConfig(advantage="global"))
+    of_global.baseline = 0.5
+    found = of_global(SimpleNamespace(rewards=[1.0] * 8, components={}))
+    assert np.abs(found / advantages.deviation([advantages.spread([found])])).max() <= 1
 
 
 @given(
