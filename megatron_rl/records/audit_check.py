@@ -177,12 +177,16 @@ class _Meaning:
         if self._highest is not None and event.version > self._highest + 1:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
+        division = None
         try:
-            attempt.places = Places(divide(event.plan))
+            division = divide(event.plan)
         except InputError as error:
             yield BreachName.WRONG_SLOT, str(error)
         num_prompts = event.plan.num_prompts + event.plan.num_spare
-        if not num_prompts == len(event.prompts) == len(event.seeds):
+        if num_prompts == len(event.prompts) == len(event.seeds):
+            # Only of a number that is proved by the prompts: a forged one may be larger than the memory.
+            attempt.places = None if division is None else Places(division)
+        else:
             counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
         for prompt, seed in enumerate(event.seeds):
@@ -209,10 +213,7 @@ class _Meaning:
             yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
             return
         attempt.groups[event.prompt] = len(event.responses)
-        if (
-            attempt.places is not None
-            and event.prompt < attempt.submit.plan.num_prompts + attempt.submit.plan.num_spare
-        ):
+        if attempt.places is not None:
             rewards = [response.reward for response in event.responses]
             attempt.places.learn(event.prompt, has_signal(rewards, attempt.submit.plan))
         _count(attempt.summary, event)

@@ -166,7 +166,7 @@ class Iteration:
 
     def is_wanted(self, prompt: int) -> bool:
         """Whether a prompt that is running may still be trained on; if not, it no longer counts as running."""
-        is_wanted = self._places.is_wanted(prompt)
+        is_wanted = not self.submission.plan.num_spare or self._places.is_wanted(prompt)
         if not is_wanted and self._states[prompt] is GroupState.RUNNING:
             self._move(prompt, GroupState.WAITING)
         return is_wanted
