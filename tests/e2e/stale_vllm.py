@@ -40,7 +40,13 @@ def write(folder: Path, plant: dict[str, Any]) -> Path:
 
 def register() -> None:
     plant = json.loads(os.environ[_PLANT])
-    plants = {"load": _keep_tensors, "pack": _keep_packed, "tied": _keep_tied, "sample": _shift_log_probs}
+    plants = {
+        "load": _keep_tensors,
+        "pack": _keep_packed,
+        "tied": _keep_tied,
+        "sample": _shift_log_probs,
+        "versions": _record_no_versions,
+    }
     plants[plant["where"]](plant)
 
 
@@ -118,3 +124,17 @@ def _shift_log_probs(plant: dict[str, Any]) -> None:
         return output
 
     Sampler.forward = shifted
+
+
+def _record_no_versions(plant: dict[str, Any]) -> None:
+    """As a vLLM before 0.32, which knows of no versions."""
+    from vllm.engine.protocol import EngineClient
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    CompletionOutput.__annotations__.pop("weight_versions", None)
+    CompletionOutput.weight_versions = property(lambda self: None, lambda self, value: None)
+    for kind in (AsyncLLM, EngineClient):
+        for name in ("update_weight_version", "get_weight_version"):
+            if name in vars(kind):
+                delattr(kind, name)

@@ -120,3 +120,23 @@ def test_tokens_whose_log_probs_differ_from_the_trainers_are_not_trained_on(worl
     expected = r"iteration 0: the trainer's log-probs differ .* by 0.125 on average, beyond 0.005 \(--rollout-mism"
     run = fails(world, "mismatch", plant, expected)
     assert refused_at(run, BreachName.MISMATCH) == 0
+
+
+@pytest.mark.slow
+def test_the_servers_own_proof_serves_where_vllm_does_not_record_what_sampled_a_token(world):
+    folder = world.folder / "no-versions"
+    folder.mkdir()
+    words = world.words(
+        "no-versions",
+        hf_model=world.folder / "wide",
+        rollout_engine="vllm",
+        rollout_num_engines=1,
+        rollout_python=stale_vllm.write(folder, {"where": "versions"}),
+        rollout_folder=folder / "run",
+        train_iters=3,
+    )
+    with loop.running(folder, 1, words) as ranks:
+        assert ranks.wait(300) == [0], ranks.text()
+    report = verify(folder / "run")
+    assert not report.breaches
+    assert [item.outcome for item in report.iterations] == ["complete"] * 3

@@ -167,8 +167,8 @@ def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch)
     monkeypatch.setattr(httpx.AsyncClient, "send", counted)
     put(run, engine, models.first, 12)
     assert sorted(asked) == [
-        "/collective_rpc", "/collective_rpc", "/megatron_rl/generate", "/megatron_rl/pause", "/reset_prefix_cache",
-        "/resume", "/update_weight_version", "/weight_info",
+        "/collective_rpc", "/collective_rpc", "/megatron_rl/commit", "/megatron_rl/generate", "/megatron_rl/held",
+        "/megatron_rl/pause", "/reset_prefix_cache", "/resume",
     ]  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def test_a_good_answer_becomes_responses_with_their_provenance():
         ((4, 5, 6), {"log_probs": encode_log_probs([-1, -math.inf, -1])}, "-inf for the log-prob of token 5"),
         ((4, 5, 6), {"log_probs": encode_log_probs([-1, -1, math.nan])}, "nan for the log-prob of token 6"),
         ((4, 5, 6), {"log_probs": encode_log_probs([0.5, -1, -1])}, "0.5 for the log-prob of token 4"),
-        ((4, 5, 6), {"spans": None}, "does not record the version"),
+        ((4, 5, 6), {"spans": None}, "does not say which weights"),
     ],
 )
 def test_an_incomplete_answer_is_refused(tokens, changes, message):

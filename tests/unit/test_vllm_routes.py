@@ -13,7 +13,7 @@ from megatron_rl.sidecar.engines import WrongWeights
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, Routes
+from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, GroupChoice, Routes
 
 CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
 ANSWER = GroupAnswer([])
@@ -43,7 +43,7 @@ def ask(
         sent.append(message)
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    scope = {"type": "http", "path": path, "app": app}
+    scope = {"type": "http", "method": "POST", "path": path, "app": app}
     asyncio.run(Routes(nobody)(scope, receive, send))
     return sent
 
@@ -126,3 +126,135 @@ def test_a_probe_that_is_not_finite_proves_the_weights_wrong():
     engine._http = httpx.AsyncClient(transport=transport, base_url="http://engine")
     with pytest.raises(WrongWeights, match="engine-0: its log-probs of the probe are not finite"):
         asyncio.run(engine.probe((3, 4, 5)))
+
+
+class Server:
+    """A server before a vLLM that records no versions: what it loads is asked for, a group ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.routes = Routes(self.load)
+        self.finish, self.loads = asyncio.Event(), asyncio.Event()
+        self.engine = SimpleNamespace(engine_core=self)
+
+    async def load(self, scope, receive, send) -> None:
+        await self.loads.wait()
+
+    async def pause_scheduler_async(self, **arguments) -> None: ...
+
+    async def sample(self, client, call) -> GroupAnswer:
+        await self.finish.wait()
+        tokens = np.arange(3, dtype="<i4").tobytes()
+        return GroupAnswer([GroupChoice(0, "stop", tokens, tokens, b"", spans=None)])
+
+    async def post(self, path: str, body: bytes = b"") -> bytes:
+        sent: list[dict] = []
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+        await self.routes({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
+        return sent[-1]["body"] if sent else b""
+
+    async def commit(self, tag: str) -> None:
+        await self.post(routes.COMMIT, msgspec.json.encode({"tag": tag}))
+
+    async def spans(self) -> list[tuple] | None:
+        answer = msgspec.msgpack.decode(await self.post(routes.GENERATE, CALL), type=GroupAnswer)
+        spans = answer.choices[0].spans
+        return None if spans is None else [(span.version, span.start, span.end) for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "spans"),
+    [
+        ("nothing", [("3:abc", 0, 3)]),
+        ("a pause that waits for it", [("3:abc", 0, 3)]),
+        ("a load", None),
+        ("a load that is still open", None),
+        ("another commit", None),
+    ],
+)
+def test_a_server_proves_what_sampled_a_group_where_vllm_does_not_record_it(monkeypatch, meanwhile, spans):
+    async def scenario() -> list[tuple] | None:
+        server = Server()
+        monkeypatch.setattr(routes, "sample_group", server.sample)
+        await server.commit("3:abc")
+        group = asyncio.create_task(server.spans())
+        await asyncio.sleep(0)
+        if meanwhile == "a load":
+            server.loads.set()
+        load = asyncio.create_task(server.post("/collective_rpc")) if "load" in meanwhile else None
+        if meanwhile == "another commit":
+            await server.commit("3:abc")
+        if meanwhile.startswith("a pause"):
+            await server.post(routes.PAUSE)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        server.finish.set()
+        found = await group
+        if load is not None:
+            load.cancel()
+        return found
+
+    assert asyncio.run(scenario()) == spans
+
+
+@pytest.mark.parametrize(
+    ("before", "spans"),
+    [("no commit", [("", 0, 3)]), ("a load that is open", None), ("a pause without a commit", [("", 0, 3)])],
+)
+def test_a_group_that_begins_while_weights_are_not_committed_is_of_no_version(monkeypatch, before, spans):
+    async def scenario() -> list[tuple] | None:
+        server = Server()
+        server.finish.set()
+        monkeypatch.setattr(routes, "sample_group", server.sample)
+        if before != "no commit":
+            await server.commit("3:abc")
+        if before == "a pause without a commit":
+            await server.post(routes.PAUSE)
+        load = asyncio.create_task(server.post("/collective_rpc")) if "open" in before else None
+        await asyncio.sleep(0)
+        found = await server.spans()
+        if load is not None:
+            load.cancel()
+        return found
+
+    assert asyncio.run(scenario()) == spans
+
+
+@pytest.mark.parametrize("keeps_a_name", [True, False])
+def test_the_committed_weights_can_be_asked_for(keeps_a_name):
+    async def scenario() -> str:
+        server = Server()
+        if keeps_a_name:
+            kept: list[str] = []
+
+            async def update(tag):
+                kept.append(f"vLLM's {tag}")
+
+            async def get():
+                return kept[-1]
+
+            server.engine = SimpleNamespace(update_weight_version=update, get_weight_version=get)
+        await server.commit("3:abc")
+        return msgspec.msgpack.decode(await server.post(routes.HELD))["tag"]
+
+    assert asyncio.run(scenario()) == ("vLLM's 3:abc" if keeps_a_name else "3:abc")
+
+
+def test_reading_changes_nothing():
+    held = routes.Held(tag="3:abc")
+
+    async def scenario() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/health"}
+        server = Routes(nobody)
+        server._held = held
+        await server(scope, None, lambda message: asyncio.sleep(0))
+
+    asyncio.run(scenario())
+    assert held.num_begun == 0

@@ -107,7 +107,9 @@ def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
         token = decode_tokens(choice.tokens)[faulty[0]]
         return f"has {log_probs[faulty[0]]} for the log-prob of token {token}"
     if choice.spans is None:
-        return "does not say which weights sampled it: this vLLM does not record the version of each token"
+        return (
+            "does not say which weights sampled it: they may have changed meanwhile, and this vLLM does not record it"
+        )
     return None
 
 

@@ -30,7 +30,7 @@ from megatron_rl.sidecar.engines import (
 from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
-from megatron_rl.sidecar.vllm.routes import GENERATE, MIDDLEWARE, PAUSE, GroupAnswer, GroupCall
+from megatron_rl.sidecar.vllm.routes import COMMIT, GENERATE, HELD, MIDDLEWARE, PAUSE, Commit, GroupAnswer, GroupCall
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class VllmEngine:
         tag = f"{report.version}:{report.fingerprint}"
         reset, _ = await asyncio.gather(
             self._post("commit", "/reset_prefix_cache"),
-            self._post("commit", "/update_weight_version", {"new_version": tag}),
+            self._send("commit", "POST", COMMIT, Commit(tag)),
         )
         if reset.get("success") is not True:
             raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because something still uses it")
@@ -157,9 +157,9 @@ class VllmEngine:
 
     async def verify(self) -> WeightReport:
         data, answers = await asyncio.gather(
-            self._send("verify", "GET", "/weight_info"), self._workers("verify", "megatron_rl_report")
+            self._send("verify", "POST", HELD), self._workers("verify", "megatron_rl_report")
         )
-        tag = str(json.loads(data)["weight_version"])
+        tag = msgspec.msgpack.decode(data, type=Commit).tag
         version, _, fingerprint = tag.partition(":")
         held = self._common("verify", answers, "fingerprint")
         if held != fingerprint or not version.isdecimal():
@@ -230,6 +230,12 @@ class VllmEngine:
             raise PlatformError(
                 f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer's log-probs are of logits/T: "
                 f"start it with --logprobs-mode {_LOG_PROBS_MODE}"
+            )
+        if not facts["records_weights"] and self._handle is None:
+            # Only of a server that was started here is it known that no other one stands before its engine.
+            raise PlatformError(
+                f"engine {self.name}: vLLM {facts['vllm']} does not record which weights sampled a token, and this "
+                "engine was not started here: let the sidecar start it, or run a vLLM that does, as 0.32"
             )
         self.limits = Limits(
             max_model_len=int(facts["max_model_len"]),

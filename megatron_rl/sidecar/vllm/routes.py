@@ -5,13 +5,16 @@
   token is four bytes and its log-prob four more, as the engine gave them.
 - A pause returns as soon as nothing is in flight. vLLM's own route then also sleeps, for callers who read their answers
   elsewhere.
+- A commit names the weights that are loaded, and they can be asked for. A vLLM that cannot keep this name, as those
+  before 0.32, has it kept here; such a vLLM does not say either which weights sampled a token, and `Held` does.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,14 +22,51 @@ import numpy as np
 
 GENERATE = "/megatron_rl/generate"
 PAUSE = "/megatron_rl/pause"
+COMMIT = "/megatron_rl/commit"
+HELD = "/megatron_rl/held"
 MIDDLEWARE = f"{__name__}.Routes"
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
-Route = Callable[[Any, bytes], Awaitable[Any]]
-"""Takes vLLM's client of its engine and a request's body; returns the answer."""
+
+
+@dataclasses.dataclass
+class Held:
+    """What this server knows of its weights, which only requests to it change.
+
+    It proves which weights sampled a response where vLLM does not record that: if no request that might have changed
+    them was open when the response was begun, and none came until it was whole, it was sampled from those that were
+    committed before. The server must be the only one in front of its engine.
+    """
+
+    tag: str = ""
+    """The weights that were committed, until the next pause; then none, which belong to no version."""
+    num_begun: int = 0
+    """Requests that might change the weights."""
+    num_ended: int = 0
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """The weights may change in this context."""
+        self.num_begun += 1
+        try:
+            yield
+        finally:
+            self.num_ended += 1
+
+    def prove(self, tag: str, num_begun: int, num_tokens: int) -> "list[GroupSpan] | None":
+        """Return the span of a whole response, begun with these weights committed and so many changes begun.
+
+        Without a proof there is none.
+        """
+        is_proved = num_begun == self.num_begun == self.num_ended
+        return [GroupSpan(tag, 0, num_tokens)] if is_proved else None
+
+
+Route = Callable[[Any, Held, bytes], Awaitable[Any]]
+"""Takes vLLM's client of its engine, what the server holds, and a request's body; returns the answer."""
 
 
 class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +100,13 @@ class GroupChoice(msgspec.Struct, frozen=True):
     log_probs: bytes
     """Little-endian float32."""
     spans: list[GroupSpan] | None
-    """None if this vLLM does not record the weights of each token."""
+    """As vLLM recorded them, or one for the whole response, as `Held` proves it; None if nobody knows."""
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """The name of the weights that are loaded."""
+
+    tag: str
 
 
 class GroupAnswer(msgspec.Struct, frozen=True):
@@ -78,14 +124,17 @@ class Routes:
 
     def __init__(self, app: Application) -> None:
         self._app = app
+        self._held = Held()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         route = _ROUTES.get(scope["path"]) if scope["type"] == "http" else None
         if route is None:
-            await self._app(scope, receive, send)
+            reads = scope["type"] != "http" or scope["method"] in ("GET", "HEAD")
+            with contextlib.nullcontext() if reads else self._held.changing():
+                await self._app(scope, receive, send)
             return
         body = await _read_body(receive)
-        answering = asyncio.ensure_future(_answer(route, scope["app"].state.engine_client, body))
+        answering = asyncio.ensure_future(_answer(route, scope["app"].state.engine_client, self._held, body))
         leaving = asyncio.ensure_future(_until_disconnected(receive))
         try:
             # If the client leaves, cancelling makes vLLM abort the request.
@@ -104,10 +153,10 @@ class Routes:
         await send({"type": "http.response.body", "body": content})
 
 
-async def _answer(route: Route, client: Any, body: bytes) -> tuple[int, bytes]:
+async def _answer(route: Route, client: Any, held: Held, body: bytes) -> tuple[int, bytes]:
     """Return status and body of the answer; if vLLM refuses, the body has its words."""
     try:
-        answer = await route(client, body)
+        answer = await route(client, held, body)
     except (ValueError, TypeError) as error:
         return 400, f"{type(error).__name__}: {error}".encode()
     except Exception as error:
@@ -115,15 +164,37 @@ async def _answer(route: Route, client: Any, body: bytes) -> tuple[int, bytes]:
     return 200, msgspec.msgpack.encode(answer)
 
 
-async def _generate(client: Any, body: bytes) -> GroupAnswer:
-    return await sample_group(client, msgspec.msgpack.decode(body, type=GroupCall))
+async def _generate(client: Any, held: Held, body: bytes) -> GroupAnswer:
+    tag, num_begun = held.tag, held.num_begun
+    answer = await sample_group(client, msgspec.msgpack.decode(body, type=GroupCall))
+    choices = [
+        choice
+        if choice.spans is not None
+        else msgspec.structs.replace(choice, spans=held.prove(tag, num_begun, len(choice.tokens) // 4))
+        for choice in answer.choices
+    ]
+    return msgspec.structs.replace(answer, choices=choices)
 
 
-async def _pause(client: Any, _: bytes) -> None:
+async def _pause(client: Any, held: Held, _: bytes) -> None:
     await client.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
+    held.tag = ""
 
 
-_ROUTES: dict[str, Route] = {GENERATE: _generate, PAUSE: _pause}
+async def _commit(client: Any, held: Held, body: bytes) -> None:
+    tag = msgspec.json.decode(body, type=Commit).tag
+    with held.changing():
+        if hasattr(client, "update_weight_version"):
+            await client.update_weight_version(tag)
+        held.tag = tag
+
+
+async def _report(client: Any, held: Held, _: bytes) -> Commit:
+    is_known = hasattr(client, "get_weight_version")
+    return Commit(await client.get_weight_version() if is_known else held.tag)
+
+
+_ROUTES: dict[str, Route] = {GENERATE: _generate, PAUSE: _pause, COMMIT: _commit, HELD: _report}
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:

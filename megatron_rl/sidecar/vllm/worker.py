@@ -70,6 +70,7 @@ class WorkerExtension:
     def megatron_rl_prepare(self) -> RpcAnswer:
         """Prepare the worker; return what the sidecar needs to know of it."""
         import vllm
+        from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
 
         from megatron_rl.sidecar.vllm.patches import (
@@ -91,6 +92,7 @@ class WorkerExtension:
             "has_experts": has_experts(self.model_runner.get_model()),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
+            "records_weights": "weight_versions" in CompletionOutput.__annotations__,
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
             "moe_patch": patch_experts_updated_in_place(self.model_runner.get_model()),
