@@ -15,7 +15,7 @@ class Timeline:
     """Seconds by the name of a span, each moment counted once.
 
     Invariant: a moment belongs to the innermost open span, or to "other", so the parts of an iteration add up to the
-    whole. Only one thread may use it.
+    whole. Only one thread may use it; others may ask for its place.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,6 +25,8 @@ class Timeline:
         self._seconds: dict[str, float] = {}
         self._begin = self._since = clock()
         self._start: float | None = None
+        self.place = (0, REST)
+        """How many spans have begun and ended, and the innermost one that is open."""
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -33,11 +35,13 @@ class Timeline:
         assert threading.get_ident() == self._thread, f"the span {name} is of another thread"
         self._count()
         self._open.append(name)
+        self._move()
         try:
             yield
         finally:
             self._count()
             self._open.pop()
+            self._move()
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call: "iteration", each span, and "other". An open span goes on.
@@ -57,8 +61,14 @@ class Timeline:
         self.take()
         self._start = start
 
+    def _innermost(self) -> str:
+        return self._open[-1] if self._open else REST
+
+    def _move(self) -> None:
+        self.place = self.place[0] + 1, self._innermost()
+
     def _count(self) -> None:
         now = self._clock()
-        name = self._open[-1] if self._open else REST
+        name = self._innermost()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now

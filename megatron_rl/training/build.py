@@ -108,6 +108,7 @@ def train(
                 trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
+            watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
             trainer.train()
             stop.over()
             _report(settings, trainer)

@@ -45,6 +45,10 @@ class Lines(Protocol):
         """Send the message to all that are connected, and to those that connect later."""
         ...
 
+    def mention(self, *message: Any) -> None:
+        """Send the message to all that are connected, and only to those."""
+        ...
+
     def wait_until_told(self, seconds: float) -> bool:
         """Wait at most this long until everybody is connected; return whether they are."""
         ...
@@ -78,9 +82,11 @@ class Hub:
     def tell(self, *message: Any) -> None:
         with self._lock:
             self._said.append(list(message))
-            for line, rank in self._lines.items():
-                if rank is not None:
-                    line.send(list(message))
+            self._send(list(message))
+
+    def mention(self, *message: Any) -> None:
+        with self._lock:
+            self._send(list(message))
 
     def wait_until_told(self, seconds: float) -> bool:
         return self._all_there.wait(seconds)
@@ -91,6 +97,11 @@ class Hub:
 
     def close(self) -> None:
         self._closed.set()
+
+    def _send(self, message: Message) -> None:
+        for line, rank in self._lines.items():
+            if rank is not None:
+                line.send(message)
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector, self._listener:
@@ -159,8 +170,11 @@ class Spoke:
     def tell(self, *message: Any) -> None:
         with self._lock:
             self._said.append(list(message))
-            if self._line is not None:
-                self._line.send(list(message))
+            self._send(list(message))
+
+    def mention(self, *message: Any) -> None:
+        with self._lock:
+            self._send(list(message))
 
     def wait_until_told(self, seconds: float) -> bool:
         return self._connected.wait(seconds)
@@ -174,6 +188,10 @@ class Spoke:
         with self._lock:
             if self._line is not None:
                 self._line.close()
+
+    def _send(self, message: Message) -> None:
+        if self._line is not None:
+            self._line.send(message)
 
     def _listen(self) -> None:
         while not self._closed.is_set():

@@ -91,6 +91,11 @@ class Trainer:
             self.saver.finish()
         return version
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where the loop is, as `Timeline.place`; any thread may ask."""
+        return self._timeline.place
+
     def tidy(self) -> None:
         """Clean up a run that is being ended: restore the terminal, leave no published weights in memory."""
         try:

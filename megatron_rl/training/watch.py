@@ -2,7 +2,7 @@
 
 Before anything else, every rank connects to rank 0 (`lifelines.py`). The first reason that reaches rank 0 is the run's:
 rank 0 tells all ranks, and each ends its process when told, whatever it is doing. A rank is lost when its connection
-breaks.
+breaks. Ranks that all stay where they are for too long end too (`stalls.py`).
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
 from megatron_rl.training.lifelines import Hub, Lines, Message, Spoke, listen
+from megatron_rl.training.stalls import TIMES, Stalls
 
 _LOST = "its process is gone without a word: it was killed, or its host cannot be reached"
 _KEY = "megatron_rl/watch"
@@ -72,6 +73,8 @@ class Watch:
         self._done: set[int] = set()
         self._store_port = 0
         self._has_store = threading.Event()
+        self._stalls: Stalls | None = None
+        self._closed = threading.Event()
 
     @classmethod
     def of_environment(cls) -> "Watch":
@@ -139,6 +142,26 @@ class Watch:
         """Return the port of torch's store that rank 0 names; None if it names none within this time."""
         return self._store_port if self._has_store.wait(seconds) else None
 
+    def follow(self, find_place: Callable[[], tuple[int, str]], most_seconds: float) -> None:
+        """From now on, end all ranks if for so long none gets further; `find_place` as `Timeline.place`."""
+        if self._lines is None:
+            return
+        if self.rank == 0:
+            self._stalls = Stalls(most_seconds)
+        pause = most_seconds / TIMES
+        threading.Thread(target=self._say_places, args=(find_place, pause), name="places", daemon=True).start()
+
+    def _say_places(self, find_place: Callable[[], tuple[int, str]], pause: float) -> None:
+        assert self._lines is not None
+        while not self._closed.wait(pause):
+            if self._stalls is None:
+                self._lines.mention("at", self.rank, *find_place())
+                continue
+            self._stalls.heard(self.rank, *find_place())
+            reason = self._stalls.find()
+            if reason is not None:
+                self._end(self._decide(self._failure(reason, self.rank, ExitCode.RUN)))
+
     def __enter__(self) -> "Watch":
         return self
 
@@ -151,6 +174,7 @@ class Watch:
 
     def close(self) -> None:
         """Tell the others that this rank is done, and stop listening to them."""
+        self._closed.set()
         if self._lines is not None:
             self._lines.tell("done", self.rank)
             self._lines.close()
@@ -190,6 +214,9 @@ class Watch:
                 self._failed(Failure(reason, rank, exit_code, speaker, place))
             case ["done", int(rank)]:
                 self._done.add(rank)
+            case ["at", int(rank), int(num_steps), str(part)]:
+                if self._stalls is not None:
+                    self._stalls.heard(rank, num_steps, part)
             case ["store", int(port)]:
                 self._store_port = port
                 self._has_store.set()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.errors import PlatformError
 from megatron_rl.training import lifelines, watch
 from megatron_rl.training.lifelines import Hub, Spoke, listen
+from megatron_rl.training.stalls import Stalls
 from megatron_rl.training.stop import ExitLimits, StopRequest
 from tests.ranks import ROOT, free_port
 
@@ -45,6 +46,9 @@ CODE = """
         if what == "fork" and rank == 1 and os.fork() == 0:
             sys.stdin.read()
             os._exit(0)
+        if what == "stall":
+            # One finds no more to say, as a process that is stopped.
+            watch.follow(lambda: (7, "train") if rank else (9, "update"), 0.2)
         if what != "nothing":
             time.sleep(600)
         while rank == 0 and len(watch._done) < watch.world_size - 1:
@@ -127,6 +131,56 @@ def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
     for text in errors:
         assert "the run ended: ZeroDivisionError: division by zero (rank 1)" in text
     assert "Traceback" in errors[1]
+
+
+def test_ranks_that_get_no_further_end_by_name():
+    with Ranks("stall", 3) as ranks:
+        codes, errors = ranks.ends()
+    assert codes == [5, 5, 5]
+    assert "no rank has got further for 0.00333333 minutes, and none waits for engines" in errors[0]
+    assert "--distributed-timeout-minutes" in errors[0]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("says", "is_stalled"),
+    [
+        (lambda time: [(0, 3, "train"), (1, 4, "update")], True),
+        # It is stopped, and says nothing any more.
+        (lambda time: [(0, 3, "train")], True),
+        (lambda time: [(0, 3, "train"), (1, time, "train")], False),
+        (lambda time: [(0, 3, "train"), (1, 4, "wait")], False),
+        (lambda time: [(0, 3, "publish"), (1, 4, "other")], False),
+    ],
+)
+def test_ranks_are_stalled_when_none_gets_further_and_none_waits_for_others(says, is_stalled):
+    clock = Clock()
+    stalls = Stalls(600, clock)
+    for rank in (0, 1):
+        stalls.heard(rank, 1, "train")
+    found = []
+    for time_ in range(0, 1300, 30):
+        clock.seconds = time_
+        for said in says(time_):
+            stalls.heard(*said)
+        found.append(stalls.find() is not None)
+    assert found == [is_stalled and time_ > 600 for time_ in range(0, 1300, 30)]
+
+
+def test_a_stall_says_where_every_rank_is():
+    clock = Clock()
+    stalls = Stalls(600, clock)
+    for rank, part in enumerate(("train", "update", "train")):
+        stalls.heard(rank, 5, part)
+    clock.seconds = 601
+    assert "(ranks 0, 2 in train; 1 in update)" in (stalls.find() or "")
 
 
 def test_a_run_without_a_failure_ends_as_it_would():
