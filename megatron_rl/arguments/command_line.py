@@ -13,7 +13,7 @@ from megatron_rl import platforms
 from megatron_rl.arguments import checks, describe, flags, model, resolve
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
-from megatron_rl.arguments.run import RunSettings, resolve_run
+from megatron_rl.arguments.run import RunSettings, find_longest_group, resolve_run
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
@@ -332,7 +332,7 @@ def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
     device = platforms.select(settings.platform).device_type
     conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
     try:
-        choice = choose_backend(settings.attention.backend, conditions)
+        choice = choose_backend(settings.attention.backend, conditions, find_longest_group(settings))
     except UsageError as error:
         reading.consider(error.problems)
         return settings

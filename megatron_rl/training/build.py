@@ -33,6 +33,7 @@ from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
+from megatron_rl.ops.shared_prompt.trial import check_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Sampling
 from megatron_rl.records.append_file import read_lines
@@ -133,6 +134,7 @@ def build(
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
+    session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
     policy = build_policy(settings, session, _num_updates(settings), recipe)
     reference = _build_reference(settings, session, recipe)
     group_advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
@@ -170,6 +172,22 @@ def build(
         mismatch_bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         version=version,
         num_iterations=num_iterations,
+    )
+
+
+def _try_attention(settings: Settings, device: torch.device) -> None:
+    """On accelerators, whose kernels no test of a CPU has run, raise unless attention is computed."""
+    if device.type == "cpu":
+        return
+    one = settings.architecture
+    check_backend(
+        settings.attention.backend,
+        device,
+        settings.transformer.params_dtype,
+        one.num_attention_heads,
+        one.num_query_groups,
+        one.kv_channels,
+        one.sliding_window,
     )
 
 

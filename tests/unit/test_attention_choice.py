@@ -6,9 +6,12 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
+from benchmarks import gpu_times, roofline
 from megatron_rl.config.settings import AttentionConfig
-from megatron_rl.errors import UsageError
-from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose_backend
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, GroupShape, choose_backend
+from megatron_rl.ops.shared_prompt.estimate import estimate_gain
+from megatron_rl.ops.shared_prompt.trial import check_backend
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
@@ -39,6 +42,60 @@ def test_auto_takes_the_first_that_can_run_and_says_why(conditions: Conditions, 
     assert note.startswith(f"--shared-prompt-backend auto takes {name}")
     for other in list(BACKENDS)[: list(BACKENDS).index(name)]:
         assert f"not {other}: {BACKENDS[other].refusal(conditions)}" in note
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "num_responses", "name"),
+    [(512, 1024, 16, "triton"), (512, 64, 8, "triton"), (4096, 1024, 16, "merge"), (1024, 4096, 4, "merge")],
+)
+def test_on_cuda_auto_takes_what_is_estimated_to_be_much_faster_and_says_that_it_is_estimated(
+    monkeypatch, prompt, response, num_responses, name
+) -> None:
+    can_run = dataclasses.replace(BACKENDS["triton"], refusal=lambda conditions: None)
+    monkeypatch.setitem(BACKENDS, "triton", can_run)
+    shape = GroupShape(prompt, response, num_responses, 32, 8, 128)
+    choice = choose_backend("auto", CUDA, shape)
+    assert choice.name == name
+    assert ("estimated, and not measured" in choice.notes[0]) == (name == "triton")
+    assert choose_backend("auto", CPU, shape).name == "merge"
+    assert choose_backend("auto", CUDA, dataclasses.replace(shape, head_dim=512)).name == "merge"
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(can_run, refusal=lambda conditions: "it is not here"))
+    assert choose_backend("auto", CUDA, shape).name == "merge"
+
+
+def test_the_estimate_is_near_the_one_that_counts_kernel_by_kernel() -> None:
+    speeds = roofline.CHIPS["h100"]
+    for one in gpu_times.SHAPES:
+        if len(set(one.responses)) > 1:
+            continue
+        counted = roofline.bound_merge(one, speeds).seconds / roofline.bound_triton(one, speeds).seconds
+        shape = GroupShape(
+            one.prompt, one.responses[0], len(one.responses), one.num_heads, one.num_groups, one.head_dim
+        )
+        assert 0.8 < estimate_gain(shape) / counted < 1.25
+
+
+@pytest.mark.parametrize("name", ["merge", "gather", "naive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backend_that_computes_attention_passes_its_trial(name, dtype) -> None:
+    check_backend(name, torch.device("cpu"), dtype, 4, 2, 32)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out: out * 1.05,
+        lambda out: out.detach() + 0.9 * (out - out.detach()),
+        lambda out: torch.cat([out[:-1], out[-1:] * torch.nan]),
+        lambda out: out.roll(1, 0),
+    ],
+)
+def test_a_backend_that_computes_something_else_is_refused_by_name(monkeypatch, spoil) -> None:
+    right = BACKENDS["gather"]
+    wrong = dataclasses.replace(right, attention=lambda *given: spoil(right.attention(*given)))
+    monkeypatch.setitem(BACKENDS, "gather", wrong)
+    with pytest.raises(PlatformError, match="backend gather computes something else than attention on cpu"):
+        check_backend("gather", torch.device("cpu"), torch.bfloat16, 4, 2, 32)
 
 
 def test_a_backend_that_was_asked_for_is_taken() -> None:

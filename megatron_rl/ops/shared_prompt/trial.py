@@ -1,0 +1,71 @@
+"""A backend tried on a small pack before it trains: forward and gradients beside the definition in float64."""
+
+import torch
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.ops.shared_prompt import BACKENDS, find_backend
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+# A kernel may be so many times as far from the truth as the definition in the same precision, plus some units in the
+# last place of the largest value: it adds up in another order.
+_FACTOR, _UNITS = 3, 2
+# Prompts and responses that end within blocks, and on their edges.
+_GROUPS = ((70, (9, 128, 1)), (3, (5,)), (64, (64, 200)))
+
+
+def check_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    window: int | None = None,
+) -> None:
+    """Raise a PlatformError if the backend computes something else than attention on this device."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = Layout.of_groups(_GROUPS).num_tokens
+    # One head of keys and values with its queries: kernels compute them one by one.
+    heads = (num_heads // num_groups, 1, 1)
+    inputs = [torch.randn(num_tokens, of, head_dim, generator=generator).to(dtype) for of in heads]
+    weights = torch.randn(num_tokens, heads[0], head_dim, generator=generator).to(dtype)
+    host = torch.device("cpu")
+    truth = _compute("naive", inputs, weights, host, torch.float64, window)
+    plain = _compute("naive", inputs, weights, host, dtype, window)
+    found = _compute(name, inputs, weights, device, dtype, window)
+    for what, of_truth, of_plain, of_backend in zip(
+        ("its output", "the gradient of queries", "of keys", "of values"), truth, plain, found, strict=True
+    ):
+        largest = of_truth.abs().max().item()
+        bound = _FACTOR * _distance(of_plain, of_truth) + _UNITS * torch.finfo(dtype).eps * largest
+        distance = _distance(of_backend, of_truth)
+        # Written so that NaN is a fault.
+        if not distance <= bound:
+            others = ", ".join(other for other in BACKENDS if other != name)
+            raise PlatformError(
+                f"--shared-prompt-backend {name} computes something else than attention on {device.type}: {what} is "
+                f"off by {distance:g} where {bound:g} is rounding (heads of {head_dim}, {dtype}): write another one of "
+                f"{others}, and please report this with what megatron-rl doctor prints"
+            )
+
+
+def _compute(
+    name: str,
+    inputs: list[torch.Tensor],
+    weights: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """Return output and gradients, in float64 on the host."""
+    given = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+    q_THD, k_TGD, v_TGD = given
+    out_THD = find_backend(name).attention(
+        q_THD, k_TGD, v_TGD, Layout.of_groups(_GROUPS), q_THD.shape[-1] ** -0.5, window
+    )
+    gradients = torch.autograd.grad(out_THD, given, weights.to(device, dtype))
+    return [tensor.detach().to("cpu", torch.float64) for tensor in (out_THD, *gradients)]
+
+
+def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return (found - truth).abs().max().item()
