@@ -16,7 +16,7 @@ DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-rest test-each-change-benchmarks lint types format test-slow test-matrix test-matrix-quick test-npu test-trl python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,23 +28,27 @@ test: lint types ## what to run first: lint, types, the heart of every promise; 
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
 test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
-	@echo "Now four lots of tests, three at once; each is shown when it is through, in some 15 minutes."
-	$(MAKE) --jobs 3 --output-sync=line test-each-change test-matrix-quick
+	@echo "Now five lots of tests, four at once; each is shown when it is through, in some 15 minutes."
+	$(MAKE) --jobs 4 --output-sync=line test-each-change test-matrix-quick
 
 # Several at once, for all mostly wait: for ranks, or for what they have started.
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
-OF_RANKS := tests/distributed tests/kernels
+OF_RANKS := tests/distributed
+OF_RUNS := tests/e2e
 OF_BENCHMARKS := tests/e2e/test_benchmarks.py
-test-each-change: test-each-change-ranks test-each-change-rest test-each-change-benchmarks
+test-each-change: test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest
 
 test-each-change-ranks: env
 	$(EACH_CHANGE) $(OF_RANKS)
 
-test-each-change-rest: env
-	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS) $(OF_BENCHMARKS))
+test-each-change-runs: env
+	$(EACH_CHANGE) $(OF_RUNS) --ignore=$(OF_BENCHMARKS)
 
 test-each-change-benchmarks: env
 	$(EACH_CHANGE) $(OF_BENCHMARKS)
+
+test-each-change-rest: env
+	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS) $(OF_RUNS))
 
 lint: env ## check the style
 	$(VENV)/bin/ruff check .
