@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.config.algorithms import ALGORITHMS
+from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.observe.picture import picture
 
 # Accuracy on the held-out problems after the demo's iterations.

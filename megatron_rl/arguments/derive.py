@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
-from megatron_rl.config.algorithms import ALGORITHMS
+from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.cores import count_cores
 from megatron_rl.types import Architecture
 from megatron_rl.weights import mapping
 
-# What --grpo-group-size and --micro-batch-size are without the flag is for `config.subjects` to say.
+# What --grpo-group-size and --micro-batch-size are without the flag is for `config` to say.
 _ABSENT: Mapping[str, int] = {
     "transformer.tensor_model_parallel_size": 1,
     "transformer.pipeline_model_parallel_size": 1,

@@ -4,23 +4,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.rollout import (
+    DataConfig,
+    PublishConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ServiceConfig,
+)
 from megatron_rl.config.subjects import (
-    AlgorithmConfig,
     AttentionConfig,
     CheckpointConfig,
-    DataConfig,
     DistributedConfig,
     EvaluationConfig,
     LoopConfig,
     ModelConfig,
     ObserveConfig,
-    PublishConfig,
-    RewardConfig,
-    RolloutConfig,
     RunConfig,
-    SamplingConfig,
     ScheduleConfig,
-    ServiceConfig,
     TrainingConfig,
 )
 from megatron_rl.types import Architecture, ParallelSizes

@@ -17,8 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import ALGORITHMS
-from megatron_rl.config.subjects import AlgorithmConfig
+from megatron_rl.config.algorithm import ALGORITHMS, AlgorithmConfig
 from tests.unit.test_losses import MAX_TOKENS, Batch, compute, draw_batch
 
 trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL has an environment of its own: make test-trl")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantages import ADVANTAGES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.config.subjects import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from tests.truth import error_over_bound
 
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=12).map(np.array)

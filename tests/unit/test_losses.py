@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm import advantages, corrections, divergences, losses, surrogates
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
 from megatron_rl.algorithm.sequences import Sequences
-from megatron_rl.config.subjects import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import InputError
 from tests.truth import error_over_bound
 

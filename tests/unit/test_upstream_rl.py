@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config.subjects import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.mcore.step.forward_step import Cast, PolicyStep
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs

@@ -1,0 +1,211 @@
+"""What is minimized: its flags, as in `subjects`, and what is called by a name."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_rl.config.flag import megatron_flag, own_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """Group-relative policy optimization: what is maximized, and how far an update may go."""
+
+    group_size: int = megatron_flag(
+        8,
+        "Responses to a prompt.",
+        "--grpo-group-size",
+        bound="at least 2",
+        remedy="a response is compared with the others of its group; write 2 or more",
+    )
+    prompts_per_step: int | None = megatron_flag(
+        None,
+        "Prompts in an iteration; those of one `--global-batch-size` if not given.",
+        "--grpo-prompts-per-step",
+        bound="at least 1",
+    )
+    filter_groups: bool = megatron_flag(
+        False,
+        "Sample other prompts in place of those whose responses all got the same reward.",
+        "--grpo-filter-groups-with-same-reward",
+    )
+    spare_prompts: int | None = own_flag(
+        None,
+        "How many others an iteration may take at most; twice its prompts if not given.",
+        "--grpo-spare-prompts",
+        bound="at least 1",
+    )
+    clamp_eps_lower: float = megatron_flag(
+        0.2,
+        "How far below 1 a ratio counts.",
+        "--grpo-clamp-eps-lower",
+        bound="between 0 and 1",
+        remedy="write how far below 1 a ratio counts",
+    )
+    clamp_eps_upper: float = megatron_flag(
+        0.2,
+        "How far above 1 a ratio counts.",
+        "--grpo-clamp-eps-upper",
+        bound="at least 0",
+        remedy="write how far above 1 a ratio counts",
+    )
+    kl_beta: float = megatron_flag(
+        0.0,
+        "The weight of the divergence (KL) from the reference.",
+        "--grpo-kl-beta",
+        bound="finite and at least 0",
+        remedy="a negative weight would reward divergence; write 0 or more",
+    )
+    ref_model: Path | None = own_flag(
+        None, "The Hugging Face folder of the reference; the run's first weights if not given.", "--grpo-ref-model"
+    )
+    ref_interval: int | None = own_flag(
+        None,
+        "Iterations between copies of the policy's weights into the reference; none is made if not given.",
+        "--grpo-ref-interval",
+        bound="at least 1",
+    )
+    name: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "gdpo",
+            "cispo",
+            "sapo",
+            "ppo_clip",
+        ]
+        | None
+    ) = own_flag(
+        None,
+        "What is called by this name: sets the flags below as docs/algorithms.md says, each of which can still be "
+        "written.",
+        "--algorithm",
+    )
+    advantage: Literal["grpo", "mean", "rloo", "batch", "global", "gdpo"] = own_flag(
+        "grpo",
+        "Rewards minus their mean, divided by their deviation (grpo), by that over the update's responses (batch), or "
+        "not (mean); or minus the others' mean (rloo), or minus the mean of the iteration before, divided as batch is "
+        "(global); or each reward's own (grpo), added up and divided as batch is (gdpo).",
+        "--grpo-advantage",
+    )
+    reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")
+    reward_max: float = own_flag(math.inf, "Rewards above this count as this.", "--grpo-reward-max")
+    loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = own_flag(
+        "clip", "The loss of a token, from its ratio and its advantage.", "--grpo-loss"
+    )
+    dual_clip: float | None = own_flag(
+        None,
+        "The ratio above which a token of negative advantage is clipped too.",
+        "--grpo-dual-clip",
+        bound="above 1",
+        remedy="the loss has a bound of its own below 1; write 3, for example",
+    )
+    sapo_temperature_pos: float = own_flag(
+        1.0, "How steep the gate of `--grpo-loss sapo` is where advantages are positive.", bound="above 0"
+    )
+    sapo_temperature_neg: float = own_flag(1.05, "And where they are not.", bound="above 0")
+    aggregation: Literal["token", "sequence", "constant"] = own_flag(
+        "token",
+        "What an update averages: its tokens, its responses' means, or its responses' sums divided by the most "
+        "tokens that a response may have.",
+        "--grpo-aggregation",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = own_flag(
+        "k3", "How the divergence of a token is estimated.", "--grpo-kl-estimator"
+    )
+    kl_in: Literal["loss", "reward"] = own_flag(
+        "loss",
+        "Whether the divergence is a term of the loss, or is taken from the reward of each token and of those before "
+        "it.",
+        "--grpo-kl-in",
+    )
+    entropy_coef: float = own_flag(
+        0.0,
+        "The weight of the policy's entropy, which the loss is less by.",
+        "--grpo-entropy-coef",
+        bound="finite and at least 0",
+    )
+    importance_correction: bool = megatron_flag(
+        False,
+        "Weight each token by the trainer's probability divided by the engine's.",
+        "--rl-inference-logprobs-is-correction",
+    )
+    importance_truncation: float | None = megatron_flag(
+        None,
+        "The largest weight of `--rl-inference-logprobs-is-correction`.",
+        "--rl-importance-sampling-truncation-coef",
+        bound="above 0",
+        remedy="0 zeroes every weight, a negative cap flips its sign",
+    )
+    correction_lower: float | None = own_flag(
+        None,
+        "The smallest weight of `--rl-inference-logprobs-is-correction`.",
+        "--grpo-correction-lower",
+        bound="at least 0",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = own_flag(
+        "token",
+        "What is weighed: each token, each response by the product of its tokens' weights, or by their geometric mean.",
+        "--grpo-correction-level",
+    )
+    correction_mode: Literal["truncate", "mask"] = own_flag(
+        "truncate", "What becomes of a weight beyond its bounds: the bound, or zero.", "--grpo-correction-mode"
+    )
+    reject_below: float | None = own_flag(
+        None,
+        "Responses do not count whose tokens' weights have a geometric mean below this.",
+        "--grpo-reject-below",
+        bound="above 0",
+    )
+    reject_above: float | None = own_flag(
+        None,
+        "Responses do not count whose tokens' weights have a geometric mean above this.",
+        "--grpo-reject-above",
+        bound="above 0",
+    )
+
+
+_CLIP = {"loss": "clip", "clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2}
+
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {**_CLIP, "advantage": "grpo", "aggregation": "sequence"},
+    "dr_grpo": {**_CLIP, "advantage": "mean", "aggregation": "constant"},
+    "dapo": {
+        **_CLIP,
+        "clamp_eps_upper": 0.28,
+        "advantage": "grpo",
+        "aggregation": "token",
+        "filter_groups": True,
+    },
+    "gspo": {
+        "loss": "gspo",
+        "clamp_eps_lower": 3e-4,
+        "clamp_eps_upper": 4e-4,
+        "advantage": "grpo",
+        "aggregation": "sequence",
+    },
+    "rloo": {"loss": "reinforce", "advantage": "rloo", "aggregation": "constant", "kl_in": "reward"},
+    "reinforce_plus_plus": {**_CLIP, "advantage": "global", "aggregation": "token", "kl_in": "reward"},
+    "reinforce_plus_plus_baseline": {**_CLIP, "advantage": "batch", "aggregation": "token", "kl_in": "reward"},
+    "gdpo": {**_CLIP, "advantage": "gdpo", "aggregation": "token"},
+    "cispo": {
+        "loss": "cispo",
+        "clamp_eps_lower": 1.0,
+        "clamp_eps_upper": 4.0,
+        "advantage": "grpo",
+        "aggregation": "token",
+    },
+    "sapo": {"loss": "sapo", "advantage": "grpo", "aggregation": "sequence"},
+    "ppo_clip": {**_CLIP, "advantage": "mean", "aggregation": "token"},
+}
+"""What is called by a name, as values of AlgorithmConfig. docs/algorithms.md has the papers.
+
+The weight of a divergence is not among them, nor are sizes: papers choose both for their models.
+"""

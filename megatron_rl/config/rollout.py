@@ -1,0 +1,222 @@
+"""The sidecar: its engines, rewards and prompts, and how weights reach it. As in `subjects`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_rl.config.flag import megatron_flag, own_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """The sidecar: its engines, and how it is reached."""
+
+    engine: Literal["vllm", "scripted"] = own_flag(
+        "vllm", "What samples responses; `scripted` rehearses without a model, with random tokens.", "--rollout-engine"
+    )
+    script: Path | None = own_flag(
+        None,
+        "How scripted engines behave: a JSON file of vocab_size, lengths, tokens_per_second, delay and delay_seed.",
+        "--rollout-script",
+    )
+    num_engines: int = own_flag(1, "How many engines are started.", "--rollout-num-engines", bound="at least 1")
+    tensor_parallel_size: int = own_flag(
+        1, "Devices that an engine is divided over.", "--rollout-tensor-parallel-size", bound="at least 1"
+    )
+    devices: list[int] | None = own_flag(
+        None,
+        "The engines' accelerators, in order, counted among the visible ones; those after the ranks' if not given.",
+        "--rollout-devices",
+    )
+    start_minutes: float = own_flag(
+        10.0, "How long engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
+    )
+    num_threads: int | None = own_flag(
+        None,
+        "Threads of each process of an engine on a CPU; a share of the host's cores if not given.",
+        "--rollout-num-threads",
+        bound="at least 1",
+    )
+    python: Path | None = own_flag(
+        None, "The Python of the environment that vLLM is installed in; this one if not given.", "--rollout-python"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
+        None, "The precision that engines compute in; the stored weights' if not given.", "--rollout-dtype"
+    )
+    max_model_len: int | None = own_flag(
+        None,
+        "The most tokens of a prompt and its response; `--seq-length` if not given.",
+        "--rollout-max-model-len",
+        bound="at least 1",
+    )
+    max_num_seqs: int = own_flag(
+        64, "Responses that an engine samples at once.", "--rollout-max-num-seqs", bound="at least 1"
+    )
+    max_in_flight: int | None = own_flag(
+        None,
+        "Responses that an engine is given at once; twice `--rollout-max-num-seqs` if not given.",
+        "--rollout-max-in-flight",
+        bound="at least 1",
+    )
+    vllm_args: str = own_flag(
+        "",
+        "More flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
+        "--rollout-vllm-args",
+    )
+    transport: Literal["shm", "nccl", "hccl"] = own_flag(
+        "shm",
+        "How weights reach the engines: through files that they share with the trainer, or from device to device.",
+        "--rollout-transport",
+    )
+    folder: Path | None = own_flag(
+        None, "The run's folder: token, address, journal, audit log and the engines' logs.", "--rollout-folder"
+    )
+    listen: str = own_flag(
+        "127.0.0.1:0",
+        "Where the sidecar listens, HOST:PORT or [HOST]:PORT; port 0 is a free port, 0.0.0.0 and [::] all addresses.",
+        "--rollout-listen",
+    )
+    retain_journals: int = own_flag(
+        2, "How many iterations' groups the journal keeps.", "--rollout-retain-journals", bound="at least 1"
+    )
+    lease_seconds: float = own_flag(
+        60.0,
+        "How long the sidecar stays reserved for a trainer that has fallen silent.",
+        "--rollout-lease-seconds",
+        bound="a finite duration above 0",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """What responses are rewarded for."""
+
+    functions: list[str] | None = own_flag(
+        None, "Reward functions: FILE.py:FUNCTION or a built-in name, then =WEIGHT, then @SECONDS.", "--reward"
+    )
+    on_error: str = own_flag("stop", "`stop`, or the reward to substitute when a function fails.", "--reward-on-error")
+    workers: int = own_flag(2, "Processes that run reward functions.", "--reward-workers")
+    confine: Literal["auto", "require", "off"] = own_flag(
+        "auto",
+        "Keep reward functions from the run's folder and other processes; `auto` as far as possible.",
+        "--reward-confine",
+    )
+    timeout: float = own_flag(
+        30.0, "Seconds that a function may take for a group, unless its @SECONDS says otherwise.", "--reward-timeout"
+    )
+    readable: list[Path] | None = own_flag(
+        None,
+        "Files and folders that confined functions may read, besides the folders of their own files.",
+        "--reward-readable",
+    )
+    environment: list[str] | None = own_flag(
+        None, "Names of the environment variables that reward functions are given.", "--reward-environment"
+    )
+    memory_gib: float | None = own_flag(
+        None,
+        "The most address space of a process that runs reward functions; unlimited if not given.",
+        "--reward-memory-gib",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which prompts are trained on."""
+
+    prompts: list[Path] | None = own_flag(None, "Files of prompts, JSONL or Parquet.", "--prompts")
+    eval_prompts: list[Path] | None = own_flag(None, "Files of prompts that are only evaluated.", "--eval-prompts")
+    held_out: int = own_flag(
+        0, "How many prompts of `--prompts` are held out for evaluation, drawn by seed.", "--prompts-held-out"
+    )
+    prompt_key: str = own_flag(
+        "prompt", "The column with the prompt: text, or a list of chat messages.", "--prompt-key"
+    )
+    answer_key: str = own_flag(
+        "answer", "The column that reward functions know as `answer`; all others keep their names.", "--answer-key"
+    )
+    chat: bool = own_flag(
+        False, "Turn a plain-text prompt into a user's message of the chat template.", "--prompt-chat"
+    )
+    system_message: str | None = own_flag(None, "The system message before every chat.", "--prompt-system-message")
+    max_prompt_tokens: int | None = own_flag(
+        None,
+        "Leave out longer prompts and count them; without it a prompt without room for a response is an error.",
+        "--max-prompt-tokens",
+    )
+    shuffle: bool = own_flag(True, "Take prompts in the order of the files.", "--no-shuffle-prompts")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are sampled for training."""
+
+    max_tokens: int | None = own_flag(
+        None,
+        "The most tokens of a response; what `--max-prompt-tokens` leaves of `--seq-length`, or half, if not given.",
+        "--rollout-max-tokens",
+    )
+    temperature: float = megatron_flag(
+        1.0,
+        "The sampling temperature; the trainer divides its logits by it too.",
+        "--rollout-temperature",
+        "--rl-default-temperature",
+    )
+    stop_token_ids: list[int] | None = own_flag(
+        None, "Tokens that end a response, besides the model's own.", "--rollout-stop-tokens"
+    )
+    ignore_eos: bool = own_flag(False, "Keep sampling after the end-of-text token.", "--rollout-ignore-eos")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+    """How the trainer reaches its sidecar."""
+
+    endpoint: str | None = own_flag(
+        None,
+        "The address of a running sidecar, `http://HOST:PORT`; without it rank 0 starts one and ends it.",
+        "--rollout-endpoint",
+    )
+    token_file: Path | None = own_flag(None, "The file with the token of `--rollout-endpoint`.", "--rollout-token-file")
+    deadline_minutes: float = own_flag(
+        60.0,
+        "How long the groups of an iteration may take before the iteration fails.",
+        "--rollout-deadline-minutes",
+        bound="a finite duration above 0",
+    )
+    patience_seconds: float = own_flag(
+        60.0,
+        "How long the sidecar may be out of reach before that is an error.",
+        "--rollout-patience-seconds",
+        bound="a finite duration above 0",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishConfig:
+    """How weights reach the engines."""
+
+    folder: Path | None = own_flag(
+        None, "The folder that trainer and engines share; this user's in /dev/shm if not given.", "--publish-folder"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
+        None, "The precision that weights are published in; the stored weights' if not given.", "--publish-dtype"
+    )
+    deadline_minutes: float = own_flag(
+        10.0, "How long a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
+    )
+    probe_bound: float | None = own_flag(
+        None,
+        "The largest mean difference between engine's and trainer's log-probs on a version's probe; beyond it the "
+        "publish fails. By precision and device if not given, `inf` for none.",
+        "--publish-probe-bound",
+        bound="above 0",
+        remedy="write a mean difference of log-probs, or inf for no bound",
+    )
+    agreement_bound: float | None = own_flag(
+        None,
+        "The largest mean difference between the log-probs of two engines on a version's probe; beyond it the publish "
+        "fails. By the engines' precisions and devices if not given, `inf` for none.",
+        "--publish-agreement-bound",
+        bound="above 0",
+        remedy="write a mean difference of log-probs, or inf for no bound",
+    )
