@@ -53,6 +53,16 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ahead_vs_batches_narrow": "the second one on that engine",
         "begun_vs_needed_narrow": "the third one on that engine",
     },
+    "tails": {
+        "truncate_vs_stop": "time to sample an iteration, its last groups cut off / all waited for",
+        "carry_vs_stop": "the same, its last groups put off / the same",
+        "by_one_vs_stop": "the same, put off to the next iteration only / the same",
+        "partial_vs_stop": "the same, engines that never wait, off-policy / the same",
+        "truncate_length": "mean length of what is trained on / of all, cut off",
+        "carry_length": "the same, put off",
+        "by_one_length": "the same, put off to the next iteration only",
+        "partial_length": "the same, engines that never wait",
+    },
     "overlap": {
         "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",
         "efficiency_balanced": "the longer of generation and training / that periodic iteration",

@@ -259,6 +259,8 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         num_updates=responses // of_update,
         order=settings.loop.consume_order,
         num_spare=_count_spare(settings, prompts),
+        tail=settings.sampling.tail,
+        num_tail=_count_tail(settings, prompts),
         least_reward=algorithm.reward_min if algorithm.reward_min > -math.inf else None,
         largest_reward=algorithm.reward_max if algorithm.reward_max < math.inf else None,
     )
@@ -274,6 +276,14 @@ def _count_spare(settings: Settings, num_prompts: int) -> int:
     if not algorithm.filter_groups:
         return 0
     return 2 * num_prompts if algorithm.spare_prompts is None else algorithm.spare_prompts
+
+
+def _count_tail(settings: Settings, num_prompts: int) -> int:
+    """Count the groups that the tail of an iteration has."""
+    sampling = settings.sampling
+    if sampling.tail == "stop":
+        return 0
+    return max(1, num_prompts // 8) if sampling.tail_groups is None else sampling.tail_groups
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:

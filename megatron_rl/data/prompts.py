@@ -25,6 +25,8 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shuffle: bool
     num_rows: int
     fingerprint: str
+    put_off: list[int] = []
+    """Rows that were taken and are to come again, in this order."""
 
 
 class PromptSource:
@@ -32,6 +34,7 @@ class PromptSource:
 
     - Every row is taken exactly once per epoch; a take may end one epoch and begin the next.
     - What is taken depends on how many prompts were taken before, and not on how many at a time.
+    - What was put off when it was taken is kept, in order, until it is asked for.
     - A source that is restored goes on as if it had never been stopped.
     """
 
@@ -51,6 +54,7 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._num_taken = 0
+        self._put_off: list[int] = []
         self._order = (-1, np.zeros(0, dtype=np.int64))
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
         """Rows of all files, those that are left out included."""
@@ -82,6 +86,11 @@ class PromptSource:
         return self._num_taken
 
     @property
+    def num_put_off(self) -> int:
+        """How many prompts were taken before, and put off."""
+        return len(self._put_off)
+
+    @property
     def epochs(self) -> float:
         """How many passes over the data set have been made."""
         return self._num_taken / self.num_rows
@@ -92,18 +101,16 @@ class PromptSource:
         self.advance(count)
         return taken
 
-    def peek(self, count: int) -> list[Prompt]:
-        """The next prompts, numbered from 0; the same again until some are taken."""
-        taken = []
-        for index in range(count):
-            epoch, place = divmod(self._num_taken + index, self.num_rows)
-            row = int(self._order_of(epoch)[place])
-            taken.append(msgspec.structs.replace(self._prompts[row], index=index))
-        return taken
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
+        """The next prompts, numbered from 0, the first of them put off earlier; the same again until some are taken."""
+        rows = self._peek_rows(count, num_carried)
+        return [msgspec.structs.replace(self._prompts[row], index=index) for index, row in enumerate(rows)]
 
-    def advance(self, count: int) -> None:
-        """Count so many as taken."""
-        self._num_taken += count
+    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None:
+        """Count so many as taken; `put_off` are the places, among these, of prompts that are to come again."""
+        rows = self._peek_rows(count, num_carried)
+        self._num_taken += count - num_carried
+        self._put_off = self._put_off[num_carried:] + [rows[index] for index in put_off]
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
@@ -143,7 +150,10 @@ class PromptSource:
             )
         if saved.num_taken < 0:
             raise InputError(f"the checkpoint has taken {saved.num_taken} prompts, which is below 0: load another one")
-        self._num_taken = saved.num_taken
+        strangers = [row for row in saved.put_off if not 0 <= row < self.num_rows]
+        if strangers:
+            raise InputError(f"the checkpoint has put off row {strangers[0]} of {self.num_rows}: load another one")
+        self._num_taken, self._put_off = saved.num_taken, saved.put_off
 
     def _state(self) -> PromptState:
         return PromptState(
@@ -152,7 +162,15 @@ class PromptSource:
             shuffle=self._shuffle,
             num_rows=self.num_rows,
             fingerprint=self.fingerprint,
+            put_off=self._put_off,
         )
+
+    def _peek_rows(self, count: int, num_carried: int) -> list[int]:
+        rows = self._put_off[:num_carried]
+        for number in range(self._num_taken, self._num_taken + count - len(rows)):
+            epoch, place = divmod(number, self.num_rows)
+            rows.append(int(self._order_of(epoch)[place]))
+        return rows
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:

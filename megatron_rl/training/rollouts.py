@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,9 +25,12 @@ from megatron_rl.training.mismatch import MismatchBeyond
 class TakesPrompts(Protocol):
     """Where prompts come from."""
 
-    def peek(self, count: int) -> list[Prompt]: ...
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]: ...
 
-    def advance(self, count: int) -> None: ...
+    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None: ...
+
+    @property
+    def num_put_off(self) -> int: ...
 
 
 Schedule = Callable[[IterationSlots, Session], None]
@@ -109,7 +112,8 @@ class Rollouts:
             assert self._prompts is not None
             ended = self._client.complete(version, mismatch)
             self.audit_head, self._census = ended.head, ended.census
-            self._prompts.advance(ended.census.num_considered)
+            num_carried = self._division.plan.count_carried(self._prompts.num_put_off)
+            self._prompts.advance(ended.census.num_considered, num_carried, ended.census.put_off)
         if self._group_advantages is not None and self._group_advantages.has_baseline:
             mean = None if self._census is None else self._census.reward
             self._group_advantages.baseline = self._session.broadcast(mean)
@@ -150,15 +154,18 @@ class Rollouts:
         if self._session.rank != 0:
             return
         assert self._prompts is not None
+        plan = self._division.plan
+        num_carried = plan.count_carried(self._prompts.num_put_off)
         self._client.submit(
             Submission(
                 run=identity.run,
                 version=identity.version,
                 fingerprint=identity.fingerprint,
-                plan=self._division.plan,
+                plan=plan,
                 sampling=self._sampling,
-                prompts=self._prompts.peek(self._division.plan.num_prompts + self._division.plan.num_spare),
+                prompts=self._prompts.peek(plan.count_submitted(num_carried), num_carried),
                 deadline_seconds=self._deadline_seconds,
+                num_carried=num_carried,
             )
         )
 
