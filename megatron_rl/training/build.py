@@ -51,7 +51,7 @@ from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
 from megatron_rl.training.saver import Saver, check_loaded_stage
 from megatron_rl.training.stop import StopRequest, build_exit_limits
-from megatron_rl.training.supervised import build as supervised
+from megatron_rl.training.supervised.build import build_supervised, load_source
 from megatron_rl.training.supervised.trainer import SupervisedTrainer
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
@@ -93,7 +93,7 @@ def train(
             startup.say("prompts: they are read and tokenized")
             data: PromptSource | DemonstrationSource
             if settings.run.stage == "sft":
-                data = demonstrations = supervised.load(settings)
+                data = demonstrations = load_source(settings)
             else:
                 data = prompts = _load_prompts(settings)
             _check_held_out(settings, data.num_held_out)
@@ -121,7 +121,7 @@ def train(
                 trainer: Trainer | SupervisedTrainer
                 if settings.run.stage == "sft":
                     say = functools.partial(_say, session)
-                    trainer = supervised.build(settings, session, demonstrations, stop, parts, startup, say, recipe)
+                    trainer = build_supervised(settings, session, demonstrations, stop, parts, startup, say, recipe)
                 else:
                     trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy

@@ -15,7 +15,7 @@ from megatron_rl.training.measures import Measures
 from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
 from megatron_rl.training.supervised.learner import SupervisedLearner
 from megatron_rl.training.supervised.packs import Demonstrations, build_packer, divide_held_out
-from megatron_rl.training.supervised.trainer import compute_metrics
+from megatron_rl.training.supervised.trainer import compute_supervised_metrics
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.supervised_twin import Tensors
@@ -90,6 +90,6 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
         measures = Measures()
         for of_rank in session.gather(learned.measures):
             measures.merge(of_rank)
-        metrics = compute_metrics(measures, learned.outcome, sizes.largest_micro_batch)
+        metrics = compute_supervised_metrics(measures, learned.outcome, sizes.largest_micro_batch)
         seen.append(Seen(*kept[-1], metrics, evaluation))
     return seen

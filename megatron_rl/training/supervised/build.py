@@ -20,7 +20,7 @@ from megatron_rl.training.supervised.packs import Demonstrations, Packer, build_
 from megatron_rl.training.supervised.trainer import SupervisedTrainer
 
 
-def load(settings: RunSettings) -> DemonstrationSource:
+def load_source(settings: RunSettings) -> DemonstrationSource:
     """Read the data of a run."""
     assert settings.model.hf_model is not None
     return load_demonstrations(
@@ -32,7 +32,7 @@ def load(settings: RunSettings) -> DemonstrationSource:
     )
 
 
-def build(
+def build_supervised(
     settings: RunSettings,
     session: Session,
     source: DemonstrationSource | None,

@@ -18,7 +18,7 @@ from megatron_rl.training.supervised.packs import Packs
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
+class SupervisedUpdate:
     """What an update did."""
 
     outcome: UpdateOutcome
@@ -37,7 +37,7 @@ class SupervisedLearner:
         self._session = session
         self._updating = updating
 
-    def learn(self, packs: Packs) -> Learned:
+    def learn(self, packs: Packs) -> SupervisedUpdate:
         """Make one update; raise before one whose loss is not finite."""
         wrapped = self._policy.wrapped
         reports = run_schedule(SupervisedStep(loss_scale(len(packs))), wrapped, packs)
@@ -49,7 +49,7 @@ class SupervisedLearner:
         measures = Measures(sums=take_losses())
         if is_reporter():
             measures.merge(_measure(packs, sum(losses)))
-        return Learned(outcome, measures)
+        return SupervisedUpdate(outcome, measures)
 
 
 def _check(losses: Sequence[float]) -> None:

@@ -11,7 +11,7 @@ from megatron_rl.training.reporter import MetricsReporter
 from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import ExitLimits, StopRequest
 from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
-from megatron_rl.training.supervised.learner import Learned, SupervisedLearner
+from megatron_rl.training.supervised.learner import SupervisedLearner, SupervisedUpdate
 from megatron_rl.training.supervised.packs import Demonstrations
 
 
@@ -99,7 +99,7 @@ class SupervisedTrainer:
         if evaluation and self.reporter is not None:
             self.reporter.write(version, {"version": version, **evaluation})
 
-    def _report(self, version: int, learned: Learned, evaluation: dict[str, Any]) -> bool:
+    def _report(self, version: int, learned: SupervisedUpdate, evaluation: dict[str, Any]) -> bool:
         """Write the iteration down; return whether any rank was asked to stop, or has reached a limit."""
         self._finish_iteration(version)
         reason = self._limits.find_reason(version + 1)
@@ -108,7 +108,10 @@ class SupervisedTrainer:
             measures = Measures()
             for of_rank, _ in handed_in:
                 measures.merge(of_rank)
-            metrics = {"version": version, **compute_metrics(measures, learned.outcome, self._largest_micro_batch)}
+            metrics = {
+                "version": version,
+                **compute_supervised_metrics(measures, learned.outcome, self._largest_micro_batch),
+            }
             metrics |= {"epochs": self._demonstrations.epochs, **evaluation}
             times = self._timeline.take()
             times["trained_tokens_per_second"] = measures.sums["tokens.computed"] / times["iteration"]
@@ -116,7 +119,7 @@ class SupervisedTrainer:
         return any(is_asked for _, is_asked in handed_in)
 
 
-def compute_metrics(measures: Measures, outcome: UpdateOutcome, largest_micro_batch: int) -> dict[str, Any]:
+def compute_supervised_metrics(measures: Measures, outcome: UpdateOutcome, largest_micro_batch: int) -> dict[str, Any]:
     """Compute the metrics of an iteration from all replicas' measures."""
     sums = measures.sums
     metrics: dict[str, Any] = {
