@@ -90,14 +90,15 @@ def train(
                 startup.show(sys.stdout)
             # Mistakes in folders, data and weights are found before any process is started.
             check_folders(settings)
-            startup.say("prompts: they are read and tokenized")
+            what = "demonstrations" if settings.run.stage == "sft" else "prompts"
+            startup.say(f"{what}: they are read and tokenized")
             data: PromptSource | DemonstrationSource
             if settings.run.stage == "sft":
                 data = demonstrations = load_source(settings)
             else:
                 data = prompts = _load_prompts(settings)
             _check_held_out(settings, data.num_held_out)
-            startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read))
+            startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, what))
             _check_weights(settings)
             check_loaded_stage(settings)
             check_loaded_schedule(settings, settings.num_updates)

@@ -57,7 +57,7 @@ def build_supervised(
         stack.callback(reporter.close)
         startup.say("all is ready")
         timeline.restart(startup.seconds)
-    packer = build_packer(settings, session.device)
+    packer = build_packer(settings, session.device, lambda: timeline.span("pack"))
     return SupervisedTrainer(
         session=session,
         demonstrations=Demonstrations(session, sizes.division, packer, source),

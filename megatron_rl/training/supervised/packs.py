@@ -6,6 +6,7 @@ replica: micro-batch j of replica r has the ones that `Division.bound_numbers` g
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -31,18 +32,23 @@ class Packer:
     """The number of ranks that share a pack's rows."""
     prepare: Callable[[Layout], object]
     """Prepares what the attention looks up of a layout."""
+    packing: Callable[[], AbstractContextManager] = nullcontext
+    """Entered for each pack: so it is seen that a long update gets further."""
 
     def pack(self, demonstrations: Sequence[Demonstration]) -> Pack:
         """Without a demonstration the pack is padding."""
-        sequences = [turns for one in demonstrations for turns in one.sequences]
-        pack = pack_turns(sequences, self.multiple_of, self.vocab_size)
-        self.prepare(pack.layout)
-        if self.num_parts > 1:
-            pack = pack.divided(self.num_parts)
-        return pack.to(self.device)
+        with self.packing():
+            sequences = [turns for one in demonstrations for turns in one.sequences]
+            pack = pack_turns(sequences, self.multiple_of, self.vocab_size)
+            self.prepare(pack.layout)
+            if self.num_parts > 1:
+                pack = pack.divided(self.num_parts)
+            return pack.to(self.device)
 
 
-def build_packer(settings: Settings, device: torch.device) -> Packer:
+def build_packer(
+    settings: Settings, device: torch.device, packing: Callable[[], AbstractContextManager] = nullcontext
+) -> Packer:
     """Build the packer that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Packer(
@@ -51,6 +57,7 @@ def build_packer(settings: Settings, device: torch.device) -> Packer:
         settings.architecture.vocab_size,
         settings.transformer.context_parallel_size,
         lambda layout: attention.prepare(layout, device),
+        packing,
     )
 
 
