@@ -197,7 +197,7 @@ class _Store(argparse.Action):
 def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_grpo.py",
-        description="Trains on rewards, or on demonstrations, under Megatron's flags. docs/flags.md lists them by subject.",
+        description="Trains on rewards or demonstrations under Megatron's flags. docs/flags.md lists them by subject.",
         formatter_class=_Formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
