@@ -33,7 +33,7 @@ class Packer:
     prepare: Callable[[Layout], object]
     """Prepares what the attention looks up of a layout."""
     packing: Callable[[], AbstractContextManager] = nullcontext
-    """Entered for each pack: so it is seen that a long update gets further."""
+    """Entered while a pack is made, and when it is given to the schedule."""
 
     def pack(self, demonstrations: Sequence[Demonstration]) -> Pack:
         """Without a demonstration the pack is padding."""
@@ -64,22 +64,23 @@ def build_packer(
 class Packs:
     """A replica's micro-batches in one run of the schedule.
 
-    Each is packed when it is first asked for, while a device still computes the one before.
+    All are made before it: inside, bringing one to a device would have the host wait for what the device computes.
     """
 
     def __init__(self, parts: Sequence[Sequence[Demonstration]], packer: Packer):
         self._parts = parts
         self._packer = packer
-        self._made: dict[int, Pack] = {}
+        self._packs = [packer.pack(part) for part in parts]
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Pack]:
-        for index, part in enumerate(self._parts):
-            if index not in self._made:
-                self._made[index] = self._packer.pack(part)
-            yield self._made[index]
+        for pack in self._packs:
+            with self._packer.packing():
+                # Only noted: a long update gets further.
+                pass
+            yield pack
 
     @property
     def num_demonstrations(self) -> int:
