@@ -131,6 +131,16 @@ class DataConfig:
     prompt_key: str = own_flag(
         "prompt", "The column with the prompt: text, or a list of chat messages.", "--prompt-key"
     )
+    completion_key: str = own_flag(
+        "completion",
+        "With `--stage sft`, the column with what follows the prompt: text, or a list of chat messages.",
+        "--completion-key",
+    )
+    messages_key: str = own_flag(
+        "messages",
+        "With `--stage sft`, the column with a whole chat; the assistant's messages are trained on.",
+        "--messages-key",
+    )
     answer_key: str = own_flag(
         "answer", "The column that reward functions know as `answer`; all others keep their names.", "--answer-key"
     )

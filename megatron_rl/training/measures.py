@@ -138,10 +138,13 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "bounded": sums["correction.bounded"] / targets,
             "rejected": sums["correction.rejected"] / targets,
         }
-    for name in ("moe_load_balancing_loss", "moe_z_loss"):
-        if name in sums:
-            metrics[name] = sums[name] / sums["micro_batches"]
-    return metrics
+    return metrics | describe_auxiliary(sums)
+
+
+def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute the means of the auxiliary losses that routers have."""
+    names = ("moe_load_balancing_loss", "moe_z_loss")
+    return {name: sums[name] / sums["micro_batches"] for name in names if name in sums}
 
 
 def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:

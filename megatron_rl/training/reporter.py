@@ -17,6 +17,7 @@ from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, Response, decode_tokens
+from megatron_rl.records.append_file import LineFile
 from megatron_rl.training.mismatch import find_warning_bound
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -24,8 +25,35 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 _FOLLOW_SECONDS = 0.5
 
 
-class Reporter:
-    """Writes down the results of each iteration."""
+class MetricsReporter:
+    """Writes down the metrics of each iteration, and shows how the run gets on."""
+
+    def __init__(self, num_groups: int, metrics: MetricsFile, sinks: Sinks, progress: Progress):
+        """`num_groups` are the groups of an iteration that a display counts; 0 for none."""
+        self._num_groups = num_groups
+        self._metrics = metrics
+        self._sinks = sinks
+        self._progress = progress
+
+    def begin(self, version: int) -> None:
+        self._progress.begin(version, self._num_groups)
+
+    def phase(self, name: str) -> None:
+        self._progress.phase(name)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._sinks.close()
+        self._metrics.close()
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        self._metrics.write(metrics)
+        self._sinks.write(version, metrics)
+        self._progress.end(version, metrics)
+
+
+class Reporter(MetricsReporter):
+    """Writes down what was sampled, too."""
 
     def __init__(
         self,
@@ -37,12 +65,9 @@ class Reporter:
         progress: Progress,
         decode: Decode,
     ):
-        self._num_groups = num_groups
+        super().__init__(num_groups, metrics, sinks, progress)
         self._closed = threading.Event()
-        self._metrics = metrics
         self._samples = samples
-        self._sinks = sinks
-        self._progress = progress
         self._decode = decode
         self._mismatch_warning = find_warning_bound(settings)
         self._is_corrected = settings.algorithm.importance_correction
@@ -67,18 +92,10 @@ class Reporter:
                     waiting_for=f"slot {waiting[0]}" if waiting else "",
                 )
 
-    def begin(self, version: int) -> None:
-        self._progress.begin(version, self._num_groups)
-
-    def phase(self, name: str) -> None:
-        self._progress.phase(name)
-
     def close(self) -> None:
         self._closed.set()
-        self._progress.close()
-        self._sinks.close()
+        super().close()
         self._samples.close()
-        self._metrics.close()
 
     def iteration(self, version: int, metrics: dict[str, Any], slots: IterationSlots) -> None:
         """Report an iteration that is over; its slots are those of this rank's replica."""
@@ -94,11 +111,6 @@ class Reporter:
                 return
             sampled = self._decode_group(group.prompt.row, group.prompt.tokens, group.responses[:left])
             self._samples.write(version, [sampled], "evaluation")
-
-    def write(self, version: int, metrics: dict[str, Any]) -> None:
-        self._metrics.write(metrics)
-        self._sinks.write(version, metrics)
-        self._progress.end(version, metrics)
 
     def _warn(self, metrics: dict[str, Any]) -> None:
         difference = metrics["mismatch"]["mean"]
@@ -156,12 +168,31 @@ def reporter_of(
     progress = progress_of(settings.observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)
     samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
-    for file in (metrics, samples):
+    _restart(settings, (metrics, samples), version, progress)
+    sinks = _open_sinks(settings, folder, version, progress, others)
+    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode)
+
+
+def metrics_reporter_of(
+    settings: Settings, folder: Path, version: int, num_iterations: int, others: Sequence[Sink] | None = None
+) -> MetricsReporter:
+    """Build likewise a reporter of a run that samples nothing."""
+    progress = progress_of(settings.observe, num_iterations, sys.stdout)
+    metrics = MetricsFile(folder / metrics_file.FILE_NAME)
+    _restart(settings, (metrics,), version, progress)
+    return MetricsReporter(0, metrics, _open_sinks(settings, folder, version, progress, others), progress)
+
+
+def _restart(settings: Settings, files: Sequence[LineFile], version: int, progress: Progress) -> None:
+    for file in files:
         if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
             progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
         file.restart(version)
+
+
+def _open_sinks(
+    settings: Settings, folder: Path, version: int, progress: Progress, others: Sequence[Sink] | None
+) -> Sinks:
     if others is None:
-        sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
-    else:
-        sinks = Sinks(others, progress.say)
-    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode)
+        return sinks_of(settings.observe, folder.resolve().name, version, progress.say)
+    return Sinks(others, progress.say)

@@ -98,6 +98,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
         "torchrun --nproc-per-node 1": Here(),
+        "torchrun --nproc-per-node 1 pretrain_grpo.py --stage sft": Here(),
         "torchrun --nproc-per-node 4": Parsed(4),
         "megatron-rl picture RUN": Here(),
         "megatron-rl audit RUN": Here(),
@@ -284,7 +285,8 @@ def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypa
 def folder(tmp_path_factory):
     """A folder with all that the commands name, after the smallest run."""
     folder = make_folder(tmp_path_factory.mktemp("documents"))
-    (command,) = [command for page, command in _commands(Here) if command.startswith("torchrun")]
+    commands = [command for page, command in _commands(Here) if command.startswith("torchrun")]
+    (command,) = [command for command in commands if "--stage sft" not in command]
     run(f"{command} {REHEARSED}", folder)
     for name in ("RUN1", "RUN2"):
         (folder / name).symlink_to("RUN")
@@ -294,6 +296,11 @@ def folder(tmp_path_factory):
 @pytest.mark.each_change
 @pytest.mark.parametrize(("page", "command"), _commands(Here))
 def test_a_command_runs_as_it_stands(page, command, folder):
+    if "--stage sft" in command:
+        run(command, folder)
+        assert len((folder / "WARM" / "run" / "metrics.jsonl").read_text().splitlines()) == 8
+        assert (folder / "WARM" / "hf" / "iter_0000008" / "tokenizer.json").exists()
+        return
     if command.startswith("torchrun"):
         lines = (folder / "RUN" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["version"] for line in lines] == [0, 1, 2, 3]
