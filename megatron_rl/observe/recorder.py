@@ -53,6 +53,11 @@ class Recorder:
         else:
             self._num_dropped += 1
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether there are any since the last line."""
+        return bool(self._spans)
+
     def restart(self) -> None:
         """Forget the time until now."""
         self.take()

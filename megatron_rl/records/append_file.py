@@ -202,6 +202,11 @@ class LineFile:
         self._last_version = version
 
     @property
+    def last_version(self) -> float:
+        """The last line's version; below every number if there is none."""
+        return self._last_version
+
+    @property
     def size(self) -> int:
         """How many bytes the file has."""
         return self._file.size

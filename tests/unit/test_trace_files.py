@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe import trace
+from megatron_rl.observe.clocks import Exchange, ask, estimate
 from megatron_rl.observe.recorder import Recorder, TraceFile, find_path
+from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.trace import Span
 
 
@@ -131,3 +135,53 @@ def test_a_folder_without_a_trace_and_a_line_of_another_format_are_named(tmp_pat
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}) + "\n")
     with pytest.raises(InputError, match=r"rank-0\.jsonl has the format 9, and this version reads 1"):
         trace.read(tmp_path)
+
+
+def test_spans_of_the_loop_are_recorded_and_parts_change_no_metric(tmp_path):
+    clock = Clock()
+    recorder = Recorder(clock)
+    timeline = Timeline(clock, recorder)
+    with timeline.span("train"):
+        clock.now += 1
+        with timeline.span("wait", 5):
+            clock.now += 2
+        with timeline.part("schedule"):
+            clock.now += 4
+    assert timeline.take() == {"iteration": 7, "train": 5, "wait": 2, "other": 0}
+    file = TraceFile(tmp_path, "rank-0", {"offset": 0.0})
+    file.write(0, recorder.take())
+    file.close()
+    assert sorted(trace.read(tmp_path).processes[0].windows[0].spans, key=lambda span: span.begin) == [
+        Span("main", "train", 100, 107),
+        Span("main", "wait", 101, 103, 5),
+        Span("main", "schedule", 103, 107),
+    ]
+
+
+# Clocks
+
+_SECONDS = st.floats(0, 10)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(_SECONDS, _SECONDS, _SECONDS), min_size=1, max_size=8))
+def test_an_offset_is_wrong_by_no_more_than_it_says(offset, delays):
+    now, exchanges = 0.0, []
+    for pause, there, back in delays:
+        asked = now + pause
+        now = asked + there + back
+        exchanges.append(Exchange(asked, asked + there + offset, now))
+    found = estimate(exchanges)
+    # The rounding of numbers as large as the offset.
+    assert abs(found.seconds - offset) <= found.error + 1e-9
+    assert found.error == min(exchange.answered - exchange.asked for exchange in exchanges) / 2
+    assert (found.back().seconds, found.back().error) == (-found.seconds, found.error)
+
+
+def test_the_other_clock_is_asked_between_two_readings_of_the_own_one():
+    clock = Clock()
+
+    def other():
+        clock.now += 1
+        return -clock.now
+
+    assert ask(clock, other, 2) == [Exchange(100, -101, 101), Exchange(101, -102, 102)]
