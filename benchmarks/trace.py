@@ -1,8 +1,8 @@
 """What a trace costs, and whether the ledger is right: iterations with and without a trace in turns, in one run.
 
-One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration neither
-records anything. Meanwhile the kernel is asked, a hundred times a second, whether the rank's main thread runs or sleeps:
-it sleeps while the rank waits for a slot, and runs while it computes.
+One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration
+neither records anything. Meanwhile the kernel is asked, a hundred times a second, whether the rank's main thread runs
+or sleeps: it sleeps while the rank waits for a slot, and runs while it computes.
 """
 
 import argparse

@@ -93,6 +93,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl picture periodic=RUN1": Here(),
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
+        "megatron-rl explain RUN": Here(),
     },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
