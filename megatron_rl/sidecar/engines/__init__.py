@@ -48,6 +48,10 @@ class GroupRequest:
     """Whether other groups go first: an evaluation uses what training leaves free."""
     cut: asyncio.Event | None = dataclasses.field(default=None, compare=False)
     """Once it is set, responses end where they are, some perhaps before their first token."""
+    prompt: int = 0
+    """The prompt's index, for the trace."""
+    since: float | None = None
+    """When the group was submitted, for the trace."""
 
 
 @dataclasses.dataclass(frozen=True)
