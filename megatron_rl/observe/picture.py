@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
-from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
 from megatron_rl.observe.run_folder import find_run
+from megatron_rl.observe.summary import Points, evaluations_of, rewards_of, text_curves, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")

@@ -29,8 +29,8 @@ from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build
 from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.observe import metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
-from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
+from megatron_rl.observe.summary import Places, print_summary
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.ops.shared_prompt.trial import check_backend
@@ -112,7 +112,7 @@ def train(
             watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
             trainer.train()
             stop.over()
-            _report(settings, trainer)
+            _print_summary(settings, trainer)
         session.close()
         return ExitCode.OK
 
@@ -358,7 +358,7 @@ def _leave(trainer: Trainer, watch: Watch, reason: MegatronRLError) -> None:
         watch.tell(reason)
 
 
-def _report(settings: RunSettings, trainer: Trainer) -> None:
+def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
     """Print the run's results and where its files are."""
     if trainer.reporter is None:
         return
@@ -371,7 +371,7 @@ def _report(settings: RunSettings, trainer: Trainer) -> None:
         audit_log=settings.folder / AUDIT_FILE,
         tensorboard=settings.observe.tensorboard_dir,
     )
-    print_report(read(settings.folder), places, sys.stdout)
+    print_summary(read(settings.folder), places, sys.stdout)
 
 
 def _load_prompts(settings: RunSettings) -> PromptSource:
