@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
@@ -27,7 +28,7 @@ from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.observe import metrics, samples, warnings_file
+from megatron_rl.observe import config_file, metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
 from megatron_rl.observe.summary import Places, print_summary
@@ -145,7 +146,7 @@ def build(
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
     timeline = Timeline()
-    reporter = _build_reporter(settings, session, version, recipe)
+    reporter = _build_reporter(settings, session, version, recipe, group_advantages)
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
@@ -310,7 +311,9 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     )
 
 
-def _build_reporter(settings: RunSettings, session: Session, version: int, recipe: Recipe) -> Reporter | None:
+def _build_reporter(
+    settings: RunSettings, session: Session, version: int, recipe: Recipe, group_advantages: GroupAdvantages
+) -> Reporter | None:
     if session.rank != 0:
         return None
     assert settings.model.hf_model is not None
@@ -318,7 +321,12 @@ def _build_reporter(settings: RunSettings, session: Session, version: int, recip
     decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     sinks = None if recipe.open_sinks is None else recipe.open_sinks()
-    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode, sinks)
+    num_iterations = settings.training.train_iters
+    reporter = reporter_of(
+        settings, settings.folder, version, num_iterations, num_groups, decode, group_advantages, sinks
+    )
+    config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
+    return reporter
 
 
 def _sampling(settings: RunSettings, temperature: float) -> Sampling:
