@@ -8,6 +8,7 @@ than the folder's.
 """
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         write_page(arguments.out, build_page(library, data.read(), data.read_rollouts()))
         print(f"written to {arguments.out}")
     if arguments.serve is not None:
-        with ReportServer(data, build_page(library), arguments.serve) as server:
+        with contextlib.suppress(KeyboardInterrupt), ReportServer(data, build_page(library), arguments.serve) as server:
             print(f"open {server.address}\nCtrl-C ends it", flush=True)
             server.serve()
     return ExitCode.OK
