@@ -112,6 +112,7 @@ def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares)
         seq_length=settings.training.seq_length,
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
+        trace=settings.observe.trace,
     )
     return pick_devices(sidecar, _count_local_ranks(settings))
 

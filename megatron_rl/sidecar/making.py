@@ -10,6 +10,8 @@ from typing import Protocol
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.trace import GROUPS
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, check_rewards, derive_first_seed
 from megatron_rl.rewards.pool import RewardPool
@@ -69,10 +71,11 @@ class Counters:
 class GroupMaker:
     """Makes the groups of iterations and of evaluations."""
 
-    def __init__(self, engines: Samplers, scorer: Scorer, counters: Counters) -> None:
+    def __init__(self, engines: Samplers, scorer: Scorer, counters: Counters, recorder: Recorder | None = None) -> None:
         self._engines = engines
         self._scorer = scorer
         self._counters = counters
+        self._recorder = recorder or Recorder(most=0)
 
     async def make_all(self, asked: Asked, work: Work) -> str | None:
         """Make the groups and hand each over as soon as it is made; return None, or why some were not made."""
@@ -90,7 +93,7 @@ class GroupMaker:
 
     async def _make_groups(self, asked: Asked, work: Work) -> int:
         """Make the groups and return how many were cancelled, which a task group does not report."""
-        changed = asyncio.Event()
+        changed, since = asyncio.Event(), self._recorder.now()
         running: dict[int, asyncio.Task[None]] = {}
         sampling: set[int] = set()
         num_lost = 0
@@ -112,7 +115,7 @@ class GroupMaker:
                     while len(sampling) < self._engines.max_in_flight and (prompt := work.next_prompt()) is not None:
                         index = prompt.index
                         sampling.add(index)
-                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling))
+                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, since))
                         running[index].add_done_callback(functools.partial(end, index))
                     for index in [index for index in running if not work.is_wanted(index)]:
                         running.pop(index).cancel()
@@ -126,12 +129,17 @@ class GroupMaker:
         return num_lost
 
     async def _make_group(
-        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None]
+        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], since: float
     ) -> None:
-        group = await self._sample(asked, prompt)
+        group = await self._sample(asked, prompt, since)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
+        sampled = self._recorder.now()
         group = await self._scorer.score(group)
+        details = {"evaluation": True} if isinstance(asked, wire.Evaluation) else {}
+        self._recorder.add(
+            self._recorder.kind(GROUPS, "reward", **details), sampled, self._recorder.now(), prompt.index
+        )
         check_rewards(asked, group)
         try:
             work.finished(group)
@@ -140,7 +148,7 @@ class GroupMaker:
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
-    async def _sample(self, asked: Asked, prompt: wire.Prompt) -> wire.Group:
+    async def _sample(self, asked: Asked, prompt: wire.Prompt, since: float) -> wire.Group:
         is_evaluation = isinstance(asked, wire.Evaluation)
         request = GroupRequest(
             request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
@@ -149,6 +157,8 @@ class GroupMaker:
             seed=derive_first_seed(asked, prompt.index),
             sampling=asked.sampling,
             can_wait=is_evaluation,
+            prompt=prompt.index,
+            since=since,
         )
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             group = wire.Group(prompt=prompt, responses=await self._engines.generate(request))

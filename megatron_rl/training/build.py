@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -51,6 +50,7 @@ from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
 from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import StopRequest, build_exit_limits
+from megatron_rl.training.tracing import RankTrace, open_trace
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.files import Checkpoint
@@ -145,7 +145,11 @@ def build(
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
-    timeline = Timeline()
+    trace = None
+    if settings.observe.trace == "on":
+        trace = open_trace(settings.folder, session, version, client, functools.partial(_say, session))
+        stack.callback(trace.close)
+    timeline = Timeline(recorder=None if trace is None else trace.recorder)
     reporter = _build_reporter(settings, session, version, recipe, group_advantages)
     if reporter is not None:
         stack.callback(reporter.close)
@@ -157,10 +161,8 @@ def build(
         session=session,
         policy=policy,
         publisher=publisher,
-        rollouts=_build_rollouts(
-            settings, session, client, prompts, schedule, lambda: timeline.span("wait"), group_advantages
-        ),
-        learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update"), group_advantages),
+        rollouts=_build_rollouts(settings, session, client, prompts, schedule, timeline, group_advantages),
+        learner=_build_learner(settings, session, policy, reference, timeline, group_advantages, trace),
         saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
@@ -173,6 +175,7 @@ def build(
         mismatch_bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         version=version,
         num_iterations=num_iterations,
+        trace=trace,
     )
 
 
@@ -266,7 +269,7 @@ def _build_rollouts(
     client: RolloutClient,
     prompts: PromptSource | None,
     schedule: Schedule,
-    waiting: Callable[[], contextlib.AbstractContextManager],
+    timeline: Timeline,
     group_advantages: GroupAdvantages,
 ) -> Rollouts:
     batcher = build_batcher(settings, session.device, group_advantages)
@@ -280,8 +283,9 @@ def _build_rollouts(
         schedule,
         settings.service.deadline_minutes * 60,
         prompts,
-        waiting,
+        lambda slot: timeline.span("wait", slot),
         group_advantages,
+        lambda: timeline.part("submit"),
     )
 
 
@@ -290,12 +294,14 @@ def _build_learner(
     session: Session,
     policy: Policy,
     reference: Reference | None,
-    updating: Callable[[], contextlib.AbstractContextManager],
+    timeline: Timeline,
     group_advantages: GroupAdvantages,
+    trace: RankTrace | None,
 ) -> Learner:
-    roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates)
+    steps = None if trace is None else trace.steps
+    roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates, steps)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
-    return Learner(policy, roles, objective, session, updating, group_advantages)
+    return Learner(policy, roles, objective, session, timeline, group_advantages, steps)
 
 
 def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: PromptSource | None) -> Evaluator | None:

@@ -62,10 +62,14 @@ class Rollouts:
         schedule: Schedule,
         deadline_seconds: float,
         prompts: TakesPrompts | None,
-        waiting: Callable[[], AbstractContextManager],
+        waiting: Callable[[int], AbstractContextManager],
         group_advantages: GroupAdvantages | None = None,
+        submitting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward."""
+        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward.
+
+        `submitting` is entered until every rank knows that the iteration was submitted.
+        """
         self._client = client
         self._session = session
         self._run = run
@@ -76,6 +80,7 @@ class Rollouts:
         self._deadline_seconds = deadline_seconds
         self._prompts = prompts
         self._waiting = waiting
+        self._submitting = submitting
         self._group_advantages = group_advantages
         self.audit_head = ""
         """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
@@ -86,7 +91,8 @@ class Rollouts:
         """Submit an iteration and yield the slots of this rank's replica; `complete` ends the iteration."""
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
-        self._session.run_or_raise_everywhere(lambda: self._submit(identity))
+        with self._submitting():
+            self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = self._open_slots(identity)
         try:
             self._schedule(slots, self._session)

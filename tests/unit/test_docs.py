@@ -88,7 +88,12 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
         ),
     },
-    "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
+    "docs/metrics.md": {
+        "megatron-rl picture RUN": Here(),
+        "megatron-rl picture periodic=RUN1": Here(),
+        "megatron-rl trace RUN": Here(),
+        "megatron-rl ledger RUN": Here(),
+    },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(

@@ -45,6 +45,10 @@ class GroupRequest:
     sampling: Sampling
     can_wait: bool = False
     """Whether other groups go first: an evaluation uses what training leaves free."""
+    prompt: int = 0
+    """The prompt's index, for the trace."""
+    since: float | None = None
+    """When the group was submitted, for the trace."""
 
 
 @dataclasses.dataclass(frozen=True)
