@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.observe.recorder import FOLDER, FORMAT
 from tests.observed import write_metrics
 
 WORDS = ("so", "then", "we", "have", "the", "sum", "of", "two", "and", "five", "which", "leaves", "one", "to", "carry")
@@ -49,3 +50,19 @@ def _response(draw: random.Random, version: int, num_words: int) -> dict:
         "finish_reason": "stop",
         "advantage": reward - 0.5,
     }
+
+
+def write_trace(folder: Path, num_versions: int) -> None:
+    """Write a trace of one rank, an iteration a second."""
+    kinds = [
+        {"lane": "main", "name": "train"},
+        {"lane": "main", "name": "wait"},
+        {"lane": "compute", "name": "forward", "role": "policy"},
+    ]
+    (folder / FOLDER).mkdir()
+    with (folder / FOLDER / "rank-0.jsonl").open("w") as file:
+        for version in range(num_versions):
+            spans = [[0, 0, 900_000], [1, 100_000, 50_000, 0], [2, 200_000, 300_000, 0, 77]]
+            line = {"version": version, "format": FORMAT, "process": "rank-0", "begin": version, "end": version + 1}
+            rest = {"offset": 1e9, "error": 1e-4, "dropped": 0, "kinds": kinds, "spans": spans}
+            file.write(json.dumps(line | rest) + "\n")

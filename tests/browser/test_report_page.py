@@ -16,7 +16,7 @@ from megatron_rl.observe.report.data import ReportData
 from megatron_rl.observe.report.page import build_page, load_library, write_page
 from megatron_rl.observe.report.server import ReportServer
 from tests.observed import metrics_record
-from tests.synthetic_run import write_run
+from tests.synthetic_run import write_run, write_trace
 
 pytest.importorskip("bokeh", reason="the report's charts have an environment of their own: make test-report")
 
@@ -45,6 +45,7 @@ def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("report")
     folders = {"calm": write_run(path / "calm", 40), "</script><b>hostile</b>": write_run(path / "hostile", 40)}
     write_configs(*folders.values())
+    write_trace(path / "calm", 40)
     with (path / "hostile" / "samples.jsonl").open("a") as file:
         for text in (HOSTILE, LINE, "\ud83d \u05d0\u05d1"):
             record = {"version": 40, "kind": "evaluation", "row": HOSTILE, "prompt": text}
@@ -98,6 +99,8 @@ def test_the_page_is_accessible_and_fits(browser, page, scheme, width, height):
     browser.show("curves")
     browser.wait("[...shown.values()].some(chart => chart.view)")
     browser.open_rollouts()
+    browser.show("gantt")
+    browser.wait("[...shown.values()].find(chart => chart.iteration)?.view")
     browser.run("at('row').value = 'train.jsonl:3'; find()")
     browser.wait("document.querySelector('#history figure') !== null")
     browser.run("for (const box of document.querySelectorAll('details')) box.open = true")
@@ -181,6 +184,31 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(opened):
     assert 0 < start < end < 39
     ActionChains(opened.driver).move_to_element(plot).double_click().perform()
     opened.wait("view.from === null")
+
+
+def test_an_iteration_is_read_span_by_span_and_zoomed(opened):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    assert "rank-0" in opened.run("return at('ledger').textContent")
+    assert "30.0%" in opened.run("return at('ledger').textContent")
+    opened.show("gantt")
+    opened.wait("[...shown.values()].find(chart => chart.iteration)?.view")
+    gantt = "[...shown.values()].find(chart => chart.iteration)"
+    plot = opened.driver.find_element("css selector", "#gantt .plot")
+    inside = opened.run(f"const one = {gantt}; return [one.spans.length, one.iteration.version]")
+    assert inside == [3, 39]
+    # The first of the lanes is at the top, and its first span takes most of the time.
+    ActionChains(opened.driver).move_to_element_with_offset(plot, 100, 12 - plot.size["height"] // 2).perform()
+    said = "at('gantt').querySelector('p[aria-live]').textContent"
+    opened.wait(f"{said}.startsWith('rank-0 main: train · 900 ms')")
+    opened.run(f"{gantt}.point(0.12, 1.5)")
+    assert opened.run(f"return {said}") == "rank-0 main: wait, number 0 · 50 ms from 0.1 s"
+    plot.send_keys("++")
+    start, end = opened.run(f"const one = {gantt}; return [one.from, one.to]")
+    assert 0 < start < end < 1
+    opened.run("at('gantt').querySelector('details').open = true")
+    opened.wait("at('gantt').querySelectorAll('tbody tr').length > 0")
+    assert "forward, number 0, role policy, 77 tokens" in opened.run("return at('gantt').textContent")
 
 
 def test_colours_follow_the_system_until_a_person_chooses(browser, page):

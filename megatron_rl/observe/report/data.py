@@ -8,14 +8,16 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe import config_file, metrics, samples
+from megatron_rl.observe import trace as trace_file
 from megatron_rl.observe.config_file import RunConfig
 from megatron_rl.observe.report.curves import collect_curves, collect_times, derive_throughput
 from megatron_rl.observe.report.rollouts import MOST_BYTES, SampleFile
+from megatron_rl.observe.report.traces import read_trace
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_check import verify
 
-# The share of its time that a report which follows a run spends on checking the audit log.
-_AUDIT_SHARE = 20.0
+# A report that follows a run checks the audit log, and reads the trace, for a twentieth of its time each.
+_REST = 20.0
 # A breach too often repeated is shown this many times.
 _MOST_BREACHES = 200
 
@@ -28,13 +30,15 @@ class RunFiles:
         self.label = label
         self._metrics = path / metrics.FILE_NAME if path.is_dir() else path
         self._samples = SampleFile(self._metrics.with_name(samples.FILE_NAME))
-        self._audit = _Audit(self._metrics.with_name(audit_log.FILE_NAME), clock)
+        log, traces = self._metrics.with_name(audit_log.FILE_NAME), self._metrics.parent / trace_file.FOLDER
+        self._audit = _Costly(lambda: _check(log), lambda: _sign_all(log.parent, f"{log.stem}*"), clock)
+        self._trace = _Costly(lambda: read_trace(log.parent), lambda: _sign_all(traces, "*.jsonl"), clock)
 
     def signature(self) -> tuple[object, ...]:
         """What changes whenever a file of the run does."""
         folder = self._metrics.parent
         names = (self._metrics.name, samples.FILE_NAME, config_file.FILE_NAME, audit_log.FILE_NAME)
-        return tuple(_sign(folder / name) for name in names)
+        return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
 
     def read_config(self) -> RunConfig | None:
         return config_file.read(self._metrics.with_name(config_file.FILE_NAME))
@@ -59,6 +63,7 @@ class RunFiles:
             "parameters": None if known.model is None else known.model.num_parameters,
             "given": None if config is None else config_file.list_given(config),
             "audit": self._audit.read(),
+            "trace": self._trace.read(),
         }
 
     def read_rollouts(self, most_bytes: int) -> dict[str, Any]:
@@ -99,25 +104,26 @@ class ReportData:
         return [run.read_rollouts(MOST_BYTES // len(self._runs)) for run in self._runs]
 
 
-class _Audit:
-    """What checking a run's audit log found. It takes long for a long log, so a live one is not checked each time."""
+class _Costly:
+    """What takes long to find out: while its file grows, this is done again only after twenty times as long."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path = path
+    def __init__(self, find: Callable[[], Any], sign: Callable[[], object], clock: Callable[[], float]) -> None:
+        self._find = find
+        self._sign = sign
         self._clock = clock
         self._signature: object = None
-        self._verdict: dict[str, Any] | None = None
+        self._found: Any = None
         self._due = float("-inf")
 
-    def read(self) -> dict[str, Any] | None:
-        """Return the verdict; None if there is no log."""
-        signature = _sign(self._path), len(list(self._path.parent.glob(f"{self._path.stem}-*")))
+    def read(self) -> Any:
+        """Return what was found last, or find it anew."""
+        signature = self._sign()
         if signature != self._signature and self._clock() >= self._due:
             begun = self._clock()
-            self._verdict = _check(self._path)
-            self._due = self._clock() + _AUDIT_SHARE * (self._clock() - begun)
+            self._found = self._find()
+            self._due = self._clock() + _REST * (self._clock() - begun)
             self._signature = signature
-        return self._verdict
+        return self._found
 
 
 def _check(path: Path) -> dict[str, Any] | None:
@@ -151,6 +157,10 @@ def _list_nonfinite(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         for name in record.get("nonfinite", ()):
             counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def _sign_all(folder: Path, pattern: str) -> tuple[object, ...]:
+    return tuple((path.name, _sign(path)) for path in sorted(folder.glob(pattern)))
 
 
 def _sign(path: Path) -> tuple[int, int, int] | None:

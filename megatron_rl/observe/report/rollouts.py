@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 MOST_CHARACTERS = 20_000
-MOST_BYTES = 12 << 20
+MOST_BYTES = 10 << 20
 """Of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
 _NO_MIDDLE = "\n[… {count:,} characters are left out here …]\n"
 
