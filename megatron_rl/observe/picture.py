@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
-from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
-from megatron_rl.observe.run_folder import find_run
+from megatron_rl.observe.run_folder import label_runs
+from megatron_rl.observe.summary import Points, evaluations_of, rewards_of, text_curves, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
     arguments = parser.parse_args(argv)
-    files = _labelled(arguments.runs)
+    files = label_runs(arguments.runs, metrics.FILE_NAME)
     if arguments.out is None:
         print(text_curves({label: metrics.read(path) for label, path in files.items()}))
     else:
@@ -121,16 +121,3 @@ def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
 def _mean_seconds(records: _Records) -> dict[str, float]:
     timed = [record for record in records if metrics.seconds_by_span(record)]
     return {name: seconds / len(timed) for name, seconds in time_by_span(timed).items()}
-
-
-def _labelled(runs: Sequence[str]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for run in runs:
-        label, separator, text = run.partition("=")
-        path = find_run(Path(text if separator else run), metrics.FILE_NAME)
-        if not separator:
-            label = (path if path.is_dir() else path.parent).resolve().name
-        if label in files:
-            raise UsageError(f"{files[label]} and {path} are both called {label}: write LABEL={path}")
-        files[label] = path
-    return files

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
@@ -27,10 +28,10 @@ from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.observe import metrics, samples, warnings_file
+from megatron_rl.observe import config_file, metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
-from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
+from megatron_rl.observe.summary import Places, print_summary
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.ops.shared_prompt.trial import check_backend
@@ -130,7 +131,7 @@ def train(
             watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
             trainer.train()
             stop.over()
-            _report(settings, trainer)
+            _print_summary(settings, trainer)
         session.close()
         return ExitCode.OK
 
@@ -166,7 +167,7 @@ def build(
         trace = open_trace(settings.folder, session, version, client, functools.partial(_say, session))
         stack.callback(trace.close)
     timeline = Timeline(recorder=None if trace is None else trace.recorder)
-    reporter = _build_reporter(settings, session, version, recipe)
+    reporter = _build_reporter(settings, session, version, recipe, group_advantages)
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
@@ -340,7 +341,9 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     )
 
 
-def _build_reporter(settings: RunSettings, session: Session, version: int, recipe: Recipe) -> Reporter | None:
+def _build_reporter(
+    settings: RunSettings, session: Session, version: int, recipe: Recipe, group_advantages: GroupAdvantages
+) -> Reporter | None:
     if session.rank != 0:
         return None
     assert settings.model.hf_model is not None
@@ -348,7 +351,12 @@ def _build_reporter(settings: RunSettings, session: Session, version: int, recip
     decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     sinks = None if recipe.open_sinks is None else recipe.open_sinks()
-    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode, sinks)
+    num_iterations = settings.training.train_iters
+    reporter = reporter_of(
+        settings, settings.folder, version, num_iterations, num_groups, decode, group_advantages, sinks
+    )
+    config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
+    return reporter
 
 
 def _sampling(settings: RunSettings, temperature: float) -> Sampling:
@@ -377,7 +385,7 @@ def _leave(trainer: Trainer | SupervisedTrainer, watch: Watch, reason: MegatronR
         watch.tell(reason)
 
 
-def _report(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None:
+def _print_summary(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None:
     """Print the run's results and where its files are."""
     if trainer.reporter is None:
         return
@@ -391,7 +399,7 @@ def _report(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None
         audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
         tensorboard=settings.observe.tensorboard_dir,
     )
-    print_report(read(settings.folder), places, sys.stdout)
+    print_summary(read(settings.folder), places, sys.stdout)
 
 
 def _load_prompts(settings: RunSettings) -> PromptSource:
