@@ -1,0 +1,208 @@
+"""How well the planner predicts: calibrated on one run, it predicts others, which are run after that; and how fast it is.
+
+Runs are real, with a small model on a CPU; their engines are scripted, so they sample in timers' time and need no
+core. Predictions are written to a file before anything but the calibrating run is measured:
+
+    python -m benchmarks.plan --predict FILE       the calibrating run, and the predictions that follow from it
+    python -m benchmarks.plan --measure FILE       the other runs, beside what the file says
+
+Without either, both, one after the other. The error of a setting is its predicted iteration over the median of the
+measured ones, less 1. "base again" is the calibrating run once more: what it differs by is the machine's doing.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from megatron_rl.plan.calibrate import Layout, Measured, calibrate
+from megatron_rl.plan.costs import BatchingCosts, Costs, Setting, TrainerCosts
+from megatron_rl.plan.lengths import Lognormal, Uniform
+from megatron_rl.plan.records import read_record
+from megatron_rl.plan.simulate import simulate
+
+ITERATIONS, SIMULATED = 7, 40
+MODEL = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+SEQ_LENGTH = 512
+AGAIN = "base again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run. What it has in common with the calibrating one is left out."""
+
+    lengths: tuple[int, int] = (16, 240)
+    speed: float = 6000.0
+    """Tokens a second of an engine."""
+    delay: tuple[float, float] = (0.0, 0.0)
+    prompts: int = 24
+    group_size: int = 8
+    engines: int = 2
+    in_flight: int = 32
+    stages: int = 1
+    replicas: int = 1
+    schedule: str = "periodic"
+
+    def layout(self) -> Layout:
+        schedule: Any = self.schedule
+        return Layout(schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
+
+
+BASE = Trial()
+TRIALS = {
+    "engines a quarter as fast": Trial(speed=1500.0),
+    "engines twice as fast": Trial(speed=12000.0),
+    "groups of 4": Trial(group_size=4, prompts=48),
+    "groups of 16": Trial(group_size=16, prompts=12),
+    "short responses": Trial(lengths=(8, 96), prompts=48),
+    "long responses": Trial(lengths=(120, 400), prompts=12),
+    "one engine": Trial(engines=1),
+    "four slow engines": Trial(engines=4, speed=1500.0),
+    "synchronous": Trial(schedule="sync"),
+    "synchronous, slow engines": Trial(schedule="sync", speed=1500.0),
+    "two stages": Trial(stages=2),
+    "two stages, slow engines": Trial(stages=2, speed=1500.0),
+    "two replicas, slow engines": Trial(replicas=2, speed=1500.0),
+    "twice the prompts": Trial(prompts=48),
+    "groups that wait": Trial(delay=(1.0, 6.0), speed=24000.0, in_flight=64),
+    AGAIN: BASE,
+}
+TINY_TRIALS = {"synchronous": TRIALS["synchronous"], AGAIN: BASE}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--predict", type=Path, metavar="FILE")
+    parser.add_argument("--measure", type=Path, metavar="FILE")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    arguments = parser.parse_args()
+    trials, count = (TINY_TRIALS, 3) if arguments.tiny else (TRIALS, ITERATIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        world = _World(Path(folder), count)
+        both = arguments.predict is None and arguments.measure is None
+        file = arguments.predict or arguments.measure or Path(folder) / "predictions.json"
+        if arguments.predict or both:
+            _predict(world, trials, file)
+        if arguments.measure or both:
+            figures = _measure(world, trials, file)
+            report.finish(figures | _time_simulator(2 if arguments.tiny else 100))
+
+
+def _predict(world: "_World", trials: Mapping[str, Trial], file: Path) -> None:
+    """Measure the calibrating run, and write down what it says of all others."""
+    measured = world.run("calibrating", BASE)
+    costs = calibrate([measured])
+    print(f"calibrated: {costs}")
+    print(f"a calibrating iteration: {measured.record.iteration_seconds:.2f} s")
+    predictions = {name: predict(trial, costs) for name, trial in trials.items()}
+    content = {"costs": dataclasses.asdict(costs), "seconds": predictions}
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    for name, seconds in predictions.items():
+        print(f"{name:<28}{seconds:>8.2f} s predicted")
+
+
+def predict(trial: Trial, costs: Costs) -> float:
+    """Predict an iteration; what a script changes is what is known before the run: speed, delay and lengths."""
+    engine: Any = costs.engine
+    engine = dataclasses.replace(engine, max_in_flight=trial.in_flight)
+    if trial.speed != BASE.speed:
+        engine = dataclasses.replace(engine, tokens_per_second=engine.tokens_per_second * trial.speed / BASE.speed)
+    if trial.delay != BASE.delay:
+        engine = dataclasses.replace(engine, delay=trial.delay)
+    schedule: Any = trial.schedule
+    setting = Setting(
+        schedule, trial.prompts, trial.group_size, trial.group_size, Uniform(3, 11), Uniform(*trial.lengths),
+        trial.engines, trial.replicas, trial.stages, trainer_devices=trial.stages * trial.replicas,
+        engine_devices=trial.engines,
+    )  # fmt: skip
+    return simulate(setting, dataclasses.replace(costs, engine=engine), SIMULATED).seconds
+
+
+def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[str, float]:
+    """Run what was predicted, and compare."""
+    predictions = json.loads(file.read_text())["seconds"]
+    print(f"\n{'':<28}{'predicted':>10}{'measured':>10}{'error':>8}  measured iterations, s")
+    errors = {}
+    for name, trial in trials.items():
+        record = world.run(name, trial).record
+        predicted, seconds = predictions[name], record.iteration_seconds
+        errors[name] = predicted / seconds - 1
+        all_of_them = " ".join(f"{one.seconds['iteration']:.2f}" for one in record.iterations)
+        print(f"{name:<28}{predicted:>10.2f}{seconds:>10.2f}{errors[name]:>+8.1%}  {all_of_them}", flush=True)
+    drift = abs(errors.pop(AGAIN))
+    absolute = [abs(error) for error in errors.values()]
+    return {"error_median": statistics.median(absolute), "error_worst": max(absolute), "error_of_base": drift}
+
+
+def _time_simulator(num_iterations: int) -> dict[str, float]:
+    """So many iterations on 4,096 devices."""
+    setting, costs = large_run()
+    begun = time.monotonic()
+    result = simulate(setting, costs, num_iterations)
+    seconds = time.monotonic() - begun
+    print(f"\n{setting.num_devices} devices, {num_iterations} iterations: {seconds:.1f} s, {result.num_events} events")
+    return {"seconds_4096": seconds, "events_4096": float(result.num_events)}
+
+
+def large_run() -> tuple[Setting, Costs]:
+    """4,096 devices, half of them train; 32,768 responses an iteration, with a long tail."""
+    costs = Costs(
+        BatchingCosts(0.015, 5e-5, 4e-9, 1e-5, max_running=128, max_in_flight=256),
+        TrainerCosts(per_token=2e-5, per_micro_batch=0.01, update=2.0, exchange=1e-3),
+        publish=5.0,
+    )
+    setting = Setting(
+        "periodic", 2048, 16, 16, Uniform(200, 400), Lognormal(3000, 1.0, 32768, 0.3), num_engines=512,
+        num_replicas=64, num_stages=4, trainer_devices=2048, engine_devices=2048,
+    )  # fmt: skip
+    return setting, costs
+
+
+class _World:
+    """A model, prompts and a reward, and runs with them."""
+
+    def __init__(self, folder: Path, num_iterations: int) -> None:
+        from tests.e2e import loop
+
+        self._count = num_iterations
+        self._folder = folder
+        model = loop.draw_model(folder / "model", **MODEL)
+        prompts = loop.write_prompts(folder / "prompts.jsonl", 400)
+        self._world = loop.World(folder, model, prompts, loop.write_reward(folder / "reward.py"))
+
+    def run(self, name: str, trial: Trial) -> Measured:
+        from tests.e2e import loop
+
+        name = name.replace(" ", "-").replace(",", "")
+        script = self._folder / f"{name}.json"
+        script.write_text(
+            json.dumps({"lengths": trial.lengths, "tokens_per_second": trial.speed, "delay": trial.delay})
+        )
+        words = self._world.words(
+            name, rollout_script=script, rollout_num_engines=trial.engines, rollout_max_in_flight=trial.in_flight,
+            rollout_max_tokens=trial.lengths[1] + 1, seq_length=SEQ_LENGTH, train_iters=self._count,
+            grpo_prompts_per_step=trial.prompts, grpo_group_size=trial.group_size, micro_batch_size=trial.group_size,
+            lr=1e-6, progress="none", log_samples=0, schedule=trial.schedule, consume_order="completion",
+            pipeline_model_parallel_size=trial.stages,
+        )  # fmt: skip
+        loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words)
+        folder = self._folder / "runs" / name
+        metrics, audit = (_read(folder / file) for file in ("metrics.jsonl", "audit.jsonl"))
+        return Measured(read_record(name, metrics, audit), trial.layout())
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
