@@ -1,4 +1,4 @@
-"""How well the planner predicts: calibrated on one run, it predicts others, which are run after that; and how fast it is.
+"""How well the planner predicts, and how fast: calibrated on one run it predicts others, which are run after that.
 
 Runs are real, with a small model on a CPU; their engines are scripted, so they sample in timers' time and need no
 core. Predictions are written to a file before anything but the calibrating run is measured:
@@ -7,12 +7,14 @@ core. Predictions are written to a file before anything but the calibrating run 
     python -m benchmarks.plan --measure FILE       the other runs, beside what the file says
 
 Without either, both, one after the other. The error of a setting is its predicted iteration over the median of the
-measured ones, less 1. "base again" is the calibrating run once more: what it differs by is the machine's doing.
+measured ones, less 1. The calibrating run is measured again at the end: what it differs by is the machine's doing.
+The load is that of the machine, in processes that want a core.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -22,61 +24,65 @@ from typing import Any
 
 from benchmarks import report
 from megatron_rl.plan.calibrate import Layout, Measured, calibrate
-from megatron_rl.plan.costs import BatchingCosts, Costs, Setting, TrainerCosts
+from megatron_rl.plan.costs import BatchingCosts, Costs, Schedule, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.plan.lengths import Lognormal, Uniform
 from megatron_rl.plan.records import read_record
 from megatron_rl.plan.simulate import simulate
 
-ITERATIONS, SIMULATED = 7, 40
+ITERATIONS, SIMULATED = 6, 60
 MODEL = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
 SEQ_LENGTH = 512
-AGAIN = "base again"
+AGAIN = "the calibrating run again"
+SLOW, FAST = 1000.0, 24000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """A run. What it has in common with the calibrating one is left out."""
 
-    lengths: tuple[int, int] = (16, 240)
-    speed: float = 6000.0
+    speed: float = 3000.0
     """Tokens a second of an engine."""
+    lengths: tuple[int, int] = (16, 240)
     delay: tuple[float, float] = (0.0, 0.0)
-    prompts: int = 24
+    prompts: int = 12
     group_size: int = 8
     engines: int = 2
     in_flight: int = 32
     stages: int = 1
     replicas: int = 1
-    schedule: str = "periodic"
+    schedule: Schedule = "periodic"
 
     def layout(self) -> Layout:
-        schedule: Any = self.schedule
-        return Layout(schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
+        return Layout(self.schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
 
 
 BASE = Trial()
-TRIALS = {
-    "engines a quarter as fast": Trial(speed=1500.0),
-    "engines twice as fast": Trial(speed=12000.0),
-    "groups of 4": Trial(group_size=4, prompts=48),
-    "groups of 16": Trial(group_size=16, prompts=12),
-    "short responses": Trial(lengths=(8, 96), prompts=48),
-    "long responses": Trial(lengths=(120, 400), prompts=12),
-    "one engine": Trial(engines=1),
-    "four slow engines": Trial(engines=4, speed=1500.0),
-    "synchronous": Trial(schedule="sync"),
-    "synchronous, slow engines": Trial(schedule="sync", speed=1500.0),
-    "two stages": Trial(stages=2),
-    "two stages, slow engines": Trial(stages=2, speed=1500.0),
-    "two replicas, slow engines": Trial(replicas=2, speed=1500.0),
-    "twice the prompts": Trial(prompts=48),
-    "groups that wait": Trial(delay=(1.0, 6.0), speed=24000.0, in_flight=64),
-    AGAIN: BASE,
+# Sampling takes most of the time, so that whatever else the machine does changes little.
+ENGINES_BOUND = {
+    "engines a third as fast": Trial(SLOW),
+    "groups of 4": Trial(SLOW, group_size=4, prompts=24),
+    "groups of 16": Trial(SLOW, group_size=16, prompts=6),
+    "short responses": Trial(SLOW, (8, 96), prompts=30),
+    "long responses": Trial(SLOW, (120, 400), prompts=6),
+    "one engine": Trial(2 * SLOW, engines=1),
+    "four engines": Trial(SLOW / 2, engines=4),
+    "a group at a time": Trial(SLOW, in_flight=8),
+    "groups that wait": Trial(FAST, delay=(1.0, 6.0), in_flight=64),
+    "synchronous, slow engines": Trial(SLOW, schedule="sync"),
+    "two stages, slow engines": Trial(SLOW, stages=2),
+    "two replicas, slow engines": Trial(SLOW, replicas=2),
 }
-TINY_TRIALS = {"synchronous": TRIALS["synchronous"], AGAIN: BASE}
+TRAINER_BOUND = {
+    "fast engines": Trial(FAST, prompts=24),
+    "fast engines, groups of 4": Trial(FAST, group_size=4, prompts=48),
+    "fast engines, long responses": Trial(FAST, (120, 400), prompts=12),
+    "fast engines, two stages": Trial(FAST, prompts=24, stages=2),
+    "synchronous": Trial(schedule="sync"),
+}
+TINY = ("a group at a time", "fast engines")
 
 
 def main() -> None:
@@ -85,7 +91,9 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, metavar="FILE")
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
-    trials, count = (TINY_TRIALS, 3) if arguments.tiny else (TRIALS, ITERATIONS)
+    trials, count = {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}, ITERATIONS
+    if arguments.tiny:
+        trials, count = {name: trials[name] for name in (*TINY, AGAIN)}, 3
     with tempfile.TemporaryDirectory() as folder:
         world = _World(Path(folder), count)
         both = arguments.predict is None and arguments.measure is None
@@ -107,20 +115,18 @@ def _predict(world: "_World", trials: Mapping[str, Trial], file: Path) -> None:
     content = {"costs": dataclasses.asdict(costs), "seconds": predictions}
     file.write_text(json.dumps(content, indent=2) + "\n")
     for name, seconds in predictions.items():
-        print(f"{name:<28}{seconds:>8.2f} s predicted")
+        print(f"{name:<30}{seconds:>8.2f} s predicted")
 
 
 def predict(trial: Trial, costs: Costs) -> float:
     """Predict an iteration; what a script changes is what is known before the run: speed, delay and lengths."""
-    engine: Any = costs.engine
+    engine = costs.engine.faster(trial.speed / BASE.speed)
+    assert isinstance(engine, ScriptedCosts)
     engine = dataclasses.replace(engine, max_in_flight=trial.in_flight)
-    if trial.speed != BASE.speed:
-        engine = dataclasses.replace(engine, tokens_per_second=engine.tokens_per_second * trial.speed / BASE.speed)
     if trial.delay != BASE.delay:
         engine = dataclasses.replace(engine, delay=trial.delay)
-    schedule: Any = trial.schedule
     setting = Setting(
-        schedule, trial.prompts, trial.group_size, trial.group_size, Uniform(3, 11), Uniform(*trial.lengths),
+        trial.schedule, trial.prompts, trial.group_size, trial.group_size, Uniform(3, 11), Uniform(*trial.lengths),
         trial.engines, trial.replicas, trial.stages, trainer_devices=trial.stages * trial.replicas,
         engine_devices=trial.engines,
     )  # fmt: skip
@@ -130,17 +136,23 @@ def predict(trial: Trial, costs: Costs) -> float:
 def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[str, float]:
     """Run what was predicted, and compare."""
     predictions = json.loads(file.read_text())["seconds"]
-    print(f"\n{'':<28}{'predicted':>10}{'measured':>10}{'error':>8}  measured iterations, s")
+    print(f"\n{'':<28}{'predicted':>10}{'measured':>10}{'error':>8}{'load':>6}  measured iterations, s")
     errors = {}
     for name, trial in trials.items():
         record = world.run(name, trial).record
         predicted, seconds = predictions[name], record.iteration_seconds
         errors[name] = predicted / seconds - 1
         all_of_them = " ".join(f"{one.seconds['iteration']:.2f}" for one in record.iterations)
-        print(f"{name:<28}{predicted:>10.2f}{seconds:>10.2f}{errors[name]:>+8.1%}  {all_of_them}", flush=True)
+        load = os.getloadavg()[0]
+        print(
+            f"{name:<30}{predicted:>8.2f}{seconds:>10.2f}{errors[name]:>+8.1%}{load:>6.1f}  {all_of_them}", flush=True
+        )
     drift = abs(errors.pop(AGAIN))
-    absolute = [abs(error) for error in errors.values()]
-    return {"error_median": statistics.median(absolute), "error_worst": max(absolute), "error_of_base": drift}
+    figures = {"error_of_base": drift}
+    for part, names in (("engines", ENGINES_BOUND), ("trainer", TRAINER_BOUND)):
+        absolute = [abs(errors[name]) for name in names if name in errors]
+        figures |= {f"error_median_{part}": statistics.median(absolute), f"error_worst_{part}": max(absolute)}
+    return figures
 
 
 def _time_simulator(num_iterations: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ _COMMANDS = {
     "doctor": ("megatron_rl.commands.doctor", "show platform, versions, what is missing, and what to do"),
     "patch": ("megatron_rl.commands.patch", "let the scripts of a Megatron-LM tree train with GRPO, or take that back"),
     "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),
+    "plan": ("megatron_rl.commands.plan", "predict how long iterations take, and how to divide devices"),
     "translate": (
         "megatron_rl.commands.translate",
         "print our command line for a run of slime, Megatron-LM, verl or TRL",

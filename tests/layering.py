@@ -18,7 +18,7 @@ LAYERS = (
     {"rewards"},
     {"data"},
     {"algorithm"},
-    {"mcore", "sidecar", "observe"},
+    {"mcore", "sidecar", "observe", "plan"},
     {"arguments"},
     {"training"},
     {"recipe"},

@@ -108,9 +108,16 @@ def _fit_engine(runs: Sequence[Measured]) -> EngineCosts:
             for group in groups:
                 rows.append([times[group.index] for times in counted])
                 seconds.append(group.finished - iteration.submitted)
-    found = dict(zip(_BATCHING, fit(rows, seconds), strict=True))
     layout = runs[0].layout
-    return BatchingCosts(**found, max_running=layout.max_running, max_in_flight=layout.max_in_flight)
+    step, per_sequence, per_context, per_prompt_token = fit(rows, seconds)
+    return BatchingCosts(
+        step=step,
+        per_sequence=per_sequence,
+        per_context=per_context,
+        per_prompt_token=per_prompt_token,
+        max_running=layout.max_running,
+        max_in_flight=layout.max_in_flight,
+    )
 
 
 def _by_engine(record: RunRecord) -> Iterator[tuple[Iteration, list[SampledGroup]]]:
@@ -123,8 +130,14 @@ def _by_engine(record: RunRecord) -> Iterator[tuple[Iteration, list[SampledGroup
 
 def _replay(run: Measured, groups: Sequence[SampledGroup], prompt: float, cost: str) -> dict[int, float]:
     """When an engine has sampled each group if nothing takes time but one thing, which takes 1."""
-    costs = dataclasses.replace(
-        BatchingCosts(0.0, max_running=run.layout.max_running, max_in_flight=run.layout.max_in_flight), **{cost: 1.0}
+    only = {name: float(name == cost) for name in _BATCHING}
+    costs = BatchingCosts(
+        step=only["step"],
+        per_sequence=only["per_sequence"],
+        per_context=only["per_context"],
+        per_prompt_token=only["per_prompt_token"],
+        max_running=run.layout.max_running,
+        max_in_flight=run.layout.max_in_flight,
     )
     pool = Pool([BatchingEngine(costs)], costs.max_in_flight, 0.0, 1)
     pool.submit([Group(group.index, 0, round(prompt), list(group.lengths)) for group in groups], 0.0)

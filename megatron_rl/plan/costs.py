@@ -1,19 +1,12 @@
 """What the parts of a run cost, in seconds, and how a run is set up: all that the simulator is told."""
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Literal
 
 from megatron_rl.plan.lengths import Lengths
 
 Schedule = Literal["colocated", "sync", "periodic", "one_step_off", "async"]
 SCHEDULES: tuple[Schedule, ...] = ("colocated", "sync", "periodic", "one_step_off", "async")
-
-
-class EngineCosts(Protocol):
-    """What an engine of some kind costs; `megatron_rl.plan.engines.build_engine` knows the kinds."""
-
-    max_in_flight: int
-    """Responses that an engine is given at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +25,18 @@ class BatchingCosts:
     per_prompt: float = 0.0
     max_running: int = 64
     max_in_flight: int = 128
+    """Responses that it is given at once: those beyond `max_running` wait in it."""
+
+    def faster(self, factor: float) -> "BatchingCosts":
+        """The same engine on devices that are so many times as fast."""
+        return dataclasses.replace(
+            self,
+            step=self.step / factor,
+            per_sequence=self.per_sequence / factor,
+            per_context=self.per_context / factor,
+            per_prompt_token=self.per_prompt_token / factor,
+            per_prompt=self.per_prompt / factor,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +49,15 @@ class ScriptedCosts:
     tokens_per_second: float | None
     delay: tuple[float, float] = (0.0, 0.0)
     """The least and the most; all between are alike."""
-    overhead: float = 0.0
-    """What each group takes besides."""
     max_in_flight: int = 128
+
+    def faster(self, factor: float) -> "ScriptedCosts":
+        """The same engine so many times as fast; its delay stays."""
+        speed = self.tokens_per_second
+        return dataclasses.replace(self, tokens_per_second=None if speed is None else speed * factor)
+
+
+EngineCosts = BatchingCosts | ScriptedCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +76,17 @@ class TrainerCosts:
     num_frozen: int = 0
     """Models beside the policy that a micro-batch goes through, forward only: reference, old policy."""
     update: float = 0.0
+
+    def faster(self, factor: float) -> "TrainerCosts":
+        """The same trainer on devices that are so many times as fast."""
+        return dataclasses.replace(
+            self,
+            per_token=self.per_token / factor,
+            per_micro_batch=self.per_micro_batch / factor,
+            per_pair=self.per_pair / factor,
+            exchange=self.exchange / factor,
+            update=self.update / factor,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

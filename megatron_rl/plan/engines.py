@@ -66,7 +66,6 @@ def build_engine(costs: EngineCosts, generator: np.random.Generator) -> Engine:
     """Build an engine of the kind that the costs are of."""
     if isinstance(costs, ScriptedCosts):
         return ScriptedEngine(costs, generator)
-    assert isinstance(costs, BatchingCosts), costs
     return BatchingEngine(costs)
 
 
@@ -243,7 +242,7 @@ class ScriptedEngine:
         self.settle(now)
         group.begun = now
         least, most = self._costs.delay
-        seconds = self._costs.overhead + (self._generator.uniform(least, most) if most > least else least)
+        seconds = self._generator.uniform(least, most) if most > least else least
         if self._costs.tokens_per_second:
             seconds += sum(group.lengths) * (len(self._ends) + 1) / self._costs.tokens_per_second
         self._num_begun += 1

@@ -79,7 +79,7 @@ def read_record(
     by_version = {line["version"]: line for line in metrics if "tokens" in line}
     found: dict[int, dict[str, Any]] = {}
     for event in audit:
-        kind, version = event.get("event"), event.get("version")
+        kind, version = event.get("event"), event.get("version", -1)
         if kind == "submit":
             # A version that is submitted again begins again.
             found[version] = {"submit": event, "groups": [], "claims": []}
