@@ -9,10 +9,12 @@ max-num-seqs=256,max-in-flight=512,engine=scripted,virtual=2. Several runs also 
 
 import argparse
 import dataclasses
-import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_rl.commands import plan_picture
 from megatron_rl.errors import ExitCode, InputError, UsageError
@@ -28,10 +30,13 @@ from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
 from megatron_rl.plan.records import read_record
 from megatron_rl.plan.search import Wanted, describe, search
 from megatron_rl.plan.simulate import simulate
+from megatron_rl.plan.traces import read_trace
 from megatron_rl.plan.words import Files, list_notes, write_command
+from megatron_rl.records.append_file import read_lines
+from megatron_rl.records.audit_log import find_files, find_first_file, read_log_lines
 from megatron_rl.weights.families import read_architecture
 
-_AUDIT = "audit.jsonl"
+_TRACE = "trace"
 _NUM_SHOWN = 8
 # Of a run that nobody has described: TRL's and our own defaults.
 _PROMPTS, _GROUP_SIZE = 128, 8
@@ -138,24 +143,26 @@ def _read_run(text: str) -> Measured:
     for name, allowed in (("schedule", SCHEDULES), ("engine", ("batching", "scripted"))):
         if layout.get(name, allowed[0]) not in allowed:
             raise UsageError(f"{text}: {name}={layout[name]} must be one of {', '.join(allowed)}: write one")
-    if "max_running" in layout:
-        layout.setdefault("max_in_flight", 2 * layout["max_running"])
     folder = find_run(Path(path), metrics.FILE_NAME)
     folder = folder if folder.is_dir() else folder.parent
-    return Measured(read_record(folder.name, metrics.read(folder), _read_audit(folder)), Layout(**layout))
+    trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
+    if trace is not None:
+        layout.setdefault("num_stages", trace.num_stages)
+    if trace is not None and trace.max_in_flight is not None:
+        layout.setdefault("max_in_flight", trace.max_in_flight)
+    if "max_running" in layout:
+        layout.setdefault("max_in_flight", 2 * layout["max_running"])
+    record = read_record(folder.name, metrics.read(folder), _read_audit(folder))
+    return Measured(record, Layout(**layout), trace)
 
 
-def _read_audit(folder: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / _AUDIT).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(
-            f"{folder / _AUDIT} cannot be read: {error.strerror}; plan needs it beside metrics.jsonl"
-        ) from None
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise InputError(f"{folder / _AUDIT} is no audit log: {error}") from None
+def _read_audit(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in find_files(find_first_file(folder)).values():
+        for number, line in enumerate(read_log_lines(file), 1):
+            try:
+                yield msgspec.json.decode(line, type=dict)
+            except msgspec.DecodeError as error:
+                raise InputError(f"{file}, line {number}: {error}; `megatron-rl audit` says what is wrong") from None
 
 
 def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:

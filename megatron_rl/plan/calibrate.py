@@ -22,6 +22,7 @@ from megatron_rl.plan.lengths import Empirical, Uniform
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
 from megatron_rl.plan.records import Iteration, RunRecord, SampledGroup
+from megatron_rl.plan.traces import MicroBatch, TraceRecord
 
 # A claim so much later than its groups was the trainer's doing: it had been computing.
 _IMMEDIATE_SECONDS = 0.003
@@ -49,10 +50,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A run and its layout."""
+    """A run, its layout, and its trace if it has one."""
 
     record: RunRecord
     layout: Layout
+    trace: TraceRecord | None = None
 
     @property
     def setting(self) -> Setting:
@@ -182,6 +184,7 @@ def _fit_trainer(runs: Sequence[Measured]) -> TrainerCosts:
         per_token=shape.per_token * scale,
         per_micro_batch=shape.per_micro_batch * scale,
         per_pair=shape.per_pair * scale,
+        backward_share=_backward_share(runs),
         num_frozen=runs[0].layout.num_frozen,
         update=of_update,
     )
@@ -191,10 +194,8 @@ def _fit_shape(runs: Sequence[Measured]) -> TrainerCosts:
     """How a micro-batch's time depends on what is in it; a token alone where the runs do not show that."""
     rows, seconds = [], []
     for run in runs:
-        if run.layout.num_stages > 1 or run.layout.schedule != "periodic" or run.record.num_updates > 1:
-            continue
         for iteration in run.record.iterations:
-            for counted, measured in _computed(run, iteration):
+            for counted, measured in _traced(run, iteration) if run.trace else _computed(run, iteration):
                 rows.append([1.0, *counted])
                 seconds.append(measured)
     tokens = [row[1] for row in rows]
@@ -213,6 +214,8 @@ def _computed(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, 
     Slot i + 1 is asked for when slot i is waited for, so micro-batch i was computed from claim i + 1 to claim i + 2, if
     both claims came later than the groups that they took.
     """
+    if run.layout.num_stages > 1 or run.layout.schedule != "periodic" or run.record.num_updates > 1:
+        return
     by_index = {group.index: group for group in iteration.groups}
     for replica in range(run.record.num_replicas):
         claims = sorted((one for one in iteration.claims if one.replica == replica), key=lambda one: one.index)
@@ -222,6 +225,27 @@ def _computed(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, 
                 groups = [(round(iteration.prompt), by_index[index].lengths) for index in claims[place].groups]
                 counted = count_slot(groups, run.layout.is_shared)
                 yield counted, claims[place + 2].time - claims[place + 1].time
+
+
+def _traced(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, int], float]]:
+    """The same of every micro-batch, as the trace has it."""
+    assert run.trace is not None
+    by_index = {group.index: group for group in iteration.groups}
+    claimed = {(one.replica, one.index): one.groups for one in iteration.claims}
+    for one in run.trace.micro_batches:
+        groups = claimed.get((one.replica, one.slot), ())
+        if one.version == iteration.version and groups and run.record.micro_batch_size >= run.record.group_size:
+            counted = count_slot(
+                [(round(iteration.prompt), by_index[index].lengths) for index in groups], run.layout.is_shared
+            )
+            yield counted, one.forward + one.backward
+
+
+def _backward_share(runs: Sequence[Measured]) -> float:
+    """The share of the backward pass in what the traces have; two of three parts without a trace."""
+    traced: list[MicroBatch] = [one for run in runs if run.trace for one in run.trace.micro_batches]
+    backward, both = sum(one.backward for one in traced), sum(one.forward + one.backward for one in traced)
+    return backward / both if both else 2 / 3
 
 
 def _busy_seconds(run: Measured, iteration: Iteration) -> float:

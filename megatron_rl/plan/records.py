@@ -32,6 +32,7 @@ class Claimed:
 class Iteration:
     """An iteration of a run."""
 
+    version: int
     submitted: float
     completed: float
     groups: Sequence[SampledGroup]
@@ -129,6 +130,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> It
     ]
     seconds = {name: value for name, value in metrics["time"].items() if not name.endswith("_per_second")}
     return Iteration(
+        version=metrics["version"],
         submitted=events["submit"]["time"],
         completed=events["complete"]["time"],
         groups=groups,
