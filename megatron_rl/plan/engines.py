@@ -214,6 +214,8 @@ class BatchingEngine:
     @staticmethod
     def _pass_steps(state: _State, seconds: float, rate: float, growth: float) -> None:
         """Let `seconds` pass, in which no response ends."""
+        if seconds <= 0:
+            return
         steps = seconds / rate if not growth else (math.sqrt(rate**2 + 4 * growth * seconds) - rate) / (2 * growth)
         steps = min(steps, state.running[0][0] - state.steps)
         state.now += seconds

@@ -158,11 +158,7 @@ class _Run:
         setting, now = self._setting, start
         parts = dict.fromkeys(TRAINER_PARTS, 0.0)
         for update in range(setting.num_updates):
-            of_update = groups
-            if setting.num_updates > 1:
-                size = setting.num_prompts // setting.num_updates
-                of_update = [group for group in groups if group.index // size == update]
-            pipelines = self._consume(of_update, now)
+            pipelines = self._consume(self._choose(groups, update), now)
             end = max(pipeline.end for pipeline in pipelines)
             for pipeline in pipelines:
                 for spent in pipeline.spent():
@@ -174,6 +170,13 @@ class _Run:
             parts["update"] += self._costs.trainer.update * self._num_ranks
             now = end + self._costs.trainer.update
         return _Trained(now, parts)
+
+    def _choose(self, groups: Sequence[Group], update: int) -> Sequence[Group]:
+        """The groups of an update: by prompt, unless they are of several iterations' prompts."""
+        size = self._setting.num_prompts // self._setting.num_updates
+        if self._setting.schedule == "async" and not self._setting.is_strict:
+            return groups[update * size : (update + 1) * size]
+        return [group for group in groups if group.index // size == update]
 
     def _consume(self, groups: Sequence[Group], start: float) -> list[Pipeline]:
         """Hand out groups to the replicas' slots, in the order in which they ask."""
