@@ -144,7 +144,7 @@ def _read_run(text: str) -> Measured:
         if layout.get(name, allowed[0]) not in allowed:
             raise UsageError(f"{text}: {name}={layout[name]} must be one of {', '.join(allowed)}: write one")
     folder = find_run(Path(path), metrics.FILE_NAME)
-    folder = folder if folder.is_dir() else folder.parent
+    folder = folder.parent if folder.is_file() else folder
     trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
     if trace is not None:
         layout.setdefault("num_stages", trace.num_stages)
@@ -167,6 +167,7 @@ def _read_audit(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
     """The setting with what the command line says."""
+    _check_counts(arguments)
     changes: dict[str, Any] = {
         "schedule": arguments.schedule,
         "num_prompts": arguments.grpo_prompts_per_step,
@@ -183,9 +184,6 @@ def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
         if text is not None:
             changes[name] = parse_lengths(text, "--prompt-length" if name == "prompts" else "--response-length")
     changes = {name: value for name, value in changes.items() if value is not None}
-    for name, value in changes.items():
-        if isinstance(value, int) and value < (0 if name == "staleness" else 1):
-            raise UsageError(f"{name} {value} must be at least {0 if name == 'staleness' else 1}: write one that is")
     of_rank = setting.trainer_devices / (setting.num_replicas * setting.num_stages)
     of_engine = setting.engine_devices / setting.num_engines
     changed = dataclasses.replace(setting, **changes)
@@ -194,6 +192,13 @@ def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
         trainer_devices=round(of_rank * changed.num_replicas * changed.num_stages),
         engine_devices=round(of_engine * changed.num_engines),
     )
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
+    for name, value in vars(arguments).items():
+        least = 0 if name == "staleness" else 1
+        if type(value) is int and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value} must be at least {least}: write one that is")
 
 
 def _change_costs(costs: Costs, arguments: argparse.Namespace) -> Costs:
