@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from megatron_rl.plan.calibrate import Layout, Measured, calibrate
+from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate
 from megatron_rl.plan.costs import BatchingCosts, Costs, Schedule, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.plan.lengths import Lognormal, Uniform
 from megatron_rl.plan.records import read_record
@@ -55,8 +55,8 @@ class Trial:
     replicas: int = 1
     schedule: Schedule = "periodic"
 
-    def layout(self) -> Layout:
-        return Layout(self.schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
+    def layout(self) -> RunLayout:
+        return RunLayout(self.schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
 
 
 BASE = Trial()
@@ -82,18 +82,22 @@ TRAINER_BOUND = {
     "fast engines, two stages": Trial(FAST, prompts=24, stages=2),
     "synchronous": Trial(schedule="sync"),
 }
-TINY = ("a group at a time", "fast engines")
+TINY = ("one engine", "fast engines")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--measure", type=Path, metavar="FILE")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the runs that are measured")
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
     trials, count = {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}, ITERATIONS
     if arguments.tiny:
-        trials, count = {name: trials[name] for name in (*TINY, AGAIN)}, 3
+        trials = {name: dataclasses.replace(trials[name], speed=FAST, prompts=4) for name in (*TINY, AGAIN)}
+        count = 2
+    if arguments.only:
+        trials = {name: trials[name] for name in (*arguments.only, AGAIN)}
     with tempfile.TemporaryDirectory() as folder:
         world = _World(Path(folder), count)
         both = arguments.predict is None and arguments.measure is None
@@ -150,7 +154,7 @@ def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[s
     drift = abs(errors.pop(AGAIN))
     figures = {"error_of_base": drift}
     for part, names in (("engines", ENGINES_BOUND), ("trainer", TRAINER_BOUND)):
-        absolute = [abs(errors[name]) for name in names if name in errors]
+        absolute = [abs(errors[name]) for name in names if name in errors] or [0.0]
         figures |= {f"error_median_{part}": statistics.median(absolute), f"error_worst_{part}": max(absolute)}
     return figures
 
@@ -191,7 +195,7 @@ class _World:
         prompts = loop.write_prompts(folder / "prompts.jsonl", 400)
         self._world = loop.World(folder, model, prompts, loop.write_reward(folder / "reward.py"))
 
-    def run(self, name: str, trial: Trial) -> Measured:
+    def run(self, name: str, trial: Trial) -> MeasuredRun:
         from tests.e2e import loop
 
         name = name.replace(" ", "-").replace(",", "")
@@ -209,7 +213,7 @@ class _World:
         loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words)
         folder = self._folder / "runs" / name
         metrics, audit = (_read(folder / file) for file in ("metrics.jsonl", "audit.jsonl"))
-        return Measured(read_record(name, metrics, audit), trial.layout())
+        return MeasuredRun(read_record(name, metrics, audit), trial.layout())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

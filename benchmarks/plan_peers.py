@@ -15,18 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
-from megatron_rl.plan.chips import find_chip
+from megatron_rl.plan.chips import find_figures
 from megatron_rl.plan.costs import Costs, Schedule, Setting
-from megatron_rl.plan.figures import Split, estimate
+from megatron_rl.plan.figures import DeviceSplit, estimate
 from megatron_rl.plan.lengths import Lognormal, Uniform
 from megatron_rl.plan.simulate import simulate
 from megatron_rl.types import Architecture
 from megatron_rl.weights.families import read_architecture
 from tests.ranks import ROOT
 
-VERL_ASYNC = "https://verl.readthedocs.io/en/latest/advance/fully_async.html"
-VERL_ONE_STEP = "https://verl.readthedocs.io/en/latest/advance/one_step_off.html"
-NEMO = "https://docs.nvidia.com/nemo/rl/0.4.0/about/performance-summary.html"
+_VERL = "https://github.com/volcengine/verl/blob"
+VERL_ASYNC = f"{_VERL}/2147009822388b70cda46ab4a27c5400d3d113ed/docs/advance/fully_async.md"
+VERL_ONE_STEP = f"{_VERL}/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md"
+NEMO = (
+    "https://github.com/NVIDIA-NeMo/RL/blob/06beed91bac98a2c39a19435f6bbbbe71aa45720/docs/about/performance-summary.md"
+)
 ITERATIONS = 6
 # Assumed: the pages say neither prompts nor tails.
 PROMPT, SIGMA = Uniform(80, 300), 1.0
@@ -70,7 +73,7 @@ class WholePeer:
     updates: int
     devices: tuple[int, int]
     steps: tuple[float, float]
-    training: tuple[Split, Split]
+    training: tuple[DeviceSplit, DeviceSplit]
     """Without replicas and engines, which follow from the devices."""
     tokens_per_second: tuple[float, float]
     """A device."""
@@ -88,21 +91,22 @@ PARTS = [
 WHOLE = [
     WholePeer(
         "NeMo RL, Llama 3.1 8B", "Llama-3.1-8B", 4096, 1060, 2048, 4, (16, 16), (97.7, 74.6),
-        (Split(pipeline=2), Split(pipeline=2)), (1562, 2161),
+        (DeviceSplit(pipeline=2), DeviceSplit(pipeline=2)), (1562, 2161),
     ),
     WholePeer(
         "NeMo RL, Qwen3 32B", "Qwen3-32B", 4096, 3206, 2048, 4, (32, 64), (393, 215),
-        (Split(tensor=4, pipeline=4, engine_tensor=4), Split(tensor=4, pipeline=4, engine_tensor=4)), (540, 494),
+        (DeviceSplit(tensor=4, pipeline=4, engine_tensor=4),) * 2, (540, 494),
     ),
     WholePeer(
         "NeMo RL, Qwen3 30B-A3B", "Qwen3-30B-A3B", 4096, 3154, 2048, 4, (32, 32), (225, 244),
-        (Split(tensor=2, expert=8, engine_tensor=4), Split(pipeline=2, expert=8, engine_tensor=2)), (925, 864),
+        (DeviceSplit(tensor=2, expert=8, engine_tensor=4), DeviceSplit(pipeline=2, expert=8, engine_tensor=2)),
+        (925, 864),
     ),
     WholePeer(
         "NeMo RL, Qwen3 235B-A22B", "Qwen3-235B-A22B", 8192, 5671, 512, 1, (128, 256), (506, 241),
         (
-            Split(tensor=2, context=2, expert=16, pipeline=8, engine_tensor=16),
-            Split(tensor=4, expert=16, pipeline=8, engine_tensor=8),
+            DeviceSplit(tensor=2, context=2, expert=16, pipeline=8, engine_tensor=16),
+            DeviceSplit(tensor=4, expert=16, pipeline=8, engine_tensor=8),
         ),
         (45.7, 52.2),
     ),
@@ -147,10 +151,10 @@ def compare(iterations: int) -> list[Compared]:
 def _compare_parts(peer: PartsPeer, iterations: int) -> Compared:
     devices = peer.trainer_devices + peer.engine_devices
     # A replica is 4 devices; the model's parts lie on them in whatever way: its speed is fitted.
-    split = Split(
+    split = DeviceSplit(
         tensor=4, replicas=devices // 4, num_engines=devices // peer.engine_tensor, engine_tensor=peer.engine_tensor
     )
-    costs = estimate(_read(peer.model), find_chip(peer.chip), split, RUNNING)
+    costs = estimate(_read(peer.model), find_figures(peer.chip), split, RUNNING)
 
     def make(mean: float, costs: Costs, schedule: Schedule, trainer: int, engines: int) -> tuple[Setting, Costs]:
         setting = Setting(
@@ -166,7 +170,7 @@ def _compare_parts(peer: PartsPeer, iterations: int) -> Compared:
 
     mean = _solve(sampling, peer.sampling, 50, peer.most_tokens / 2)
     trained = simulate(*make(mean, costs, "colocated", devices, devices), iterations).mean()
-    slow = (peer.update + peer.old_log_probs) / (trained["busy"] + trained["tail"])
+    slow = (peer.update + peer.old_log_probs) / (trained["busy"] + trained["bubble"])
     rest = max(0.0, peer.step - peer.sampling - peer.old_log_probs - peer.update)
     if not peer.has_old_log_probs:
         slow *= peer.update / (peer.update + peer.old_log_probs)
@@ -192,7 +196,7 @@ def _compare_whole(peer: WholePeer, iterations: int) -> Compared:
             replicas=max(1, trainer // (split.tensor * split.pipeline * split.context)),
             num_engines=engines // split.engine_tensor,
         )
-        costs = estimate(architecture, find_chip(peer.chip), whole, RUNNING, num_frozen=1)
+        costs = estimate(architecture, find_figures(peer.chip), whole, RUNNING, num_frozen=1)
         setting = Setting(
             schedule, peer.responses, 1, 1, PROMPT, Lognormal(uncut, SIGMA, peer.most_tokens),
             num_engines=whole.num_engines, num_replicas=_divide(peer.responses // peer.updates, whole.replicas),

@@ -22,13 +22,13 @@ from megatron_rl.observe import metrics
 from megatron_rl.observe.picture import check_format
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.plan.belief import costs_for, describe_errors, find_doubts, leave_one_out
-from megatron_rl.plan.calibrate import Layout, Measured, calibrate
-from megatron_rl.plan.chips import CHIPS, find_chip
+from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate
+from megatron_rl.plan.chips import CHIPS, find_figures
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
 from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
 from megatron_rl.plan.records import read_record
-from megatron_rl.plan.search import Wanted, describe, search
+from megatron_rl.plan.search import Wanted, describe_candidates, search
 from megatron_rl.plan.simulate import simulate
 from megatron_rl.plan.traces import read_trace
 from megatron_rl.plan.words import Files, list_notes, write_command
@@ -121,7 +121,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         print(f"written to {arguments.out}")
 
 
-def _read_run(text: str) -> Measured:
+def _read_run(text: str) -> MeasuredRun:
     """Read RUN,name=value,...; a layout says what its files do not."""
     path, *settings = text.split(",")
     layout: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def _read_run(text: str) -> Measured:
     if "max_running" in layout:
         layout.setdefault("max_in_flight", 2 * layout["max_running"])
     record = read_record(folder.name, metrics.read(folder), _read_audit(folder))
-    return Measured(record, Layout(**layout), trace)
+    return MeasuredRun(record, RunLayout(**layout), trace)
 
 
 def _read_audit(folder: Path) -> Iterator[dict[str, Any]]:
@@ -261,7 +261,7 @@ def _search(arguments: argparse.Namespace) -> None:
     wanted = _read_wanted(arguments)
     candidates = search(wanted, arguments.simulate, arguments.iterations, print)
     shown = candidates[:_NUM_SHOWN]
-    for line in describe(shown):
+    for line in describe_candidates(shown):
         print(line)
     best = shown[0]
     assert best.result is not None
@@ -311,7 +311,7 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
     )
     return Wanted(
         architecture=read_architecture(arguments.hf_model),
-        chip=find_chip(arguments.chip),
+        chip=find_figures(arguments.chip),
         num_devices=arguments.devices,
         devices_per_host=arguments.devices_per_host,
         setting=_change(base, arguments),

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron_rl.plan.calibrate import Measured, calibrate
+from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.costs import BatchingCosts, Costs, EngineCosts, Setting
 from megatron_rl.plan.simulate import simulate
 
@@ -40,7 +40,7 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def leave_one_out(runs: Sequence[Measured]) -> list[Prediction]:
+def leave_one_out(runs: Sequence[MeasuredRun]) -> list[Prediction]:
     """Predict each run from all others; nothing with one run, which cannot say how wrong it is."""
     found = []
     for place, run in enumerate(runs):
@@ -52,7 +52,7 @@ def leave_one_out(runs: Sequence[Measured]) -> list[Prediction]:
     return found
 
 
-def costs_for(run: Measured, costs: Costs) -> Costs:
+def costs_for(run: MeasuredRun, costs: Costs) -> Costs:
     """The costs with the run's own bounds of what its engines sample at once."""
     engine: EngineCosts = dataclasses.replace(costs.engine, max_in_flight=run.layout.max_in_flight)
     if isinstance(engine, BatchingCosts):
@@ -60,7 +60,7 @@ def costs_for(run: Measured, costs: Costs) -> Costs:
     return dataclasses.replace(costs, engine=engine)
 
 
-def find_doubts(setting: Setting, runs: Sequence[Measured]) -> Iterator[str]:
+def find_doubts(setting: Setting, runs: Sequence[MeasuredRun]) -> Iterator[str]:
     """Yield why a prediction for this setting must not be believed; nothing if the runs cover it."""
     if not runs:
         yield NO_RUN

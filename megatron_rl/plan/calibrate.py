@@ -17,11 +17,11 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 from megatron_rl.plan.costs import BatchingCosts, Costs, EngineCosts, Schedule, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.engines import BatchingEngine, Group
+from megatron_rl.plan.engines import SimulatedBatching, SimulatedGroup
 from megatron_rl.plan.lengths import Empirical, Uniform
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
-from megatron_rl.plan.records import Iteration, RunRecord, SampledGroup
+from megatron_rl.plan.records import RecordedGroup, RecordedIteration, RunRecord
 from megatron_rl.plan.traces import MicroBatch, TraceRecord
 
 # A claim so much later than its groups was the trainer's doing: it had been computing.
@@ -30,7 +30,7 @@ _BATCHING = ("step", "per_sequence", "per_context", "per_prompt_token")
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """What a run's files do not say of it."""
 
     schedule: Schedule = "periodic"
@@ -49,11 +49,11 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A run, its layout, and its trace if it has one."""
 
     record: RunRecord
-    layout: Layout
+    layout: RunLayout
     trace: TraceRecord | None = None
 
     @property
@@ -80,7 +80,7 @@ class Measured:
         )
 
 
-def calibrate(runs: Sequence[Measured]) -> Costs:
+def calibrate(runs: Sequence[MeasuredRun]) -> Costs:
     """Fit costs to runs; all must have engines of one kind."""
     if len({run.layout.engine for run in runs}) > 1:
         raise InputError("runs of scripted engines and of others cannot be calibrated on together: name one kind")
@@ -93,14 +93,14 @@ def calibrate(runs: Sequence[Measured]) -> Costs:
     )
 
 
-def _median(iterations: Iterable[Iteration], name: str) -> float:
+def _median(iterations: Iterable[RecordedIteration], name: str) -> float:
     return statistics.median(one.seconds.get(name, 0.0) for one in iterations)
 
 
 # The engines.
 
 
-def _fit_engine(runs: Sequence[Measured]) -> EngineCosts:
+def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
     if runs[0].layout.engine == "scripted":
         return _fit_scripted(runs)
     rows, seconds = [], []
@@ -122,7 +122,7 @@ def _fit_engine(runs: Sequence[Measured]) -> EngineCosts:
     )
 
 
-def _by_engine(record: RunRecord) -> Iterator[tuple[Iteration, list[SampledGroup]]]:
+def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[RecordedGroup]]]:
     """The groups of an iteration that one engine sampled, in the order in which they were begun."""
     for iteration in record.iterations:
         by_index = sorted(iteration.groups, key=lambda group: group.index)
@@ -130,7 +130,7 @@ def _by_engine(record: RunRecord) -> Iterator[tuple[Iteration, list[SampledGroup
             yield iteration, [group for group in by_index if group.engine == engine]
 
 
-def _replay(run: Measured, groups: Sequence[SampledGroup], prompt: float, cost: str) -> dict[int, float]:
+def _replay(run: MeasuredRun, groups: Sequence[RecordedGroup], prompt: float, cost: str) -> dict[int, float]:
     """When an engine has sampled each group if nothing takes time but one thing, which takes 1."""
     only = {name: float(name == cost) for name in _BATCHING}
     costs = BatchingCosts(
@@ -141,12 +141,12 @@ def _replay(run: Measured, groups: Sequence[SampledGroup], prompt: float, cost: 
         max_running=run.layout.max_running,
         max_in_flight=run.layout.max_in_flight,
     )
-    pool = Pool([BatchingEngine(costs)], costs.max_in_flight, 0.0, 1)
-    pool.submit([Group(group.index, 0, round(prompt), list(group.lengths)) for group in groups], 0.0)
+    pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1)
+    pool.submit([SimulatedGroup(group.index, 0, round(prompt), list(group.lengths)) for group in groups], 0.0)
     return {group.index: group.sampled for group in pool.take(len(groups))}
 
 
-def _fit_scripted(runs: Sequence[Measured]) -> ScriptedCosts:
+def _fit_scripted(runs: Sequence[MeasuredRun]) -> ScriptedCosts:
     rows, seconds = [], []
     for run in runs:
         at_once = max(1, run.layout.max_in_flight // run.record.group_size)
@@ -171,7 +171,7 @@ def _fit_scripted(runs: Sequence[Measured]) -> ScriptedCosts:
 # The trainer.
 
 
-def _fit_trainer(runs: Sequence[Measured]) -> TrainerCosts:
+def _fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerCosts:
     shape = _fit_shape(runs)
     iterations = [(run, one) for run in runs for one in run.record.iterations]
     # All parts are scaled so that they add up to what the metrics say.
@@ -190,7 +190,7 @@ def _fit_trainer(runs: Sequence[Measured]) -> TrainerCosts:
     )
 
 
-def _fit_shape(runs: Sequence[Measured]) -> TrainerCosts:
+def _fit_shape(runs: Sequence[MeasuredRun]) -> TrainerCosts:
     """How a micro-batch's time depends on what is in it; a token alone where the runs do not show that."""
     rows, seconds = [], []
     for run in runs:
@@ -208,7 +208,7 @@ def _fit_shape(runs: Sequence[Measured]) -> TrainerCosts:
     return TrainerCosts(per_token=of_token, per_micro_batch=of_slot, per_pair=of_pair)
 
 
-def _computed(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, int], float]]:
+def _computed(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[tuple[int, int], float]]:
     """What was in a micro-batch, and how long the rank computed it: from one claim to the next.
 
     Slot i + 1 is asked for when slot i is waited for, so micro-batch i was computed from claim i + 1 to claim i + 2, if
@@ -227,7 +227,7 @@ def _computed(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, 
                 yield counted, claims[place + 2].time - claims[place + 1].time
 
 
-def _traced(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, int], float]]:
+def _traced(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[tuple[int, int], float]]:
     """The same of every micro-batch, as the trace has it."""
     assert run.trace is not None
     by_index = {group.index: group for group in iteration.groups}
@@ -241,14 +241,14 @@ def _traced(run: Measured, iteration: Iteration) -> Iterator[tuple[tuple[int, in
             yield counted, one.forward + one.backward
 
 
-def _backward_share(runs: Sequence[Measured]) -> float:
+def _backward_share(runs: Sequence[MeasuredRun]) -> float:
     """The share of the backward pass in what the traces have; two of three parts without a trace."""
     traced: list[MicroBatch] = [one for run in runs if run.trace for one in run.trace.micro_batches]
     backward, both = sum(one.backward for one in traced), sum(one.forward + one.backward for one in traced)
     return backward / both if both else 2 / 3
 
 
-def _busy_seconds(run: Measured, iteration: Iteration) -> float:
+def _busy_seconds(run: MeasuredRun, iteration: RecordedIteration) -> float:
     """What the first rank computed, with the other stages: its time less the schedule's bubble."""
     slots, stages = run.setting.slots, run.layout.num_stages
     bubble = (stages - 1) / run.layout.num_virtual
@@ -257,7 +257,7 @@ def _busy_seconds(run: Measured, iteration: Iteration) -> float:
     return whole * run.record.num_replicas / (1 + run.layout.num_frozen / 3)
 
 
-def _count(run: Measured, iteration: Iteration, costs: TrainerCosts) -> float:
+def _count(run: MeasuredRun, iteration: RecordedIteration, costs: TrainerCosts) -> float:
     """What the iteration's micro-batches take at these costs."""
     per_slot = max(1, run.record.group_size // run.record.micro_batch_size)
     total = 0.0

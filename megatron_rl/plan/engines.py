@@ -19,7 +19,7 @@ from megatron_rl.plan.costs import BatchingCosts, EngineCosts, ScriptedCosts
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
+class SimulatedGroup:
     """A group of an iteration, and what became of it."""
 
     index: int
@@ -34,7 +34,7 @@ class Group:
     """When its rewards were there too."""
 
 
-class Engine(Protocol):
+class SimulatedEngine(Protocol):
     """What the pool asks of an engine."""
 
     @property
@@ -44,14 +44,14 @@ class Engine(Protocol):
 
     num_events: int
 
-    def begin(self, group: Group, now: float) -> None:
+    def begin(self, group: SimulatedGroup, now: float) -> None:
         """Take a group."""
 
     def peek(self) -> float:
         """When the next group will have been sampled if nothing is begun before; infinite if none is at work."""
         ...
 
-    def take(self) -> Group:
+    def take(self) -> SimulatedGroup:
         """Return that group, at that time."""
         ...
 
@@ -62,11 +62,11 @@ class Engine(Protocol):
         """Be at `now`; no group ends before."""
 
 
-def build_engine(costs: EngineCosts, generator: np.random.Generator) -> Engine:
+def build_engine(costs: EngineCosts, generator: np.random.Generator) -> SimulatedEngine:
     """Build an engine of the kind that the costs are of."""
     if isinstance(costs, ScriptedCosts):
-        return ScriptedEngine(costs, generator)
-    return BatchingEngine(costs)
+        return SimulatedScripted(costs, generator)
+    return SimulatedBatching(costs)
 
 
 @dataclasses.dataclass
@@ -97,15 +97,15 @@ class _State:
         )  # fmt: skip
 
 
-class BatchingEngine:
-    """Batches continuously; satisfies `Engine`.
+class SimulatedBatching:
+    """Batches continuously; satisfies `SimulatedEngine`.
 
     It is computed up to the next group, and goes back to where it was if something happens before that.
     """
 
     def __init__(self, costs: BatchingCosts) -> None:
         self._costs = costs
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, SimulatedGroup] = {}
         self._num_begun = 0
         self._state = self._ahead = _State()
         self._next: int | None = None
@@ -116,7 +116,7 @@ class BatchingEngine:
     def busy(self) -> float:
         return self._state.busy
 
-    def begin(self, group: Group, now: float) -> None:
+    def begin(self, group: SimulatedGroup, now: float) -> None:
         self.settle(now)
         number, self._num_begun = self._num_begun, self._num_begun + 1
         self._groups[number] = group
@@ -132,7 +132,7 @@ class BatchingEngine:
             self._is_computed = True
         return math.inf if self._next is None else self._ahead.now
 
-    def take(self) -> Group:
+    def take(self) -> SimulatedGroup:
         self.peek()
         assert self._next is not None, "no group is at work"
         self._state, number = self._ahead, self._next
@@ -224,13 +224,13 @@ class BatchingEngine:
         state.context += len(state.running) * steps
 
 
-class ScriptedEngine:
-    """As `sidecar/engines/scripted.py` does it; satisfies `Engine`."""
+class SimulatedScripted:
+    """As `sidecar/engines/scripted.py` does it; satisfies `SimulatedEngine`."""
 
     def __init__(self, costs: ScriptedCosts, generator: np.random.Generator) -> None:
         self._costs = costs
         self._generator = generator
-        self._ends: list[tuple[float, int, Group]] = []
+        self._ends: list[tuple[float, int, SimulatedGroup]] = []
         self._since = 0.0
         self._num_begun = 0
         self._busy = 0.0
@@ -240,7 +240,7 @@ class ScriptedEngine:
     def busy(self) -> float:
         return self._busy
 
-    def begin(self, group: Group, now: float) -> None:
+    def begin(self, group: SimulatedGroup, now: float) -> None:
         self.settle(now)
         group.begun = now
         least, most = self._costs.delay
@@ -254,7 +254,7 @@ class ScriptedEngine:
     def peek(self) -> float:
         return self._ends[0][0] if self._ends else math.inf
 
-    def take(self) -> Group:
+    def take(self) -> SimulatedGroup:
         self.settle(self._ends[0][0])
         return heapq.heappop(self._ends)[2]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatron_rl.plan.chips import ASSUMED, Assumptions, Chip
+from megatron_rl.plan.chips import ASSUMED, Assumptions, DeviceFigures
 from megatron_rl.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_seconds
 from megatron_rl.types import Architecture
 
@@ -63,7 +63,7 @@ def measure(architecture: Architecture) -> ModelSize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """How devices are divided between the trainer and the engines."""
 
     tensor: int = 1
@@ -85,8 +85,8 @@ class Split:
 
 def estimate(
     architecture: Architecture,
-    chip: Chip,
-    split: Split,
+    chip: DeviceFigures,
+    split: DeviceSplit,
     max_running: int,
     assumptions: Assumptions = ASSUMED,
     num_frozen: int = 0,
@@ -108,7 +108,12 @@ def count_context_bytes(architecture: Architecture) -> int:
 
 
 def _estimate_engine(
-    architecture: Architecture, size: ModelSize, chip: Chip, tensor: int, max_running: int, assumptions: Assumptions
+    architecture: Architecture,
+    size: ModelSize,
+    chip: DeviceFigures,
+    tensor: int,
+    max_running: int,
+    assumptions: Assumptions,
 ) -> BatchingCosts:
     bandwidth = tensor * chip.bandwidth * assumptions.decoding
     flops = tensor * chip.flops * assumptions.prefill
@@ -127,7 +132,7 @@ def _estimate_engine(
 
 
 def _estimate_trainer(
-    architecture: Architecture, size: ModelSize, chip: Chip, split: Split, assumptions: Assumptions,
+    architecture: Architecture, size: ModelSize, chip: DeviceFigures, split: DeviceSplit, assumptions: Assumptions,
     num_frozen: int, recomputes: bool,
 ) -> TrainerCosts:  # fmt: skip
     hidden, layers = architecture.hidden_size, architecture.num_layers
@@ -162,7 +167,7 @@ def _estimate_trainer(
     )
 
 
-def _exchange(split: Split, hidden: int, chip: Chip, assumptions: Assumptions) -> float:
+def _exchange(split: DeviceSplit, hidden: int, chip: DeviceFigures, assumptions: Assumptions) -> float:
     """What a micro-batch of some thousand tokens takes from one stage to the next."""
     tokens = 8192 / (split.tensor * split.context)
     return 0.0 if split.pipeline == 1 else 1e-4 + tokens * hidden * _BYTES / (chip.network * assumptions.network)

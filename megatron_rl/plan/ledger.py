@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-TRAINER_PARTS = (
-    "busy", "publish", "first_group", "starved", "bubble", "tail", "update", "switch", "other",
-)  # fmt: skip
-ENGINE_PARTS = ("busy", "publish", "tail", "starved", "update", "switch", "other")
+# "bubble" has the wait for other replicas too.
+TRAINER_PARTS = ("busy", "first", "starved", "tail", "publish", "bubble", "update", "switch", "other")
+# Here an engine is busy as long as it samples at all, and "tail" is what it idles while others still sample.
+ENGINE_PARTS = ("busy", "tail", "idle", "publish", "switch", "other")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ The optimizer is Adam, divided over replicas; weights are bf16, gradients and st
 
 import dataclasses
 
-from megatron_rl.plan.figures import ModelSize, Split, count_context_bytes, measure
+from megatron_rl.plan.figures import DeviceSplit, ModelSize, count_context_bytes, measure
 from megatron_rl.types import Architecture
 
 _GIB = 1 << 30
@@ -29,7 +29,7 @@ class Micro:
 
 
 def count_trainer_bytes(
-    architecture: Architecture, split: Split, micro: Micro, num_frozen: int = 0, recomputes: bool = False
+    architecture: Architecture, split: DeviceSplit, micro: Micro, num_frozen: int = 0, recomputes: bool = False
 ) -> int:
     """Count what a rank of the first stage takes: it keeps more micro-batches than any other."""
     size = measure(architecture)
@@ -51,7 +51,12 @@ def count_trainer_bytes(
 
 
 def fits_trainer(
-    architecture: Architecture, split: Split, micro: Micro, gib: float, num_frozen: int = 0, recomputes: bool = False
+    architecture: Architecture,
+    split: DeviceSplit,
+    micro: Micro,
+    gib: float,
+    num_frozen: int = 0,
+    recomputes: bool = False,
 ) -> bool:
     """Whether a rank fits a device of so many GiB."""
     return count_trainer_bytes(architecture, split, micro, num_frozen, recomputes) <= gib * _GIB * _TRAINER_SHARE
@@ -66,7 +71,7 @@ def count_running(architecture: Architecture, tensor: int, context: float, gib: 
     return max(0, int(room / (count_context_bytes(architecture) * copies * context)))
 
 
-def _count_parameters(size: ModelSize, split: Split) -> float:
+def _count_parameters(size: ModelSize, split: DeviceSplit) -> float:
     """Of a rank of the first stage, which has the embedding; with one stage, the output layer too."""
     layers = size.num_layers / split.pipeline
     vocabulary = size.of_vocabulary * (2 if split.pipeline == 1 and not size.is_tied else 1)

@@ -47,7 +47,9 @@ class Spent:
     first: float
     """Until the first slot's groups were there."""
     starved: float
-    """Waiting for later slots."""
+    """Waiting for later slots, while groups queued for engines."""
+    tail: float
+    """Waiting for later slots, when engines ran dry."""
     bubble: float
     """Waiting for other stages."""
 
@@ -67,7 +69,8 @@ class Pipeline:
         self._busy = [0.0] * num_stages
         self._slots: list[tuple[float, float]] = []
         """Of each slot: when its groups are there, and the seconds of its forward pass through one model."""
-        self._waited: list[float] = []
+        self._waited: list[tuple[float, float]] = []
+        """For each slot, from when to when the first stage waited for it."""
         # By stage, then by (forward, chunk, micro-batch): when the next one may begin with it.
         self._ends: list[dict[Step, float]] = [{} for _ in range(num_stages)]
         self.wanted = start
@@ -87,15 +90,19 @@ class Pipeline:
         assert all(reached == len(order) for reached, order in zip(self._reached, self._orders, strict=True))
         return max(self._now)
 
-    def spent(self) -> list[Spent]:
-        """Say of each stage what it spent until the end."""
+    def spent(self, dry: float) -> list[Spent]:
+        """Say of each stage what it spent until the end; from `dry` on no group queued for an engine."""
         end = self.end
-        first, starved = self._waited[0], sum(self._waited[1:])
+        first = self._waited[0][1] - self._waited[0][0]
+        starved = sum(max(0.0, min(after, dry) - before) for before, after in self._waited[1:])
+        tail = sum(max(0.0, after - max(before, dry)) for before, after in self._waited[1:])
         found = []
         for busy in self._busy:
+            # A later stage may have been at work while the first one waited.
             waited = max(0.0, end - self.start - busy - first)
-            of_slots = min(starved, waited)
-            found.append(Spent(busy, first, of_slots, waited - of_slots))
+            of_tail = min(tail, waited)
+            of_starved = min(starved, waited - of_tail)
+            found.append(Spent(busy, first, of_starved, of_tail, waited - of_tail - of_starved))
         return found
 
     def _go_on(self) -> None:
@@ -117,7 +124,7 @@ class Pipeline:
                 self.wanted = now
                 return False
             ready = self._slots[micro_batch][0]
-            self._waited.append(max(0.0, ready - now))
+            self._waited.append((now, max(now, ready)))
         else:
             needed = self._needed(stage, step)
             if needed is None:

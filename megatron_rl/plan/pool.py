@@ -12,16 +12,18 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.plan.engines import Engine, Group
+from megatron_rl.plan.engines import SimulatedEngine, SimulatedGroup
 
 
 class Pool:
     """Engines, and the workers that give rewards."""
 
-    def __init__(self, engines: Sequence[Engine], max_in_flight: int, reward: float, reward_workers: int) -> None:
+    def __init__(
+        self, engines: Sequence[SimulatedEngine], max_in_flight: int, reward: float, reward_workers: int
+    ) -> None:
         self.engines = engines
         self.now = 0.0
-        self.finished: deque[Group] = deque()
+        self.finished: deque[SimulatedGroup] = deque()
         """Groups with their rewards that nobody has taken, in the order in which they were finished."""
         self.last_sampled = [0.0] * len(engines)
         """When each engine had sampled its last group."""
@@ -30,12 +32,12 @@ class Pool:
         self._reward = reward
         self._workers = [0.0] * reward_workers
         self._in_flight = [0] * len(engines)
-        self._waiting: deque[Group] = deque()
+        self._waiting: deque[SimulatedGroup] = deque()
         # Heaps, with entries that are out of date: by the next group's time, and by what is in flight.
         self._next: list[tuple[float, int]] = []
         self._free = [(0, index) for index in range(len(engines))]
 
-    def submit(self, groups: Iterable[Group], now: float) -> None:
+    def submit(self, groups: Iterable[SimulatedGroup], now: float) -> None:
         """Give the engines groups to sample."""
         self.advance(now)
         self.now = max(self.now, now)
@@ -62,7 +64,7 @@ class Pool:
             assert self._peek() < math.inf, "there are not so many groups"
             self._step()
 
-    def take(self, count: int, iteration: int | None = None) -> list[Group]:
+    def take(self, count: int, iteration: int | None = None) -> list[SimulatedGroup]:
         """Take so many finished groups, of that iteration or of any, the earliest first, once they are there."""
         while True:
             found = [group for group in self.finished if iteration is None or group.iteration == iteration][:count]

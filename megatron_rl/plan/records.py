@@ -9,7 +9,7 @@ from megatron_rl.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class SampledGroup:
+class RecordedGroup:
     """A group as the audit log has it."""
 
     index: int
@@ -29,13 +29,13 @@ class Claimed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Iteration:
+class RecordedIteration:
     """An iteration of a run."""
 
     version: int
     submitted: float
     completed: float
-    groups: Sequence[SampledGroup]
+    groups: Sequence[RecordedGroup]
     claims: Sequence[Claimed]
     seconds: Mapping[str, float]
     """Its parts, by their names in metrics.jsonl, and "iteration", the whole."""
@@ -60,7 +60,7 @@ class RunRecord:
     num_updates: int
     in_prompt_order: bool
     num_engines: int
-    iterations: Sequence[Iteration]
+    iterations: Sequence[RecordedIteration]
 
     @property
     def iteration_seconds(self) -> float:
@@ -115,9 +115,9 @@ def _is_restored(events: Mapping[str, Any]) -> bool:
     return any(event.get("is_restored") for event in events["groups"])
 
 
-def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iteration:
+def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> RecordedIteration:
     groups = [
-        SampledGroup(
+        RecordedGroup(
             index=event["prompt"],
             engine=event["responses"][0]["engine"],
             finished=event["time"],
@@ -129,7 +129,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> It
         Claimed(event["time"], event["replica"], event["index"], tuple(event["prompts"])) for event in events["claims"]
     ]
     seconds = {name: value for name, value in metrics["time"].items() if not name.endswith("_per_second")}
-    return Iteration(
+    return RecordedIteration(
         version=metrics["version"],
         submitted=events["submit"]["time"],
         completed=events["complete"]["time"],

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_rl.errors import UsageError
-from megatron_rl.plan.chips import ASSUMED, Chip
+from megatron_rl.plan.chips import ASSUMED, DeviceFigures
 from megatron_rl.plan.costs import BatchingCosts, Costs, Setting
-from megatron_rl.plan.figures import Split, estimate
+from megatron_rl.plan.figures import DeviceSplit, estimate
 from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.memory import Micro, count_running, fits_trainer
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
-from megatron_rl.plan.simulate import check, simulate
+from megatron_rl.plan.simulate import check_setting, simulate
 from megatron_rl.types import Architecture
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4)
@@ -28,7 +28,7 @@ class Wanted:
     """What is to be run, on what."""
 
     architecture: Architecture
-    chip: Chip
+    chip: DeviceFigures
     num_devices: int
     devices_per_host: int
     setting: Setting
@@ -43,7 +43,7 @@ class Wanted:
 class Candidate:
     """A split, and what follows from it."""
 
-    split: Split
+    split: DeviceSplit
     setting: Setting
     costs: Costs
     result: Result | None = None
@@ -86,7 +86,7 @@ def _list_candidates(wanted: Wanted) -> Iterator[Candidate]:
             yield candidate
 
 
-def _list_splits(wanted: Wanted) -> Iterator[Split]:
+def _list_splits(wanted: Wanted) -> Iterator[DeviceSplit]:
     architecture, total = wanted.architecture, wanted.num_devices
     is_colocated = wanted.setting.schedule == "colocated"
     for tensor in _TENSOR:
@@ -99,7 +99,7 @@ def _list_splits(wanted: Wanted) -> Iterator[Split]:
                 model = tensor * pipeline * context
                 for replicas in _list_replicas(wanted, model):
                     for expert in _list_experts(architecture, tensor * context * replicas):
-                        part = Split(tensor, pipeline, context, expert, replicas)
+                        part = DeviceSplit(tensor, pipeline, context, expert, replicas)
                         for engine_tensor in _TENSOR:
                             rest = total if is_colocated else total - model * replicas
                             if rest % engine_tensor == 0 and rest and _divides_tensor(architecture, engine_tensor):
@@ -136,7 +136,7 @@ def _list_experts(architecture: Architecture, ranks: int) -> Iterator[int]:
             yield expert
 
 
-def _make(wanted: Wanted, split: Split) -> Candidate | None:
+def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     """The run with this split; None if it does not fit."""
     setting = dataclasses.replace(
         wanted.setting,
@@ -160,7 +160,7 @@ def _make(wanted: Wanted, split: Split) -> Candidate | None:
         return None
     costs = estimate(architecture, chip, split, running, ASSUMED, wanted.num_frozen, wanted.recomputes)
     try:
-        check(setting)
+        check_setting(setting)
     except UsageError:
         return None
     return Candidate(split, setting, costs)
@@ -184,7 +184,7 @@ def _estimate_seconds(setting: Setting, costs: Costs) -> float:
     return costs.publish + both + trainer.update * setting.num_updates
 
 
-def describe(candidates: Sequence[Candidate]) -> list[str]:
+def describe_candidates(candidates: Sequence[Candidate]) -> list[str]:
     """The table."""
     lines = [
         f"{'':>3}{'trainer':>9}{'TP':>4}{'PP':>4}{'CP':>4}{'EP':>4}{'DP':>5}{'engines':>9}{'of':>4}{'at once':>9}"

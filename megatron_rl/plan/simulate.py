@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.errors import UsageError
 from megatron_rl.plan.costs import Costs, Setting
-from megatron_rl.plan.engines import Group, build_engine
+from megatron_rl.plan.engines import SimulatedGroup, build_engine
 from megatron_rl.plan.ledger import ENGINE_PARTS, TRAINER_PARTS, IterationResult, Result
 from megatron_rl.plan.pipeline import Pipeline, count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
@@ -21,7 +21,7 @@ from megatron_rl.plan.pool import Pool
 
 def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int = 0) -> Result:
     """Simulate a run from its first iteration on, in which a pipelined schedule has been filled before."""
-    check(setting)
+    check_setting(setting)
     run = _Run(setting, costs, seed)
     iterate = {
         "colocated": run.iterate_apart, "sync": run.iterate_apart, "periodic": run.iterate_apart,
@@ -31,7 +31,7 @@ def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int 
     return Result(iterations, setting.num_devices, run.num_events)
 
 
-def check(setting: Setting) -> None:
+def check_setting(setting: Setting) -> None:
     """Raise a UsageError for a setting that does not divide as `protocol/slots.py` divides a run's."""
     size, of_slot = setting.group_size, setting.micro_batch_size
     if of_slot % size and size % of_slot:
@@ -73,7 +73,7 @@ class _Run:
         self._engines = [build_engine(costs.engine, self._generator) for _ in range(setting.num_engines)]
         self._pool = Pool(self._engines, costs.engine.max_in_flight, costs.reward, setting.reward_workers)
         self._now = 0.0
-        self._batch: list[Group] = []
+        self._batch: list[SimulatedGroup] = []
         """Of the iteration that is trained next, where it was sampled before."""
         self._num_trainer_events = 0
         self._tokens = 0
@@ -95,8 +95,10 @@ class _Run:
         else:
             first, last = (pick(group.finished for group in groups) for pick in (min, max))
             trained = self._train(groups, last + switch)
-            trained.parts["first_group"] += (first - submitted) * self._num_ranks
-            trained.parts["starved"] += (last - first) * self._num_ranks
+            dry = min(last, max(first, max(group.begun for group in groups)))
+            trained.parts["first"] += (first - submitted) * self._num_ranks
+            trained.parts["starved"] += (dry - first) * self._num_ranks
+            trained.parts["tail"] += (last - dry) * self._num_ranks
         end = trained.end + switch + self._costs.other
         self._now = end
         return self._describe(start, end, trained, groups, busy, publish=self._costs.publish, switch=2 * switch)
@@ -116,7 +118,7 @@ class _Run:
         sampled = max(group.finished for group in self._batch)
         end = max(trained.end, sampled) + self._costs.other
         waited = max(0.0, sampled - trained.end)
-        trained.parts["first_group"] += waited * self._num_ranks
+        trained.parts["first"] += waited * self._num_ranks
         self._now = end
         staleness = int(number > 0)
         return self._describe(start, end, trained, groups, busy, publish=self._costs.publish, staleness=staleness)
@@ -144,7 +146,7 @@ class _Run:
         prompts = setting.prompts.draw(self._generator, setting.num_prompts, 1)
         responses = setting.responses.draw(self._generator, setting.num_prompts, setting.group_size)
         groups = [
-            Group(index, iteration, prompt, lengths)
+            SimulatedGroup(index, iteration, prompt, lengths)
             for index, ((prompt,), lengths) in enumerate(zip(prompts, responses, strict=True))
         ]
         self._pool.submit(groups, now)
@@ -153,32 +155,33 @@ class _Run:
     def _num_ranks(self) -> int:
         return self._setting.num_replicas * self._setting.num_stages
 
-    def _train(self, groups: Sequence[Group], start: float) -> _Trained:
+    def _train(self, groups: Sequence[SimulatedGroup], start: float) -> _Trained:
         """Make the iteration's updates, one after the other, from `start` on."""
         setting, now = self._setting, start
         parts = dict.fromkeys(TRAINER_PARTS, 0.0)
+        dry = max(group.begun for group in groups)
         for update in range(setting.num_updates):
             pipelines = self._consume(self._choose(groups, update), now)
             end = max(pipeline.end for pipeline in pipelines)
             for pipeline in pipelines:
-                for spent in pipeline.spent():
+                for spent in pipeline.spent(dry):
                     parts["busy"] += spent.busy
-                    parts["first_group" if not update else "starved"] += spent.first
+                    parts["starved" if update else "first"] += spent.first
                     parts["starved"] += spent.starved
-                    parts["bubble"] += spent.bubble
-                    parts["tail"] += end - pipeline.end
+                    parts["tail"] += spent.tail
+                    parts["bubble"] += spent.bubble + end - pipeline.end
             parts["update"] += self._costs.trainer.update * self._num_ranks
             now = end + self._costs.trainer.update
         return _Trained(now, parts)
 
-    def _choose(self, groups: Sequence[Group], update: int) -> Sequence[Group]:
+    def _choose(self, groups: Sequence[SimulatedGroup], update: int) -> Sequence[SimulatedGroup]:
         """The groups of an update: by prompt, unless they are of several iterations' prompts."""
         size = self._setting.num_prompts // self._setting.num_updates
         if self._setting.schedule == "async" and not self._setting.is_strict:
             return groups[update * size : (update + 1) * size]
         return [group for group in groups if group.index // size == update]
 
-    def _consume(self, groups: Sequence[Group], start: float) -> list[Pipeline]:
+    def _consume(self, groups: Sequence[SimulatedGroup], start: float) -> list[Pipeline]:
         """Hand out groups to the replicas' slots, in the order in which they ask."""
         setting, trainer = self._setting, self._costs.trainer
         pipelines = [
@@ -202,7 +205,7 @@ class _Run:
                 heapq.heappush(asking, (max(wanted, arrival), replica, unit + 1))
         return pipelines
 
-    def _give(self, pipeline: Pipeline, groups: Sequence[Group], arrival: float) -> None:
+    def _give(self, pipeline: Pipeline, groups: Sequence[SimulatedGroup], arrival: float) -> None:
         """Give a replica the slots of a claim."""
         setting, trainer = self._setting, self._costs.trainer
         for part in range(setting.slots_per_group):
@@ -216,7 +219,7 @@ class _Run:
             pipeline.give(arrival, slot_seconds(trainer, tokens, pairs))
 
     def _describe(
-        self, start: float, end: float, trained: _Trained, groups: Sequence[Group], busy: float,
+        self, start: float, end: float, trained: _Trained, groups: Sequence[SimulatedGroup], busy: float,
         publish: float, switch: float = 0.0, staleness: int = 0,
     ) -> IterationResult:  # fmt: skip
         tokens, self._tokens = self._tokens, 0
@@ -228,12 +231,11 @@ class _Run:
         idle = end - start - sum(engines.values())
         last = min(end, max(self._pool.last_sampled))
         tail = sum(max(0.0, last - max(start, sampled)) for sampled in self._pool.last_sampled) / len(self._engines)
-        # What engines idle for is one of these; where they sample meanwhile, there is less of it.
-        update = self._costs.trainer.update * self._setting.num_updates
-        for name, most in (("tail", tail), ("update", update), ("other", self._costs.other)):
+        # Where engines sample beside the rest of an iteration, they idle for less.
+        for name, most in (("tail", tail), ("other", self._costs.other)):
             engines[name] = min(max(0.0, idle), most)
             idle -= engines[name]
-        engines["starved"] = idle
+        engines["idle"] = idle
         submitted = min(group.begun for group in groups)
         sampled = max(group.sampled for group in groups)
         return IterationResult(start, end, trainer, engines, sampled - submitted, tokens, staleness)

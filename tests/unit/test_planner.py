@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.plan import large_run
 from megatron_rl.errors import UsageError
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.engines import BatchingEngine, Group
+from megatron_rl.plan.engines import SimulatedBatching, SimulatedGroup
 from megatron_rl.plan.lengths import Empirical, Lognormal, Uniform, parse_lengths
 from megatron_rl.plan.pipeline import Pipeline, count_slot, order_steps
 from megatron_rl.plan.pool import Pool
@@ -174,7 +174,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 
 
 class StepByStep:
-    """The naive twin of `BatchingEngine`: one token a step."""
+    """The naive twin of `SimulatedBatching`: one token a step."""
 
     def __init__(self, costs):
         self.costs = costs
@@ -207,8 +207,8 @@ class StepByStep:
 )  # fmt: skip
 def test_closed_form_and_token_by_token_give_the_same_times(drawn, max_running, per_context):
     costs = BatchingCosts(0.1, 0.01, per_context, 0.002, 0.01, max_running=max_running, max_in_flight=1000)
-    groups = [Group(index, 0, prompt, lengths) for index, (prompt, lengths) in enumerate(drawn)]
-    pool = Pool([BatchingEngine(costs)], costs.max_in_flight, 0.0, 1)
+    groups = [SimulatedGroup(index, 0, prompt, lengths) for index, (prompt, lengths) in enumerate(drawn)]
+    pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1)
     pool.submit(groups, 0.0)
     pool.take(len(groups))
     naive = StepByStep(costs).run([dataclasses.replace(group) for group in groups])
@@ -222,9 +222,9 @@ def test_closed_form_and_token_by_token_give_the_same_times(drawn, max_running, 
 def test_looking_at_an_engine_changes_nothing(times, seed):
     def run(looked):
         generator = np.random.default_rng(seed)
-        engine = BatchingEngine(BatchingCosts(0.1, 0.01, 1e-5, 0.002, max_running=6, max_in_flight=40))
+        engine = SimulatedBatching(BatchingCosts(0.1, 0.01, 1e-5, 0.002, max_running=6, max_in_flight=40))
         for index, lengths in enumerate(generator.integers(1, 80, (5, 4)).tolist()):
-            engine.begin(Group(index, 0, 10, lengths), 0.0)
+            engine.begin(SimulatedGroup(index, 0, 10, lengths), 0.0)
         ends = []
         for now in [*sorted(looked), math.inf]:
             while engine.peek() <= now and engine.peek() < math.inf:
@@ -240,14 +240,14 @@ def test_looking_at_an_engine_changes_nothing(times, seed):
 def test_a_prompt_is_prefilled_once_for_all_responses_of_its_group():
     costs = BatchingCosts(0.0, per_prompt_token=1.0, max_running=100, max_in_flight=1000)
     for size in (1, 8):
-        pool = Pool([BatchingEngine(costs)], costs.max_in_flight, 0.0, 1)
-        pool.submit([Group(0, 0, 30, [5] * size)], 0.0)
+        pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1)
+        pool.submit([SimulatedGroup(0, 0, 30, [5] * size)], 0.0)
         assert pool.take(1)[0].sampled == 30
 
 
 def test_a_pause_delays_what_is_sampled_and_is_no_work():
-    engine = BatchingEngine(BatchingCosts(1.0, max_running=4, max_in_flight=4))
-    engine.begin(Group(0, 0, 1, [10]), 0.0)
+    engine = SimulatedBatching(BatchingCosts(1.0, max_running=4, max_in_flight=4))
+    engine.begin(SimulatedGroup(0, 0, 1, [10]), 0.0)
     engine.pause(4.0, 3.0)
     assert engine.peek() == pytest.approx(13.0)
     engine.take()
@@ -255,9 +255,9 @@ def test_a_pause_delays_what_is_sampled_and_is_no_work():
 
 
 def test_groups_go_to_the_emptiest_engine_and_wait_where_all_are_full():
-    engines = [BatchingEngine(BatchingCosts(1.0, max_running=8, max_in_flight=8)) for _ in range(2)]
+    engines = [SimulatedBatching(BatchingCosts(1.0, max_running=8, max_in_flight=8)) for _ in range(2)]
     pool = Pool(engines, 8, 0.0, 1)
-    groups = [Group(index, 0, 1, [length] * 4) for index, length in enumerate([10, 30, 30, 30, 5])]
+    groups = [SimulatedGroup(index, 0, 1, [length] * 4) for index, length in enumerate([10, 30, 30, 30, 5])]
     pool.submit(groups, 0.0)
     assert [group.begun for group in groups[:4]] == [0.0] * 4
     assert math.isnan(groups[4].begun)
@@ -266,16 +266,16 @@ def test_groups_go_to_the_emptiest_engine_and_wait_where_all_are_full():
 
 
 def test_a_group_that_is_larger_than_the_bound_has_an_engine_to_itself():
-    pool = Pool([BatchingEngine(BatchingCosts(1.0, max_running=8, max_in_flight=2))], 2, 0.0, 1)
-    groups = [Group(index, 0, 1, [10] * 4) for index in range(2)]
+    pool = Pool([SimulatedBatching(BatchingCosts(1.0, max_running=8, max_in_flight=2))], 2, 0.0, 1)
+    groups = [SimulatedGroup(index, 0, 1, [10] * 4) for index in range(2)]
     pool.submit(groups, 0.0)
     pool.take(2)
     assert [group.begun for group in groups] == [0.0, 10.0]
 
 
 def test_rewards_wait_for_a_worker():
-    pool = Pool([BatchingEngine(BatchingCosts(1.0, max_running=9, max_in_flight=9))], 9, 5.0, 2)
-    pool.submit([Group(index, 0, 1, [10]) for index in range(4)], 0.0)
+    pool = Pool([SimulatedBatching(BatchingCosts(1.0, max_running=9, max_in_flight=9))], 9, 5.0, 2)
+    pool.submit([SimulatedGroup(index, 0, 1, [10]) for index in range(4)], 0.0)
     assert [group.finished for group in pool.take(4)] == [15.0, 15.0, 20.0, 20.0]
 
 
@@ -300,10 +300,10 @@ def test_a_schedule_takes_its_micro_batches_and_its_bubble(stages, virtual, slot
     # Of a micro-batch in a stage: a third forward, two thirds backward.
     of_stage = 6.0 / stages
     assert pipeline.end == pytest.approx(slots * of_stage + (stages - 1) * of_stage / virtual)
-    for spent in pipeline.spent():
+    for spent in pipeline.spent(0.0):
         assert spent.busy == pytest.approx(slots * of_stage)
         assert spent.bubble == pytest.approx((stages - 1) * of_stage / virtual)
-        assert spent.first == spent.starved == 0
+        assert spent.first == spent.starved == spent.tail == 0
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (3, 1), (2, 2), (4, 2)])
@@ -320,8 +320,9 @@ def test_every_stage_does_each_chunk_of_each_micro_batch_forward_before_backward
 def test_a_stage_waits_for_slots_and_says_so():
     pipeline = drain(Pipeline(TrainerCosts(per_token=1.0), 1, 1, 3, 10.0), [12.0, 13.0, 30.0], 6.0)
     assert pipeline.end == 36.0
-    (spent,) = pipeline.spent()
-    assert (spent.busy, spent.first, spent.starved, spent.bubble) == (18.0, 2.0, 6.0, 0.0)
+    (spent,) = pipeline.spent(dry=26.0)
+    # The second slot is there in time, the third at 30: until 26 groups queue for engines, then they run dry.
+    assert (spent.busy, spent.first, spent.starved, spent.tail, spent.bubble) == (18.0, 2.0, 2.0, 4.0, 0.0)
 
 
 def test_frozen_models_and_the_output_layer_take_their_time():
@@ -330,7 +331,7 @@ def test_frozen_models_and_the_output_layer_take_their_time():
     )
     assert (plain, frozen) == (12.0, 2 * (3 * 2.0 + 4.0))
     uneven = drain(Pipeline(TrainerCosts(1.0, output_share=0.5), 2, 1, 1, 0.0), [0], 12.0)
-    assert [spent.busy for spent in uneven.spent()] == [3.0, 9.0]
+    assert [spent.busy for spent in uneven.spent(0.0)] == [3.0, 9.0]
 
 
 def test_a_shared_prompt_is_counted_once():

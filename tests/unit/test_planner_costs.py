@@ -10,11 +10,11 @@ import pytest
 
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.plan.belief import NO_RUN, describe_errors, find_doubts, leave_one_out
-from megatron_rl.plan.calibrate import Layout, Measured, calibrate, fit
-from megatron_rl.plan.chips import CHIPS, find_chip
+from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
+from megatron_rl.plan.chips import CHIPS, find_figures
 from megatron_rl.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.engines import Group
-from megatron_rl.plan.figures import Split, estimate, measure
+from megatron_rl.plan.engines import SimulatedGroup
+from megatron_rl.plan.figures import DeviceSplit, estimate, measure
 from megatron_rl.plan.lengths import Uniform
 from megatron_rl.plan.memory import Micro, count_running, count_trainer_bytes
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
@@ -99,14 +99,14 @@ def recorded(monkeypatch):
         for number, engine in enumerate(run._engines):
             begin = engine.begin
 
-            def noted(group: Group, now: float, begin=begin, number=number):
+            def noted(group: SimulatedGroup, now: float, begin=begin, number=number):
                 engine_of[id(group)] = f"engine-{number}"
                 begin(group, now)
 
             monkeypatch.setattr(engine, "begin", noted)
         for version in range(count):
             run.iterate(version)
-        return Measured(read_record(name, run.metrics, run.audit), Layout(**layout))
+        return MeasuredRun(read_record(name, run.metrics, run.audit), RunLayout(**layout))
 
     return make
 
@@ -251,7 +251,7 @@ def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
 
 def test_a_chip_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(UsageError, match="write one of a100, h100, h200"):
-        find_chip("b300")
+        find_figures("b300")
 
 
 def test_parameters_are_counted_as_models_have_them():
@@ -267,7 +267,7 @@ def test_parameters_are_counted_as_models_have_them():
 
 
 def test_a_faster_chip_and_more_devices_cost_less_time():
-    split = Split(tensor=2, replicas=2, num_engines=2, engine_tensor=2)
+    split = DeviceSplit(tensor=2, replicas=2, num_engines=2, engine_tensor=2)
     slow, fast = (estimate(QWEN3_4B, CHIPS[name], split, 64) for name in ("a100", "h100"))
     assert fast.trainer.per_token < slow.trainer.per_token
     assert fast.engine.step < slow.engine.step
@@ -287,11 +287,11 @@ def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model
 
 
 LAYOUTS = {
-    "": Split(replicas=8),
-    "--tensor-model-parallel-size 2 --sequence-parallel": Split(tensor=2, replicas=4),
-    "--pipeline-model-parallel-size 4": Split(pipeline=4, replicas=2),
-    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2": Split(2, 1, 2, replicas=2),
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": Split(replicas=8),
+    "": DeviceSplit(replicas=8),
+    "--tensor-model-parallel-size 2 --sequence-parallel": DeviceSplit(tensor=2, replicas=4),
+    "--pipeline-model-parallel-size 4": DeviceSplit(pipeline=4, replicas=2),
+    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2": DeviceSplit(2, 1, 2, replicas=2),
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": DeviceSplit(replicas=8),
 }
 
 
@@ -325,6 +325,8 @@ for words in json.loads(sys.argv[1]):
     assert ended.returncode == 0, ended.stderr
     for line, (words, split) in zip(ended.stdout.splitlines(), LAYOUTS.items(), strict=True):
         counted, tokens, num_micro_batches = json.loads(line)
-        estimated = count_trainer_bytes(QWEN3_4B, split, Micro(tokens, num_micro_batches), recomputes="full" in words)
+        estimated = count_trainer_bytes(
+            architecture, split, Micro(tokens, num_micro_batches), recomputes="full" in words
+        )
         # The formula has the buffers of a stream to engines; on one host weights go through shared memory.
         assert estimated - (2 << 28) == pytest.approx(counted, rel=0.03), words

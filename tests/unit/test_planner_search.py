@@ -13,7 +13,7 @@ from megatron_rl.plan.chips import CHIPS
 from megatron_rl.plan.costs import Setting
 from megatron_rl.plan.lengths import Lognormal, Uniform
 from megatron_rl.plan.memory import Micro, fits_trainer
-from megatron_rl.plan.search import Wanted, _list_splits, describe, search
+from megatron_rl.plan.search import Wanted, _list_splits, describe_candidates, search
 from megatron_rl.plan.words import Files, list_notes, write_command
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Experts
@@ -60,7 +60,7 @@ def test_the_first_is_the_best_of_what_was_simulated_and_no_worse_than_a_plain_h
     assert speeds == sorted(speeds, reverse=True)
     half = [one for one in found if one.split.trainer_devices == 4]
     assert not half or found[0].result.tpspd >= max(one.result.tpspd for one in half)
-    assert len(describe(found)) == len(found) + 1
+    assert len(describe_candidates(found)) == len(found) + 1
 
 
 def test_slower_sampling_moves_devices_to_the_engines():
