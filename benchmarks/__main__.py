@@ -78,6 +78,20 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ledger_coverage": "the least share of a process's time that has a cause",
         "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
     },
+    "plan": {
+        "error_median_engines": "how far predicted iterations are off, the median of runs that wait for engines",
+        "error_worst_engines": "the worst of these",
+        "error_median_trainer": "the same of runs that the trainer holds up",
+        "error_worst_trainer": "the worst of these",
+        "error_of_base": "the same of the run that all was calibrated on, run again: the machine's own noise",
+        "seconds_4096": "seconds to simulate 100 iterations on 4,096 devices",
+        "events_4096": "events of these",
+    },
+    "plan_peers": {
+        "gain_error_median": "how far the predicted gain of overlapping is off what others published, the median",
+        "gain_error_worst": "the worst of these",
+        "step_factor_worst": "the longer of a predicted and a published step / the shorter, at worst",
+    },
     "trl": {
         "vs_trl_tiny": "samples a second of a run / of TRL at its best, 0.2 M parameters",
         "vs_trl_10m": "the same / the same, 10 M parameters, prompts of 1,024",
