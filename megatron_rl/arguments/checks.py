@@ -31,6 +31,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":
         yield from _check_algorithm(settings)
+        yield from _check_curriculum(settings)
         yield from _check_endpoint(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
@@ -65,6 +66,18 @@ def _check_needs(settings: Settings) -> Iterator[str]:
     ):  # fmt: skip
         if is_given and not is_there:
             yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"
+
+
+def _check_curriculum(settings: Settings) -> Iterator[str]:
+    data = settings.data
+    if data.rest_below is None and data.rest_above is None:
+        if "data.rest_epochs" in settings.sources:
+            yield "--prompts-rest-epochs needs --prompts-rest-below or --prompts-rest-above: add one, or drop it"
+    elif data.rest_below is not None and data.rest_above is not None and not data.rest_below < data.rest_above:
+        yield (
+            f"--prompts-rest-below {data.rest_below:g} must be below --prompts-rest-above {data.rest_above:g}: "
+            "prompts in between are trained on"
+        )
 
 
 def _check_pairs(settings: Settings) -> Iterator[str]:

@@ -18,7 +18,7 @@ _READ_ALL_THE_SAME: Mapping[str, tuple[str, ...]] = {
 # Of the other subjects, what is about sampling, and what is about demonstrations.
 _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "attention": ("is_shared",),
-    "data": ("answer_key", "max_prompt_tokens"),
+    "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
     "loop": ("schedule", "consume_order", "frozen_offload", "tri_model"),
     "evaluation": ("num_samples", "temperature", "pass_reward"),
     "observe": ("log_samples", "mismatch_warning", "mismatch_error"),

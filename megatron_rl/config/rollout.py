@@ -154,6 +154,15 @@ class DataConfig:
         "--max-prompt-tokens",
     )
     shuffle: bool = own_flag(True, "Take prompts in the order of the files.", "--no-shuffle-prompts")
+    rest_below: float | None = own_flag(
+        None, "Let prompts rest whose group had a lower mean reward than this.", "--prompts-rest-below"
+    )
+    rest_above: float | None = own_flag(
+        None, "Let prompts rest whose group had a higher mean reward than this.", "--prompts-rest-above"
+    )
+    rest_epochs: int = own_flag(
+        1, "How many epochs a prompt that rests is left out of.", "--prompts-rest-epochs", bound="at least 1"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.held_out import check_files, draw, leave_out
-from megatron_rl.data.order import RowOrder
+from megatron_rl.data.order import Curriculum, RowOrder
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError, UsageError
@@ -29,10 +30,11 @@ class PromptSource:
         shuffle: bool = True,
         notes: Sequence[str] = (),
         num_read: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._prompts = list(prompts)
         self._held_out = list(held_out)
-        self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle)
+        self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle, curriculum)
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
         """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
@@ -66,6 +68,11 @@ class PromptSource:
         return self._order.fingerprint
 
     @property
+    def num_resting(self) -> int | None:
+        """How many prompts the curriculum passes over if they come next; None without one."""
+        return self._order.num_resting
+
+    @property
     def num_put_off(self) -> int:
         """How many prompts were taken before, and put off."""
         return self._order.num_put_off
@@ -88,9 +95,11 @@ class PromptSource:
             for index, row in enumerate(self._order.peek(count, num_carried))
         ]
 
-    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None:
-        """Count so many as taken; `put_off` are the places, among these, of prompts that are to come again."""
-        self._order.advance(count, num_carried, put_off)
+    def advance(
+        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
+    ) -> None:
+        """Count so many as taken: see `RowOrder.advance`."""
+        self._order.advance(count, num_carried, put_off, rewards)
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
@@ -126,7 +135,15 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
         held_out = draw(prompts, config.held_out, seed)
     trained = leave_out(prompts, held_out, config, notes)
     num_read = len(rows) + len(eval_rows)
-    return PromptSource(trained, held_out, seed=seed, shuffle=config.shuffle, notes=notes, num_read=num_read)
+    return PromptSource(
+        trained,
+        held_out,
+        seed=seed,
+        shuffle=config.shuffle,
+        notes=notes,
+        num_read=num_read,
+        curriculum=_build_curriculum(config),
+    )
 
 
 def _fitting(
@@ -156,6 +173,14 @@ def _fitting(
         are = "is" if num_left_out == 1 else "are"
         notes.append(f"{num_left_out} of {len(rows)} {of} {are} longer than {limit} tokens and left out")
     return prompts
+
+
+def _build_curriculum(config: DataConfig) -> Curriculum | None:
+    if config.rest_below is None and config.rest_above is None:
+        return None
+    least = -math.inf if config.rest_below is None else config.rest_below
+    largest = math.inf if config.rest_above is None else config.rest_above
+    return Curriculum(least, largest, config.rest_epochs)
 
 
 def _fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -273,6 +273,8 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The mean reward of the groups that were considered, as it counts: those without a signal are among them."""
     put_off: list[int] = []
     """Among the considered, prompts that a later iteration is to train on."""
+    rewards: list[float | None] = []
+    """Of each of the considered the mean reward, as it counts; None of one that was put off."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,12 +213,15 @@ class Iteration:
     def census(self) -> Census:
         """Say what became of the prompts, once all is settled."""
         num_considered, put_off = self._places.num_considered, self._places.put_off()
-        seen = [self._seen[prompt] for prompt in range(num_considered) if prompt not in put_off]
+        late = set(put_off)
+        all_seen = [None if prompt in late else self._seen[prompt] for prompt in range(num_considered)]
+        seen = [one for one in all_seen if one is not None]
         return Census(
             num_considered=num_considered,
             num_without_signal=sum(not has for _, has in seen),
             reward=math.fsum(reward for reward, _ in seen) / len(seen),
             put_off=put_off,
+            rewards=[None if one is None else one[0] for one in all_seen],
         )
 
     def prompts_in(self, state: GroupState) -> list[int]:

@@ -152,6 +152,15 @@ def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal
 
 
 @pytest.mark.slow
+def test_periodic_and_sync_let_the_same_prompts_rest(world):
+    """Over two epochs, with the mean rewards of the first one."""
+    changes = {"grpo_prompts_per_step": 16, "prompts_rest_below": 0.9, "prompts_rest_above": 1.1}
+    compare_schedules(world, "resting", 2, [51], **changes)
+    resting = [line["prompts"]["resting"] for line in read(world.folder / "resting-51" / "run")]
+    assert 0 < max(resting) < 40
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
     compare_schedules(world, "one", 1, list(range(1, 15)))

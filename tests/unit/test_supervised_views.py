@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from megatron_rl.observe.progress import Shown, display, line_of
-from megatron_rl.observe.report import Places, report_lines
+from megatron_rl.observe.summary import Places, report_lines
 
 LINE = {
     "version": 4, "loss": 1.25, "demonstrations": 8, "evaluation": {"loss": 1.5, "num_tokens": 40},
