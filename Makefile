@@ -14,9 +14,11 @@ MCORE_VENV := .venv-mcore-
 MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
+REPORT_VENV := .venv-report
+AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
+.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +86,11 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest tests/trl
 
+test-report: env ## megatron-rl report in a headless Chromium; needs Debian's chromium and chromium-driver, and npm
+	@tools/make_environment $(REPORT_VENV) requirements/report.lock --on $(VENV)
+	@test -e $(REPORT_VENV)/node_modules/axe-core || npm install --silent --no-save --prefix $(REPORT_VENV) $(AXE)
+	$(REPORT_VENV)/bin/python -m pytest tests/browser
+
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo
 
@@ -117,5 +124,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,6 +17,7 @@ setup(
     package_data={
         "megatron_rl.arguments": ["megatron_flags.toml", "other_flags.toml"],
         "megatron_rl.commands": ["translations.toml"],
+        "megatron_rl.observe.report": ["page.html"],
     },
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
     install_requires=["httpx", "msgspec", "numpy", "psutil", "rich", "safetensors"],
@@ -27,6 +28,7 @@ setup(
         "math": ["math-verify[antlr4_13_2]"],
         "parquet": ["pyarrow"],
         "picture": ["matplotlib"],
+        "report": ["bokeh>=3.9,<3.10"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

@@ -39,10 +39,10 @@ def main() -> None:
         waiting = slots._waiting
 
         @contextlib.contextmanager
-        def counted() -> Iterator[None]:
+        def counted(index: int) -> Iterator[None]:
             nonlocal waited
             begun = time.monotonic()
-            with waiting():
+            with waiting(index):
                 yield
             waited += time.monotonic() - begun
 

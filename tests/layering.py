@@ -18,7 +18,8 @@ LAYERS = (
     {"rewards"},
     {"data"},
     {"algorithm"},
-    {"mcore", "sidecar", "observe"},
+    {"observe"},
+    {"mcore", "sidecar", "plan"},
     {"arguments"},
     {"training"},
     {"recipe"},
@@ -37,7 +38,7 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "config", "cli", "commands.doctor", "weights.families",
+    "errors", "types", "versions", "config", "cli", "commands.doctor", "observe", "weights.families",
     "training.entry", "training.lifelines", "training.stalls", "training.watch",
 )  # fmt: skip
 # Who may name the kinds of accelerators.

@@ -21,7 +21,7 @@ import transformers
 from examples.arithmetic import model, task, warm_up
 from megatron_rl.observe.metrics import read
 from megatron_rl.observe.picture import picture
-from megatron_rl.observe.report import text_curves
+from megatron_rl.observe.summary import text_curves
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {

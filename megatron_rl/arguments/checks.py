@@ -106,6 +106,8 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         flag = sources.get(f"algorithm.{field}", "--algorithm")
         if flag != "--algorithm" and not is_there:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
+    if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
+        yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
     if algorithm.reward_min >= algorithm.reward_max:
         yield (
             f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "

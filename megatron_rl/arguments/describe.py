@@ -10,7 +10,9 @@ from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
 from megatron_rl.mcore.configs import find_megatron_version
+from megatron_rl.observe.config_file import RunConfig, Value
 from megatron_rl.sidecar.child import write_words
+from megatron_rl.weights.size import measure
 
 # The name of a value, the value, and where it came from.
 Row = tuple[str, str, str]
@@ -29,16 +31,34 @@ def print_config(settings: RunSettings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def describe_run(settings: RunSettings) -> RunConfig:
+    """The same values for the run's folder, with what else its figures are read with."""
+    rollout, of_values = settings.rollout, dict(_list_values(settings))
+    is_own = settings.sidecar is not None and rollout.engine == "vllm"
+    return RunConfig(
+        num_devices=settings.world_size,
+        num_engine_devices=rollout.num_engines * rollout.tensor_parallel_size if is_own else None,
+        model=measure(settings.architecture),
+        sections={
+            title: {name: Value(value, source) for name, value, source in rows} for title, rows in of_values.items()
+        },
+    )
+
+
 def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
+    yield from _list_values(settings)
+    if settings.sidecar is not None:
+        words = write_words(settings.sidecar)
+        yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
+
+
+def _list_values(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
     yield "architecture", _list_architecture_rows(settings)
     for name in get_type_hints(Subjects):
         yield name, _list_rows(name, getattr(settings, name), settings.sources)
     for name in resolve.SUBJECTS:
         yield name, _list_built_rows(name, getattr(settings, name), settings.sources)
     yield "iteration", _list_iteration_rows(settings)
-    if settings.sidecar is not None:
-        words = write_words(settings.sidecar)
-        yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
 
 
 def _list_rows(subject: str, config: Any, sources: Mapping[str, str]) -> Iterator[Row]:

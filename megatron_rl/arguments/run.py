@@ -126,6 +126,7 @@ def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares)
         seq_length=settings.training.seq_length,
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
+        trace=settings.observe.trace,
     )
     return pick_devices(sidecar, _count_local_ranks(settings))
 
@@ -308,6 +309,8 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         num_updates=responses // of_update,
         order=settings.loop.consume_order,
         num_spare=_count_spare(settings, prompts),
+        tail=settings.sampling.tail,
+        num_tail=_count_tail(settings, prompts),
         least_reward=algorithm.reward_min if algorithm.reward_min > -math.inf else None,
         largest_reward=algorithm.reward_max if algorithm.reward_max < math.inf else None,
     )
@@ -323,6 +326,14 @@ def _count_spare(settings: Settings, num_prompts: int) -> int:
     if not algorithm.filter_groups:
         return 0
     return 2 * num_prompts if algorithm.spare_prompts is None else algorithm.spare_prompts
+
+
+def _count_tail(settings: Settings, num_prompts: int) -> int:
+    """Count the groups that the tail of an iteration has."""
+    sampling = settings.sampling
+    if sampling.tail == "stop":
+        return 0
+    return max(1, num_prompts // 8) if sampling.tail_groups is None else sampling.tail_groups
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:

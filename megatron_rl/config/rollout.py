@@ -175,6 +175,19 @@ class SamplingConfig:
         None, "Tokens that end a response, besides the model's own.", "--rollout-stop-tokens"
     )
     ignore_eos: bool = own_flag(False, "Keep sampling after the end-of-text token.", "--rollout-ignore-eos")
+    tail: Literal["stop", "truncate", "carry"] = own_flag(
+        "stop",
+        "What becomes of an iteration's last groups: `stop` waits for them until `--rollout-deadline-minutes`, "
+        "`truncate` ends their responses where they are, `carry` puts their prompts off until they are an iteration of "
+        "their own.",
+        "--rollout-tail",
+    )
+    tail_groups: int | None = own_flag(
+        None,
+        "How many groups are the last, with `--rollout-tail`; an eighth of `--grpo-prompts-per-step` if not given.",
+        "--rollout-tail-groups",
+        bound="at least 1",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,6 +256,9 @@ class ObserveConfig:
         bound="at least 0",
         remedy="write 0 for none",
     )
+    trace: Literal["on", "off"] = own_flag(
+        "on", "Record what each process does when, in the folder `trace` of the run's folder."
+    )
     mismatch_warning: float | None = own_flag(
         None,
         "The mean difference between engine's and trainer's log-probs to warn about; by precision if not given.",

@@ -1,6 +1,7 @@
 """In which order the rows of a data set are taken, and how far a run has come in it."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ class PlaceInRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shuffle: bool
     num_rows: int
     fingerprint: str
+    put_off: list[int] = []
+    """Rows that were taken and are to come again, in this order."""
 
 
 class RowOrder:
@@ -24,6 +27,7 @@ class RowOrder:
 
     - Every row is taken exactly once per epoch; a take may end one epoch and begin the next.
     - What is taken depends on how many rows were taken before, and not on how many at a time.
+    - What was put off when it was taken is kept, in order, until it is asked for.
     - An order that is restored goes on as if it had never been stopped.
     """
 
@@ -34,6 +38,7 @@ class RowOrder:
         self.fingerprint = fingerprint
         self.num_taken = 0
         """Rows taken so far, over all epochs."""
+        self._put_off: list[int] = []
         self._seed = seed
         self._shuffle = shuffle
         self._of_epoch = (-1, np.zeros(0, dtype=np.int64))
@@ -43,17 +48,24 @@ class RowOrder:
         """How many passes over the data set have been made."""
         return self.num_taken / self.num_rows
 
-    def peek(self, count: int) -> list[int]:
-        """The next rows; the same again until some are taken."""
-        rows = []
-        for number in range(self.num_taken, self.num_taken + count):
+    @property
+    def num_put_off(self) -> int:
+        """How many rows were taken before, and put off."""
+        return len(self._put_off)
+
+    def peek(self, count: int, num_carried: int = 0) -> list[int]:
+        """The next rows, the first of them put off earlier; the same again until some are taken."""
+        rows = self._put_off[:num_carried]
+        for number in range(self.num_taken, self.num_taken + count - len(rows)):
             epoch, place = divmod(number, self.num_rows)
             rows.append(int(self._find_order(epoch)[place]))
         return rows
 
-    def advance(self, count: int) -> None:
-        """Count so many as taken."""
-        self.num_taken += count
+    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None:
+        """Count so many as taken; `put_off` are the places, among these, of rows that are to come again."""
+        rows = self.peek(count, num_carried)
+        self.num_taken += count - num_carried
+        self._put_off = self._put_off[num_carried:] + [rows[index] for index in put_off]
 
     def state(self) -> dict[str, Any]:
         """Plain JSON from which `restore` goes on."""
@@ -89,7 +101,10 @@ class RowOrder:
             )
         if saved.num_taken < 0:
             raise InputError(f"the checkpoint has taken {saved.num_taken} prompts, which is below 0: load another one")
-        self.num_taken = saved.num_taken
+        strangers = [row for row in saved.put_off if not 0 <= row < self.num_rows]
+        if strangers:
+            raise InputError(f"the checkpoint has put off row {strangers[0]} of {self.num_rows}: load another one")
+        self.num_taken, self._put_off = saved.num_taken, saved.put_off
 
     def _place(self) -> PlaceInRows:
         return PlaceInRows(
@@ -98,6 +113,7 @@ class RowOrder:
             shuffle=self._shuffle,
             num_rows=self.num_rows,
             fingerprint=self.fingerprint,
+            put_off=self._put_off,
         )
 
     def _find_order(self, epoch: int) -> np.ndarray:

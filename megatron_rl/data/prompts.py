@@ -66,6 +66,11 @@ class PromptSource:
         return self._order.fingerprint
 
     @property
+    def num_put_off(self) -> int:
+        """How many prompts were taken before, and put off."""
+        return self._order.num_put_off
+
+    @property
     def epochs(self) -> float:
         """How many passes over the data set have been made."""
         return self._order.epochs
@@ -76,16 +81,16 @@ class PromptSource:
         self.advance(count)
         return taken
 
-    def peek(self, count: int) -> list[Prompt]:
-        """The next prompts, numbered from 0; the same again until some are taken."""
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
+        """The next prompts, numbered from 0, the first of them put off earlier; the same again until some are taken."""
         return [
             msgspec.structs.replace(self._prompts[row], index=index)
-            for index, row in enumerate(self._order.peek(count))
+            for index, row in enumerate(self._order.peek(count, num_carried))
         ]
 
-    def advance(self, count: int) -> None:
-        """Count so many as taken."""
-        self._order.advance(count)
+    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None:
+        """Count so many as taken; `put_off` are the places, among these, of prompts that are to come again."""
+        self._order.advance(count, num_carried, put_off)
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""

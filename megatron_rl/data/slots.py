@@ -54,11 +54,11 @@ class IterationSlots:
         division: Division,
         identity: Identity,
         device: torch.device,
-        waiting: Callable[[], AbstractContextManager] = nullcontext,
+        waiting: Callable[[int], AbstractContextManager] = nullcontext,
         num_ahead: int = 1,
         leave: Callable[[], None] = lambda: None,
     ):
-        """`waiting` is entered while the rank has nothing to compute.
+        """`waiting` is entered while the rank has nothing to compute; it is given the slot that is waited for.
 
         One thread calls `fetch`, in the order of slots, and `leave` when it will call `fetch` no more.
         """
@@ -92,7 +92,7 @@ class IterationSlots:
         made = self._begin(index)
         if index + 1 < len(self):
             self._begin(index + 1)
-        with self._waiting():
+        with self._waiting(index):
             return made.result()
 
     def let_go(self, index: int) -> None:
@@ -121,7 +121,7 @@ class IterationSlots:
         """Return when every slot is there."""
         for index, slot in enumerate(self._slots):
             self._ask_up_to(index + self._num_ahead)
-            with self._waiting():
+            with self._waiting(index):
                 slot.result()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress, metrics, samples, the report at its end. Used on rank 0 only."""
+"""What a person sees of a run: progress, metrics, samples, the summary at its end. Used on rank 0 only."""

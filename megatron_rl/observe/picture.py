@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
-from megatron_rl.observe.report import Points, evaluations_of, rewards_of, text_curves, time_by_span
-from megatron_rl.observe.run_folder import find_run
+from megatron_rl.observe.run_folder import label_runs
+from megatron_rl.observe.summary import Points, evaluations_of, rewards_of, text_curves, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
     arguments = parser.parse_args(argv)
-    files = _labelled(arguments.runs)
+    files = label_runs(arguments.runs, metrics.FILE_NAME)
     if arguments.out is None:
         print(text_curves({label: metrics.read(path) for label, path in files.items()}))
     else:
@@ -50,13 +50,23 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
     """Draw reward and evaluation over the iterations, all runs in one picture, and beside it where an iteration's
     seconds went. `out` appears only when it is complete.
     """
-    if out.suffix not in _FORMATS:
-        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
+    check_format(out)
     runs = {label: metrics.read(path) for label, path in metrics_files.items()}
-    figure = _figure()
+    figure = make_figure()
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
     _draw_curves(figure.add_subplot(grid[0, 0]), runs)
     _draw_times(figure.add_subplot(grid[0, 1]), runs)
+    save_figure(figure, out)
+
+
+def check_format(out: Path) -> None:
+    """Raise a UsageError for a picture of a kind that is not drawn."""
+    if out.suffix not in _FORMATS:
+        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """Write a picture, which appears only when it is complete."""
     unfinished = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +77,8 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
         raise InputError(f"--out {out} cannot be written: {error.strerror}") from None
 
 
-def _figure() -> Any:
+def make_figure() -> Any:
+    """Make an empty picture, which needs no display."""
     try:
         module = importlib.import_module("matplotlib.figure")
         # This canvas needs no display.
@@ -121,16 +132,3 @@ def _draw_times(axes: Any, runs: Mapping[str, _Records]) -> None:
 def _mean_seconds(records: _Records) -> dict[str, float]:
     timed = [record for record in records if metrics.seconds_by_span(record)]
     return {name: seconds / len(timed) for name, seconds in time_by_span(timed).items()}
-
-
-def _labelled(runs: Sequence[str]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for run in runs:
-        label, separator, text = run.partition("=")
-        path = find_run(Path(text if separator else run), metrics.FILE_NAME)
-        if not separator:
-            label = (path if path.is_dir() else path.parent).resolve().name
-        if label in files:
-            raise UsageError(f"{files[label]} and {path} are both called {label}: write LABEL={path}")
-        files[label] = path
-    return files

@@ -1,5 +1,6 @@
-"""Finds a run's folder, also from the folder that --save was given."""
+"""Finds the folders of runs, also from the folder that --save was given, and names the runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
@@ -22,3 +23,17 @@ def find_run(path: Path, file_name: str) -> Path:
             f"that --save was given"
         )
     return runs[0]
+
+
+def label_runs(runs: Sequence[str], file_name: str) -> dict[str, Path]:
+    """Find runs that are given as RUN or LABEL=RUN, by their labels: without one, a run is called like its folder."""
+    found: dict[str, Path] = {}
+    for run in runs:
+        label, separator, text = run.partition("=")
+        path = find_run(Path(text if separator else run), file_name)
+        if not separator:
+            label = (path if path.is_dir() else path.parent).resolve().name
+        if label in found:
+            raise UsageError(f"{found[label]} and {path} are both called {label}: write LABEL={path}")
+        found[label] = path
+    return found

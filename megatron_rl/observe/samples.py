@@ -18,6 +18,10 @@ class SampledResponse:
     text: str
     reward: float
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    num_tokens: int = 0
+    finish_reason: str = ""
+    advantage: float | None = None
+    """None if it is not known: in an evaluation, or where it follows from the whole update."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.trace import MAIN
+
 WHOLE = "iteration"
 REST = "other"
 # Time of no iteration: before the first one.
@@ -18,8 +21,10 @@ class Timeline:
     whole. Only one thread may use it; others may ask for its place.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None) -> None:
+        """`recorder` gets every span too, and must have the same clock."""
         self._clock = clock
+        self._recorder = recorder
         self._thread = threading.get_ident()
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -29,19 +34,33 @@ class Timeline:
         """How many spans have begun and ended, and the innermost one that is open."""
 
     @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Count the time in this context for `name`, except in inner spans. A name may be used again."""
+    def span(self, name: str, number: int | None = None) -> Iterator[None]:
+        """Count the time in this context for `name`, except in inner spans. A name may be used again.
+
+        `number` is for the trace.
+        """
         assert name not in (WHOLE, REST, START), f"{name} is not a part of an iteration"
         assert threading.get_ident() == self._thread, f"the span {name} is of another thread"
         self._count()
         self._open.append(name)
         self._move()
+        begin = self._since
         try:
             yield
         finally:
             self._count()
             self._open.pop()
             self._move()
+            self._note(name, begin, self._since, number)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Note a span in the trace alone: here its time counts for the span that it is a part of."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._note(name, begin, self._clock(), None)
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call: "iteration", each span, and "other". An open span goes on.
@@ -60,6 +79,10 @@ class Timeline:
         """Forget the time until now; if `start` is given, the next `take` has it under "start"."""
         self.take()
         self._start = start
+
+    def _note(self, name: str, begin: float, end: float, number: int | None) -> None:
+        if self._recorder is not None:
+            self._recorder.add(self._recorder.kind(MAIN, name), begin, end, number)
 
     def _innermost(self) -> str:
         return self._open[-1] if self._open else REST

@@ -140,6 +140,14 @@ class Platform(abc.ABC):
         """A new marker that can be recorded in a queue and waited for."""
 
     @abc.abstractmethod
+    def mark(self) -> Any:
+        """Mark this moment in the current queue, for `seconds_between`. Nothing waits."""
+
+    @abc.abstractmethod
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """The seconds from one mark to a later one; waits until the device has passed both."""
+
+    @abc.abstractmethod
     def rng_state(self) -> torch.Tensor:
         """The state of the device's random numbers."""
 

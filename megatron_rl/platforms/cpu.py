@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -79,6 +80,12 @@ class CpuPlatform(Platform):
 
     def event(self) -> Any:
         return Event()
+
+    def mark(self) -> Any:
+        return time.monotonic()
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        return last - first
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

@@ -89,6 +89,15 @@ class CudaPlatform(Platform):
     def event(self) -> Any:
         return torch.cuda.Event()
 
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()
 

@@ -90,6 +90,15 @@ class NpuPlatform(Platform):
     def event(self) -> Any:
         return _npu().Event()
 
+    def mark(self) -> Any:
+        event = _npu().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
     def rng_state(self) -> torch.Tensor:
         return _npu().get_rng_state()
 

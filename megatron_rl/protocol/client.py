@@ -134,6 +134,10 @@ class RolloutClient:
         """What the sidecar is doing, and what waits for what."""
         return self._call("GET", "/v1/status").json()
 
+    def clock(self) -> float:
+        """The sidecar's steady clock, in seconds."""
+        return float(self._call("GET", "/v1/clock").json()["clock"])
+
     def num_workers(self) -> int:
         """Count the workers of all engines that a publish would reach now."""
         return self.status()["engines"]["num_workers"]

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -188,14 +188,45 @@ class LineFile:
 
     def append(self, version: int, record: Mapping[str, Any]) -> None:
         """Write one line; AppendFailed, as on a full disk, leaves the file as it was."""
+        text = json.dumps({"version": version, **record}, ensure_ascii=False, allow_nan=False)
+        # Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark.
+        self.append_encoded(version, text.encode("utf-8", "replace"))
+
+    def append_encoded(self, version: int, line: bytes) -> None:
+        """Do as `append` with a line that names its version already."""
         if version < self._last_version:
             raise ValueError(
                 f"{self.path}: version {version} cannot follow {self._last_version}: call restart({version}) first"
             )
-        text = json.dumps({"version": version, **record}, ensure_ascii=False, allow_nan=False)
-        # Half a surrogate pair, which UTF-8 cannot hold, becomes a question mark.
-        self._file.append(text.encode("utf-8", "replace") + b"\n")
+        self._file.append(line, b"\n")
         self._last_version = version
+
+    @property
+    def last_version(self) -> float:
+        """The last line's version; below every number if there is none."""
+        return self._last_version
+
+    @property
+    def size(self) -> int:
+        """How many bytes the file has."""
+        return self._file.size
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return version and bytes of each line."""
+        return [(_decoded(self.path, *found, _Versioned).version, len(found[1])) for found in _whole_lines(self.path)]
+
+    def keep(self, is_kept: Callable[[int], bool]) -> None:
+        """Drop the lines of all other versions. Killed meanwhile, it leaves the file as it was."""
+        unfinished = self.path.with_name(f".{self.path.name}")
+        unfinished.unlink(missing_ok=True)
+        kept = AppendFile(unfinished)
+        for number, line in _whole_lines(self.path):
+            if is_kept(_decoded(self.path, number, line, _Versioned).version):
+                kept.append(line)
+        unfinished.replace(self.path)
+        kept.path = self.path
+        self._file.close()
+        self._file = kept
 
     def close(self) -> None:
         """A second call does nothing."""

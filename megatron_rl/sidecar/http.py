@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,6 +176,11 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
     async def status() -> dict[str, Any]:
         """What the service is doing, and what waits for what."""
         return service.status()
+
+    @app.get("/v1/clock")
+    async def clock() -> dict[str, float]:
+        """The steady clock of this process, in seconds: what its trace's times are of."""
+        return {"clock": time.monotonic()}
 
     @app.post("/v1/engines")
     async def add_engines(count: int = 1, adopt: str | None = None) -> dict[str, list[str]]:

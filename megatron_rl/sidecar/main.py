@@ -33,6 +33,7 @@ from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
 from megatron_rl.sidecar.starting import Starting
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import ServerConfig, link_package, run_folder
@@ -73,16 +74,20 @@ async def run(settings: SidecarSettings) -> None:
         pool = await stack.enter_async_context(_rewards(settings))
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
-        supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings))
+        trace = SidecarTrace(
+            folder if settings.trace == "on" else None,
+            lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings)),
+        )
+        stack.callback(trace.close)
+        supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings), trace.recorder)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
         async with _noted_start(supervisor, folder / starting.FILE_NAME, pool.warnings):
             await _unless(ended, supervisor.start(settings.rollout.num_engines))
         if ended.is_set():
             return
-        service = RolloutService(
-            supervisor, PoolScorer(pool, _decoder(settings)), recorder, settings.rollout.lease_seconds, settings.run
-        )
+        scorer, lease_seconds = PoolScorer(pool, _decoder(settings)), settings.rollout.lease_seconds
+        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace)
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
@@ -201,6 +206,10 @@ def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
     # Twice what is sampled at a time: an engine has the next ones at hand, and others can take the rest.
     bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
     return SupervisorConfig(max_responses=bound)
+
+
+def _count_sampled_at_a_time(settings: SidecarSettings) -> int:
+    return min(settings.rollout.max_num_seqs, settings.rollout.max_in_flight or settings.rollout.max_num_seqs)
 
 
 def _decoder(settings: SidecarSettings) -> Decode:

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe.recorder import Recorder
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.probe import Difference
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
@@ -110,9 +111,10 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 class Steps:
     """Takes engines through the steps; `current` has each engine's step and since when."""
 
-    def __init__(self, deadlines: StepDeadlines = StepDeadlines()) -> None:
+    def __init__(self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None) -> None:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
+        self._recorder = recorder or Recorder(most=0)
         self._seconds: dict[str, float] = {}
 
     async def publish(
@@ -137,7 +139,9 @@ class Steps:
         kinds = tuple(engine.kind for engine in engines)
         _must_agree(probes, kinds, weights, before, None if of_trainer is None else of_trainer.agreement)
         for engine in engines:
+            begun = self._recorder.now()
             engine.open()
+            self._note(engine.name, "open", begun)
         return Published(weights, tuple(proofs), tuple(next(iter(probes.values()))), of_trainer, kinds, self._seconds)
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
@@ -178,6 +182,10 @@ class Steps:
                 raise EngineLost(f"engine {engine.name}: {step} did not finish within {seconds:g} s") from None
             finally:
                 self._seconds[step] = max(self._seconds.get(step, 0.0), time.monotonic() - begun)
+                self._note(engine.name, step, begun)
+
+    def _note(self, engine: str, step: str, begun: float) -> None:
+        self._recorder.add(self._recorder.kind(engine, step), begun, self._recorder.now())
 
     async def _all(self, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
         """Wait for all engines, even if some fail: no engine is interrupted in the middle of a step."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe.trace import SERVICE
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import Asked
 from megatron_rl.protocol.slots import Claim, Place
@@ -22,6 +23,7 @@ from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, find_coarsest_kind
 from megatron_rl.sidecar.supervisor import WeightsNotProven
+from megatron_rl.sidecar.tracing import SidecarTrace
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class RolloutService:
         recorder: Recorder,
         lease_seconds: float = 60.0,
         run: str | None = None,
+        trace: SidecarTrace | None = None,
     ):
         """With `run`, no other run is served: this service keeps that run's records."""
         self.engines = engines
@@ -104,7 +107,9 @@ class RolloutService:
         self._only_run = run
         self.lease = Lease()
         self.counters = Counters()
-        self._maker = GroupMaker(engines, scorer, self.counters)
+        self._trace = trace or SidecarTrace()
+        self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder)
+        self._submitted_at = 0.0
         self.iteration: Iteration | None = None
         self.evaluation: EvaluationRun | None = None
         self.weights: wire.Weights | None = None
@@ -169,6 +174,7 @@ class RolloutService:
         async with self._publishing:
             # What was sampled ahead and is not needed.
             await self._stop()
+            self._trace.begin(weights.version)
             start = time.monotonic()
             # Until all engines hold the version, it is not known what each of them holds.
             self.weights = None
@@ -177,6 +183,8 @@ class RolloutService:
             except WeightsNotProven as error:
                 self._recorder.not_proven(weights, error.wrong)
                 raise
+            finally:
+                self._note("publish", start, weights.version)
             self._recorder.published(weights, published.proofs)
             self.weights = weights
             self.counters.publishes += 1
@@ -215,6 +223,7 @@ class RolloutService:
         self._recorder.restored()
         self.counters.reused += len(groups)
         self.iteration = iteration
+        self._submitted_at = time.monotonic()
         self._has_failed = False
         self._next, reached = asyncio.Event(), self._next
         reached.set()
@@ -233,7 +242,9 @@ class RolloutService:
         def record(evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
             self._recorder.evaluated(evaluation, groups)
             self.counters.evaluations += 1
+            self._note("evaluation", begun, evaluation.version)
 
+        begun = time.monotonic()
         self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
 
     async def evaluated(self, version: int, patience: float) -> bytes | None:
@@ -268,13 +279,17 @@ class RolloutService:
         With the hash of the audit log's head, the trainer can prove later that nothing up to that line was changed.
         """
         iteration = self._find_iteration(version)
+        was_over = iteration.is_over
         try:
-            if mismatch is not None and not iteration.is_over:
+            if mismatch is not None and not was_over:
                 self._recorder.judged(version, mismatch)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))
             raise
+        if not was_over:
+            self._note("iteration", self._submitted_at, version)
+            self._trace.end()
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
         head, line = self._recorder.head()
@@ -295,6 +310,7 @@ class RolloutService:
         await self._stop()
         if self.evaluation is not None:
             await self.evaluation.stop("the sidecar was asked to end")
+        self._trace.end_last()
 
     def status(self) -> dict[str, Any]:
         """What the service is doing, and what waits for what."""
@@ -310,6 +326,10 @@ class RolloutService:
             "engines": self.engines.status(),
             "counters": dataclasses.asdict(self.counters),
         }
+
+    def _note(self, name: str, begun: float, version: int) -> None:
+        recorder = self._trace.recorder
+        recorder.add(recorder.kind(SERVICE, name), begun, recorder.now(), version)
 
     def _check_held(self, asked: Asked, what: str) -> None:
         if asked.run != self.lease.run:

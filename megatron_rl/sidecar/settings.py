@@ -9,7 +9,14 @@ from typing import Any, Literal, NoReturn
 
 from megatron_rl.config import devices
 from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
-from megatron_rl.config.settings import ModelConfig, RewardConfig, RolloutConfig, RunConfig, TrainingConfig
+from megatron_rl.config.settings import (
+    ModelConfig,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.sidecar.listening import parse_place
@@ -23,11 +30,17 @@ _SUBJECTS: dict[str, type] = {
     "run": RunConfig,
     "model": ModelConfig,
     "training": TrainingConfig,
+    "observe": ObserveConfig,
     "rollout": RolloutConfig,
     "reward": RewardConfig,
 }
 # The flags that the sidecar reads of these subjects.
-SHARED = {"run": {"--platform"}, "model": {"--hf-model"}, "training": {"--seq-length"}}
+SHARED = {
+    "run": {"--platform"},
+    "model": {"--hf-model"},
+    "training": {"--seq-length"},
+    "observe": {"--trace"},
+}
 
 # The transport that streams weights to engines on a device.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
@@ -45,6 +58,7 @@ class SidecarSettings:
     seq_length: int | None
     rollout: RolloutConfig
     reward: RewardConfig
+    trace: Literal["on", "off"] = "on"
 
     @property
     def folder(self) -> Path:
@@ -97,6 +111,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         seq_length=values["training"].get("seq_length"),
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
+        trace=values["observe"].get("trace", "on"),
     )
     settings = pick_devices(settings, num_ranks=0)
     architecture, unreadable = None, None

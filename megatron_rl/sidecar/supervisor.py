@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.observe.recorder import Recorder
 from megatron_rl.protocol.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest
@@ -119,6 +120,8 @@ class Member:
     num_restarts: int = 0
     started: float = 0.0
     error: str = ""
+    down_since: float | None = None
+    """Since when it has taken no groups, because it was lost."""
     is_leaving: bool = False
     is_given_up: bool = False
     task: asyncio.Task[None] | None = None
@@ -129,20 +132,26 @@ class Member:
 class Supervisor:
     """All engines of a sidecar, as the rollout service knows them."""
 
-    def __init__(self, factory: EngineFactory, config: SupervisorConfig = SupervisorConfig()) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        config: SupervisorConfig = SupervisorConfig(),
+        recorder: Recorder | None = None,
+    ) -> None:
         self._factory = factory
         self._config = config
+        self._recorder = recorder or Recorder(most=0)
         self._members: dict[str, Member] = {}
         self._num_made = 0
         self._published: Published | None = None
         """The version that engines were last brought to; current unless another publish has begun since."""
         self._is_current = False
-        self._steps = Steps(config.deadlines)
+        self._steps = Steps(config.deadlines, self._recorder)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
         """Called for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left)
+        self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left, self._recorder)
 
     async def start(self, num_engines: int) -> None:
         """Start engines, all at the same time; the first error ends them all."""
@@ -182,6 +191,7 @@ class Supervisor:
                 self._withdraw()
                 raise
             self._is_current = True
+            self._note_up()
             steps = ", ".join(f"{step} {1e3 * seconds:.0f}" for step, seconds in published.seconds.items())
             _log.info("version %d is published; milliseconds of each step: %s", weights.version, steps)
         self.pool.engines_changed()
@@ -210,6 +220,10 @@ class Supervisor:
         if name not in self._members:
             raise InputError(f"unknown engine {name!r}: write one of {', '.join(self._members) or 'none'}")
         self._members[name].is_leaving = True
+
+    def names(self) -> list[str]:
+        """The engines that there are, up or not."""
+        return list(self._members)
 
     def status(self) -> dict[str, Any]:
         """Every engine: its state, what it is doing and since when, what went wrong last."""
@@ -360,6 +374,8 @@ class Supervisor:
         """Start an engine again, in the background."""
         member.error = reason
         member.engine.state = EngineState.DEAD
+        if member.down_since is None:
+            member.down_since = self._recorder.now()
         if member.task is None or member.task.done():
             _log.warning("engine %s: %s", member.name, reason)
             self._run_for(member, self._bring_back(member))
@@ -406,6 +422,14 @@ class Supervisor:
                 answer = None if published.answer is None else _given(published.answer)
                 joined = await self._steps.publish([member.engine], published.weights, published, answer)
                 self.on_joined(joined.weights, joined.proofs)
+                self._note_up()
+
+    def _note_up(self) -> None:
+        """Record how long engines that take groups again were down."""
+        for name, member in self._members.items():
+            if member.down_since is not None and member.engine.state is EngineState.READY:
+                self._recorder.add(self._recorder.kind(name, "down"), member.down_since, self._recorder.now())
+                member.down_since = None
 
     async def _replace(self, member: Member, reason: str) -> None:
         member.error = reason

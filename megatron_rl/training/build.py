@@ -6,13 +6,13 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
@@ -28,10 +28,10 @@ from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import Policy, Reference, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.observe import metrics, samples, warnings_file
+from megatron_rl.observe import config_file, metrics, samples, warnings_file
 from megatron_rl.observe.metrics import read
-from megatron_rl.observe.report import Places, print_report
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model, describe_prompts
+from megatron_rl.observe.summary import Places, print_summary
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.observe.warnings_file import keep_warnings
 from megatron_rl.ops.shared_prompt.trial import check_backend
@@ -53,6 +53,7 @@ from megatron_rl.training.saver import Saver, check_loaded_stage
 from megatron_rl.training.stop import StopRequest, build_exit_limits
 from megatron_rl.training.supervised.build import build_supervised, load_source
 from megatron_rl.training.supervised.trainer import SupervisedTrainer
+from megatron_rl.training.tracing import RankTrace, open_trace
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
 from megatron_rl.weights.files import Checkpoint
@@ -130,7 +131,7 @@ def train(
             watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
             trainer.train()
             stop.over()
-            _report(settings, trainer)
+            _print_summary(settings, trainer)
         session.close()
         return ExitCode.OK
 
@@ -161,8 +162,12 @@ def build(
     client = _connect(settings, session, sidecar, stack)
     publisher = _build_publisher(settings, session, policy, client)
     stack.callback(publisher.close)
-    timeline = Timeline()
-    reporter = _build_reporter(settings, session, version, recipe)
+    trace = None
+    if settings.observe.trace == "on":
+        trace = open_trace(settings.folder, session, version, client, functools.partial(_say, session))
+        stack.callback(trace.close)
+    timeline = Timeline(recorder=None if trace is None else trace.recorder)
+    reporter = _build_reporter(settings, session, version, recipe, group_advantages)
     if reporter is not None:
         stack.callback(reporter.close)
         reporter.follow(client.status)
@@ -173,10 +178,8 @@ def build(
         session=session,
         policy=policy,
         publisher=publisher,
-        rollouts=_build_rollouts(
-            settings, session, client, prompts, schedule, lambda: timeline.span("wait"), group_advantages
-        ),
-        learner=_build_learner(settings, session, policy, reference, lambda: timeline.span("update"), group_advantages),
+        rollouts=_build_rollouts(settings, session, client, prompts, schedule, timeline, group_advantages),
+        learner=_build_learner(settings, session, policy, reference, timeline, group_advantages, trace),
         saver=saver,
         evaluator=_build_evaluator(settings, client, prompts),
         reporter=reporter,
@@ -189,6 +192,7 @@ def build(
         mismatch_bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         version=version,
         num_iterations=num_iterations,
+        trace=trace,
     )
 
 
@@ -289,7 +293,7 @@ def _build_rollouts(
     client: RolloutClient,
     prompts: PromptSource | None,
     schedule: Schedule,
-    waiting: Callable[[], contextlib.AbstractContextManager],
+    timeline: Timeline,
     group_advantages: GroupAdvantages,
 ) -> Rollouts:
     batcher = build_batcher(settings, session.device, group_advantages)
@@ -303,8 +307,9 @@ def _build_rollouts(
         schedule,
         settings.service.deadline_minutes * 60,
         prompts,
-        waiting,
+        lambda slot: timeline.span("wait", slot),
         group_advantages,
+        lambda: timeline.part("submit"),
     )
 
 
@@ -313,12 +318,14 @@ def _build_learner(
     session: Session,
     policy: Policy,
     reference: Reference | None,
-    updating: Callable[[], contextlib.AbstractContextManager],
+    timeline: Timeline,
     group_advantages: GroupAdvantages,
+    trace: RankTrace | None,
 ) -> Learner:
-    roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates)
+    steps = None if trace is None else trace.steps
+    roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates, steps)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
-    return Learner(policy, roles, objective, session, updating, group_advantages)
+    return Learner(policy, roles, objective, session, timeline, group_advantages, steps)
 
 
 def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: PromptSource | None) -> Evaluator | None:
@@ -334,7 +341,9 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     )
 
 
-def _build_reporter(settings: RunSettings, session: Session, version: int, recipe: Recipe) -> Reporter | None:
+def _build_reporter(
+    settings: RunSettings, session: Session, version: int, recipe: Recipe, group_advantages: GroupAdvantages
+) -> Reporter | None:
     if session.rank != 0:
         return None
     assert settings.model.hf_model is not None
@@ -342,7 +351,12 @@ def _build_reporter(settings: RunSettings, session: Session, version: int, recip
     decode = build_decoder(str(settings.model.hf_model))
     num_groups = settings.sizes.plan.num_prompts
     sinks = None if recipe.open_sinks is None else recipe.open_sinks()
-    return reporter_of(settings, settings.folder, version, settings.training.train_iters, num_groups, decode, sinks)
+    num_iterations = settings.training.train_iters
+    reporter = reporter_of(
+        settings, settings.folder, version, num_iterations, num_groups, decode, group_advantages, sinks
+    )
+    config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
+    return reporter
 
 
 def _sampling(settings: RunSettings, temperature: float) -> Sampling:
@@ -371,7 +385,7 @@ def _leave(trainer: Trainer | SupervisedTrainer, watch: Watch, reason: MegatronR
         watch.tell(reason)
 
 
-def _report(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None:
+def _print_summary(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None:
     """Print the run's results and where its files are."""
     if trainer.reporter is None:
         return
@@ -385,7 +399,7 @@ def _report(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None
         audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
         tensorboard=settings.observe.tensorboard_dir,
     )
-    print_report(read(settings.folder), places, sys.stdout)
+    print_summary(read(settings.folder), places, sys.stdout)
 
 
 def _load_prompts(settings: RunSettings) -> PromptSource:

@@ -17,6 +17,8 @@ from megatron_rl.mcore.step.auxiliary import take_losses
 from megatron_rl.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.mcore.step.roles import Roles
+from megatron_rl.mcore.step.trace import StepTrace
+from megatron_rl.observe.timeline import Timeline
 from megatron_rl.protocol.wire import Mismatch
 from megatron_rl.training.measures import Measures, UpdateOutcome, measure_contents
 from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
@@ -48,15 +50,17 @@ class Learner:
         roles: Roles,
         objective: Objective,
         session: Session,
-        updating: Callable[[], AbstractContextManager] = nullcontext,
+        timeline: Timeline | None = None,
         group_advantages: GroupAdvantages | None = None,
+        trace: StepTrace | None = None,
     ):
-        """`updating` is entered while the optimizer steps. `group_advantages` are those that batches are made with."""
+        """`group_advantages` are those that batches are made with; `trace` notes what is computed when."""
         self._policy = policy
         self._roles = roles
         self._objective = objective
         self._session = session
-        self._updating = updating
+        self._timeline = timeline or Timeline()
+        self._trace = trace
         self._group_advantages = group_advantages or GroupAdvantages(objective.config)
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
@@ -66,39 +70,44 @@ class Learner:
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update = self.forward_backward(slots, update, reference_is_policy)
-            found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
+            with self._timeline.part("agree"):
+                found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
             if not mismatch.is_accepted:
                 raise MismatchBeyond(slots.identity.version, mismatch)
             parts += of_replicas
-            updates.append(self._step(slots, update))
+            with self._timeline.part("optimizer"):
+                updates.append(self._step(slots, update))
             statistics += of_update
-        measures = Measures(sums=take_losses())
-        if is_reporter():
-            measures.merge(measure_contents(slots.of_all()))
-            sums, maxima = combine_statistics(statistics)
-            measures.merge(Measures(sums=sums, largest=maxima))
-        return Learned(updates, measures, combine_parts(parts, mismatch_bound))
+        with self._timeline.part("report"):
+            measures = Measures(sums=take_losses())
+            if is_reporter():
+                measures.merge(measure_contents(slots.of_all()))
+                sums, maxima = combine_statistics(statistics)
+                measures.merge(Measures(sums=sums, largest=maxima))
+            return Learned(updates, measures, combine_parts(parts, mismatch_bound))
 
     def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
         """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
         micro_batches = slots.of_update(update)
         micro_batches.wait_for_first()
-        policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
-        cast = self._roles.cast(micro_batches, update, reference_is_policy)
-        step = PolicyStep(policy, cast, self._objective, self._roles.temperature, scale)
-        reports = run_schedule(step, policy, micro_batches)
-        if update == 0 and slots.division.plan.num_updates > 1:
-            self._roles.keep_old(slots, reference_is_policy)
-        return copy_to_host([report["statistics"] for report in reports])
+        with self._timeline.part("schedule"):
+            policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
+            cast = self._roles.cast(micro_batches, update, reference_is_policy)
+            step = PolicyStep(policy, cast, self._objective, self._roles.temperature, scale)
+            step.trace = self._trace
+            reports = run_schedule(step, policy, micro_batches)
+            if update == 0 and slots.division.plan.num_updates > 1:
+                self._roles.keep_old(slots, reference_is_policy)
+            return copy_to_host([report["statistics"] for report in reports])
 
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
         denominator = sum_over_replicas(self._session, sum(shares))
         if self._group_advantages.is_divided:
             denominator *= self._deviation(slots, update)
-        return make_update(self._policy, denominator, self._updating)
+        return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
 
     def _deviation(self, slots: IterationSlots, update: int) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""

@@ -61,7 +61,7 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
         measures.add("responses", 1)
         measures.add("tokens.response", length)
         measures.bound("length", length)
-        measures.add("truncated", response.finish_reason == "length")
+        measures.add("truncated", response.finish_reason != "stop")
         measures.add("reward", response.reward)
         measures.add("reward.square", response.reward**2)
         measures.bound("reward", response.reward)

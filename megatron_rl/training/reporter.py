@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import MegatronRLError
@@ -64,11 +65,13 @@ class Reporter(MetricsReporter):
         sinks: Sinks,
         progress: Progress,
         decode: Decode,
+        group_advantages: GroupAdvantages,
     ):
         super().__init__(num_groups, metrics, sinks, progress)
         self._closed = threading.Event()
         self._samples = samples
         self._decode = decode
+        self._group_advantages = group_advantages
         self._mismatch_warning = find_warning_bound(settings)
         self._is_corrected = settings.algorithm.importance_correction
 
@@ -136,9 +139,18 @@ class Reporter(MetricsReporter):
                 return
             first, *others = of_group
             responses = [response for part in (first, *others) for response in part.responses]
-            self._samples.write(version, [self._decode_group(first.row, first.prompt_tokens, responses[:left])])
+            # Those that are divided over the whole update say little of one group.
+            advantages = None if self._group_advantages.is_divided else self._group_advantages(first).tolist()
+            sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
+            self._samples.write(version, [sampled])
 
-    def _decode_group(self, row: str, prompt_tokens: bytes, responses: Sequence[Response]) -> SampledGroup:
+    def _decode_group(
+        self,
+        row: str,
+        prompt_tokens: bytes,
+        responses: Sequence[Response],
+        advantages: Sequence[float] | None = None,
+    ) -> SampledGroup:
         tokens = (prompt_tokens, *(response.tokens for response in responses))
         prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
         sampled = [
@@ -146,8 +158,11 @@ class Reporter(MetricsReporter):
                 text,
                 response.reward,
                 {name: value for name, value in response.components.items() if value is not None},
+                num_tokens=len(response.tokens) // 4,
+                finish_reason=response.finish_reason,
+                advantage=None if advantages is None else advantages[number],
             )
-            for text, response in zip(texts, responses, strict=True)
+            for number, (text, response) in enumerate(zip(texts, responses, strict=True))
         ]
         return SampledGroup(row, prompt, sampled)
 
@@ -159,6 +174,7 @@ def reporter_of(
     num_iterations: int,
     num_groups: int,
     decode: Decode,
+    group_advantages: GroupAdvantages,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
     """Build a reporter that goes on from a version; what an earlier attempt wrote from that version on is dropped.
@@ -170,7 +186,7 @@ def reporter_of(
     samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
     _restart(settings, (metrics, samples), version, progress)
     sinks = _open_sinks(settings, folder, version, progress, others)
-    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode)
+    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode, group_advantages)
 
 
 def metrics_reporter_of(

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,9 +25,12 @@ from megatron_rl.training.mismatch import MismatchBeyond
 class TakesPrompts(Protocol):
     """Where prompts come from."""
 
-    def peek(self, count: int) -> list[Prompt]: ...
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]: ...
 
-    def advance(self, count: int) -> None: ...
+    def advance(self, count: int, num_carried: int = 0, put_off: Sequence[int] = ()) -> None: ...
+
+    @property
+    def num_put_off(self) -> int: ...
 
 
 Schedule = Callable[[IterationSlots, Session], None]
@@ -62,10 +65,14 @@ class Rollouts:
         schedule: Schedule,
         deadline_seconds: float,
         prompts: TakesPrompts | None,
-        waiting: Callable[[], AbstractContextManager],
+        waiting: Callable[[int], AbstractContextManager],
         group_advantages: GroupAdvantages | None = None,
+        submitting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward."""
+        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward.
+
+        `submitting` is entered until every rank knows that the iteration was submitted.
+        """
         self._client = client
         self._session = session
         self._run = run
@@ -76,6 +83,7 @@ class Rollouts:
         self._deadline_seconds = deadline_seconds
         self._prompts = prompts
         self._waiting = waiting
+        self._submitting = submitting
         self._group_advantages = group_advantages
         self.audit_head = ""
         """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
@@ -86,7 +94,8 @@ class Rollouts:
         """Submit an iteration and yield the slots of this rank's replica; `complete` ends the iteration."""
         identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
-        self._session.run_or_raise_everywhere(lambda: self._submit(identity))
+        with self._submitting():
+            self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = self._open_slots(identity)
         try:
             self._schedule(slots, self._session)
@@ -109,7 +118,8 @@ class Rollouts:
             assert self._prompts is not None
             ended = self._client.complete(version, mismatch)
             self.audit_head, self._census = ended.head, ended.census
-            self._prompts.advance(ended.census.num_considered)
+            num_carried = self._division.plan.count_carried(self._prompts.num_put_off)
+            self._prompts.advance(ended.census.num_considered, num_carried, ended.census.put_off)
         if self._group_advantages is not None and self._group_advantages.has_baseline:
             mean = None if self._census is None else self._census.reward
             self._group_advantages.baseline = self._session.broadcast(mean)
@@ -150,15 +160,18 @@ class Rollouts:
         if self._session.rank != 0:
             return
         assert self._prompts is not None
+        plan = self._division.plan
+        num_carried = plan.count_carried(self._prompts.num_put_off)
         self._client.submit(
             Submission(
                 run=identity.run,
                 version=identity.version,
                 fingerprint=identity.fingerprint,
-                plan=self._division.plan,
+                plan=plan,
                 sampling=self._sampling,
-                prompts=self._prompts.peek(self._division.plan.num_prompts + self._division.plan.num_spare),
+                prompts=self._prompts.peek(plan.count_submitted(num_carried), num_carried),
                 deadline_seconds=self._deadline_seconds,
+                num_carried=num_carried,
             )
         )
 

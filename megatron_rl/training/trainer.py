@@ -17,6 +17,7 @@ from megatron_rl.training.reporter import Reporter
 from megatron_rl.training.rollouts import Rollouts
 from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import ExitLimits, StopRequest
+from megatron_rl.training.tracing import RankTrace
 
 
 class Trainer:
@@ -44,6 +45,7 @@ class Trainer:
         mismatch_bounds: MismatchBounds,
         version: int,
         num_iterations: int,
+        trace: RankTrace | None = None,
     ):
         """Training goes on from `version` until `num_iterations` have been done in all."""
         self._session = session
@@ -63,12 +65,15 @@ class Trainer:
         self._mismatch_bounds = mismatch_bounds
         self._version = version
         self._num_iterations = num_iterations
+        self._trace = trace
 
     def train(self) -> int:
         """Run the loop and return the version reached: less than asked for after SIGTERM, or at a limit."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
         self._stop.begin()
+        if self._trace is not None:
+            self._trace.begin()
         while version < num_iterations and not is_stopped:
             if self.reporter is not None:
                 self.reporter.begin(version)
@@ -79,16 +84,22 @@ class Trainer:
                 with self._rollouts.iteration(version, fingerprint) as slots:
                     bound = self._mismatch_bounds.error(self._publisher.engines)
                     learned = self._learner.learn(slots, reference_is_policy, bound)
-                self._rollouts.complete(version, learned.mismatch)
-            is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
+                with self._timeline.part("complete"):
+                    self._rollouts.complete(version, learned.mismatch)
+            with self._timeline.part("report"):
+                is_stopped = self._report(version, fingerprint, slots, learned, evaluation)
             version += 1
             with self._during("save"):
                 is_last = is_stopped or version == num_iterations
                 self.saver.save_if_due(version, is_last, self._rollouts.audit_head)
+            if self._trace is not None:
+                self._trace.end(version - 1)
         if not is_stopped:
             self._evaluate_last(version)
         with self._during("save"):
             self.saver.finish()
+        if self._trace is not None:
+            self._trace.end(version)
         return version
 
     @property
@@ -120,8 +131,9 @@ class Trainer:
         """Move the reference if that is due; return whether it is the policy that was published."""
         if self._reference is None:
             return False
-        self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
-        return self._reference.is_policy(self._policy.weights, version, fingerprint)
+        with self._timeline.part("reference"):
+            self._reference.move_if_due(self._policy.wrapped, version, fingerprint)
+            return self._reference.is_policy(self._policy.weights, version, fingerprint)
 
     def _evaluate(self, version: int, fingerprint: str, is_last: bool = False) -> dict[str, Any] | None:
         if self._evaluator is None or not self._evaluator.is_due(version, is_last):

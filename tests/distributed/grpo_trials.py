@@ -20,6 +20,8 @@ from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.forward_step import is_reporter
 from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
+from megatron_rl.mcore.step.trace import StepTrace
+from megatron_rl.observe.recorder import Recorder
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division
@@ -133,8 +135,10 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     reference = build_reference(settings, session, problem.reference)
     group_advantages = GroupAdvantages(settings.algorithm, WEIGHTS)
     group_advantages.baseline = trial.rules.baseline
+    recorder = Recorder()
+    trace = StepTrace(recorder, session.platform)
     parts = Parts(
-        build_roles(settings, session, policy, reference, sizes.plan.num_updates),
+        build_roles(settings, session, policy, reference, sizes.plan.num_updates, trace),
         build_batcher(settings, session.device, group_advantages),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
@@ -148,8 +152,10 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
-    one = learner.Learner(policy, parts.roles, witness, session, group_advantages=group_advantages)
+    one = learner.Learner(policy, parts.roles, witness, session, group_advantages=group_advantages, trace=trace)
     learned = one.learn(slots, reference_is_policy=False)
+    trace.settle()
+    _check_passes(recorder.take(), len(slots), len(policy.chunks))
     measures = Measures()
     for of_rank in session.gather(learned.measures):
         measures.merge(of_rank)
@@ -158,6 +164,23 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
         Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome, metrics)
         for update, outcome in enumerate(learned.updates)
     ]
+
+
+def _check_passes(taken: dict[str, Any], num_slots: int, num_chunks: int) -> None:
+    """Every micro-batch went through every chunk of the policy and of the reference once, and back, in this order."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    now = 0
+    for number, begin, length, slot, num_tokens in (row for row in taken["spans"] if len(row) == 5):
+        kind = taken["kinds"][number]
+        found.setdefault((kind["name"], kind["role"]), []).append((slot, kind["chunk"]))
+        # Microseconds are rounded.
+        assert begin >= now - 2, "two passes at a time"
+        assert length >= 0
+        assert num_tokens > 0
+        now = begin + length
+    everything = sorted(itertools.product(range(num_slots), range(num_chunks)))
+    for passed in (("forward", "policy"), ("backward", "policy"), ("forward", "reference")):
+        assert sorted(found.get(passed, [])) == everything, (passed, found)
 
 
 class Source:

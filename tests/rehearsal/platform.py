@@ -6,6 +6,7 @@ Megatron gets a view of torch in which "cuda" means this device, as torch_npu ma
 import contextlib
 import functools
 import os
+import time
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from megatron_rl.platforms.megatron_patches import Patch, replace_import
 from tests.kernels.npu_operators import NpuOperators
 from tests.rehearsal import device
 from tests.rehearsal.streams import DEFAULT, Event, Stream, state
+from tests.rehearsal.syncs import log
 
 TOTAL_BYTES = 1 << 34
 _TYPE_NAMES = {
@@ -82,6 +84,15 @@ class RehearsedPlatform(Platform):
 
     def event(self) -> Any:
         return Event()
+
+    def mark(self) -> Any:
+        event = Event()
+        event.record()
+        return event, time.monotonic()
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        log.add("seconds_between")
+        return last[1] - first[1]
 
     def rng_state(self) -> torch.Tensor:
         return device.generator.get_state()

@@ -109,6 +109,11 @@ def test_an_item_in_the_loss_is_a_wait_with_its_line(problem) -> None:
         assert all("forward_step" in sync.where for sync in syncs)
 
 
+def test_the_time_of_a_pass_read_in_the_schedule_is_a_wait(problem) -> None:
+    for syncs in run(problem, TRIALS[:1], "the time of a pass read at once").syncs[TRIALS[0]]:
+        assert {sync.what for sync in syncs} == {"seconds_between"}
+
+
 @pytest.mark.parametrize(
     ("trial", "fault", "message"),
     [

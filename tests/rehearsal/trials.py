@@ -10,6 +10,7 @@ from unittest import mock
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.data.batch import Batch
 from megatron_rl.mcore.model import offload
+from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.training import learner
 from tests.distributed.grpo_trials import Seen, run_trials
 from tests.grpo_problem import Problem, Trial
@@ -117,7 +118,19 @@ def _no_wait_before_a_layers_copy() -> AbstractContextManager:
     return mock.patch.object(Stream, "wait_stream")
 
 
+def _marks_read_at_once() -> AbstractContextManager:
+    true = StepTrace._end
+
+    def end(self: Any) -> Any:
+        mark = true(self)
+        self._platform.seconds_between(mark, mark)
+        return mark
+
+    return mock.patch.object(StepTrace, "_end", end)
+
+
 FAULTS = {
+    "the time of a pass read at once": _marks_read_at_once,
     "an item() in the loss": _item_in_the_loss,
     "running sums in the loss": _running_sums_in_the_loss,
     "a batch left on the host": _batch_left_on_the_host,

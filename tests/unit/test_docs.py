@@ -88,7 +88,24 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
         ),
     },
-    "docs/metrics.md": {"megatron-rl picture RUN": Here(), "megatron-rl picture periodic=RUN1": Here()},
+    "docs/metrics.md": {
+        "megatron-rl picture RUN": Here(),
+        "megatron-rl picture periodic=RUN1": Here(),
+        "megatron-rl trace RUN": Here(),
+        "megatron-rl ledger RUN": Here(),
+        "megatron-rl explain RUN": Here(),
+    },
+    "docs/report.md": {
+        "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
+        "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
+        "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
+    },
+    "docs/plan.md": {
+        "megatron-rl plan RUN": Here(),
+        "megatron-rl plan RUN --rollout-num-engines": Here(),
+        "megatron-rl plan RUN1 RUN2": Here(),
+        "megatron-rl plan --hf-model MODEL": By("tests/unit/test_planner_search.py"),
+    },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(

@@ -151,7 +151,8 @@ def test_samples_are_bounded_over_all_writes_of_an_iteration(tmp_path):
     ]
     assert lines[1]["prompt"] == "prompt of r1"
     assert {line["kind"] for line in lines} == {"training"}
-    assert lines[1]["responses"] == [{"text": "a0", "reward": 0.0, "components": {"exact": 1.0}}]
+    (response,) = lines[1]["responses"]
+    assert (response["text"], response["reward"], response["components"]) == ("a0", 0.0, {"exact": 1.0})
 
 
 def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_training(tmp_path):

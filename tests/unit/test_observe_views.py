@@ -1,4 +1,4 @@
-"""What a person sees of a run: its progress, where the time went, the report, pictures."""
+"""What a person sees of a run: its progress, where the time went, the summary, pictures."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,8 @@ from megatron_rl import cli
 from megatron_rl.config.flag import check_bounds
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import metrics, picture, progress, report
-from megatron_rl.observe.report import chart
+from megatron_rl.observe import metrics, picture, progress, summary
+from megatron_rl.observe.summary import chart
 from megatron_rl.observe.timeline import Timeline
 from tests.observed import metrics_record, write_metrics
 from tests.processes import ROOT
@@ -255,12 +255,12 @@ def test_flags_of_progress_and_samples_have_bounds():
 # The end
 
 
-def test_the_report_has_results_times_and_places(tmp_path):
+def test_the_summary_has_results_times_and_places(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, range(5))
-    places = report.Places(metrics=path, checkpoint=tmp_path / "nothing")
+    places = summary.Places(metrics=path, checkpoint=tmp_path / "nothing")
     stream = io.StringIO()
-    report.print_report(metrics.read(path), places, stream)
+    summary.print_summary(metrics.read(path), places, stream)
     assert (
         stream.getvalue()
         == f"""
@@ -282,19 +282,19 @@ where everything lies
     )
 
 
-def test_the_report_counts_the_time_of_the_start_apart_from_iterations():
+def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     record = metrics_record(0)
     record["time"]["start"] = 12.0
     assert "start" not in metrics.seconds_by_span(record)
-    lines = report.report_lines([record, metrics_record(1), record], report.Places())
+    lines = summary.summary_lines([record, metrics_record(1), record], summary.Places())
     times = lines[lines.index("where the time went") + 1 :]
     assert times[0] == "  start  24.0 s   66.7%"
     assert times[-1] == "  all    36.0 s  100.0%"
 
 
-def test_a_run_without_numbers_has_an_empty_report():
-    assert report.report_lines([], report.Places()) == []
-    assert report.report_lines([{"version": 3}], report.Places()) == []
+def test_a_run_without_numbers_has_an_empty_summary():
+    assert summary.summary_lines([], summary.Places()) == []
+    assert summary.summary_lines([{"version": 3}], summary.Places()) == []
 
 
 def test_a_chart_of_linear_values_is_a_straight_line():
@@ -334,9 +334,9 @@ def test_a_chart_of_one_value_has_one_row():
 
 def test_evaluations_that_are_equal_are_one_curve():
     records = [{"version": version, "evaluation": {"pass": 0.5, "mean": 0.5, "num_samples": 1}} for version in (0, 5)]
-    assert report.evaluations_of(records) == {"mean reward (pass@1)": [(0, 0.5), (5, 0.5)]}
+    assert summary.evaluations_of(records) == {"mean reward (pass@1)": [(0, 0.5), (5, 0.5)]}
     records[1]["evaluation"]["mean"] = 0.25
-    assert list(report.evaluations_of(records)) == ["pass@1", "mean reward"]
+    assert list(summary.evaluations_of(records)) == ["pass@1", "mean reward"]
 
 
 def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):
@@ -394,7 +394,7 @@ def test_a_picture_of_runs_without_rewards_or_times_is_drawn_too(tmp_path):
 
 def test_pictures_and_sinks_import_their_packages_when_they_are_asked_for():
     script = (
-        "import sys; from megatron_rl.observe import metrics, picture, progress, report, samples, sinks, timeline\n"
+        "import sys; from megatron_rl.observe import metrics, picture, progress, samples, sinks, summary, timeline\n"
         "assert not {'torch', 'matplotlib', 'wandb', 'tensorboard'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)

@@ -461,3 +461,27 @@ def test_flags_that_contradict_each_other_are_refused(model, values, message):
     config = dataclasses.replace(DataConfig(prompts=[Path("a.jsonl")]), **values)
     with pytest.raises(UsageError, match=re.escape(message)):
         load_prompts(config, model, seed=0, longest=9, vocab_size=VOCAB_SIZE)
+
+
+def test_prompts_that_are_put_off_are_kept_until_they_are_asked_for_also_once_restored(tmp_path):
+    whole, again = source(10), source(10)
+    first = whole.peek(6)
+    whole.advance(6, put_off=[1, 4])
+    assert whole.num_put_off == 2
+    again.restore(json.loads(json.dumps(whole.state())))
+    for one in (whole, again):
+        taken = one.peek(5, 2)
+        assert [prompt.row for prompt in taken[:2]] == [first[1].row, first[4].row]
+        assert [prompt.index for prompt in taken] == list(range(5))
+        one.advance(5, 2, [3])
+        assert (one.num_put_off, one.num_taken) == (1, 9)
+    rest = one.peek(2, 1)
+    assert rest[0].row == taken[3].row
+    # With what follows, each row has come once.
+    assert len({prompt.row for prompt in [*first, *taken, *rest]}) == 10
+
+
+def test_a_place_with_a_row_that_is_not_there_is_refused():
+    one = source(10)
+    with pytest.raises(InputError, match="has put off row 10 of 10"):
+        one.restore({**one.state(), "put_off": [3, 10]})

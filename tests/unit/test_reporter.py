@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
@@ -23,7 +24,7 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def reporter(folder: Path, engine: str = "vllm", **observe: Any) -> Reporter:
+def reporter(folder: Path, engine: str = "vllm", advantage: str = "mean", **observe: Any) -> Reporter:
     settings = SimpleNamespace(
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
@@ -31,7 +32,8 @@ def reporter(folder: Path, engine: str = "vllm", **observe: Any) -> Reporter:
         architecture=SimpleNamespace(dtype="float32"),
         algorithm=AlgorithmConfig(),
     )
-    return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows])
+    advantages = GroupAdvantages(AlgorithmConfig(advantage=advantage))
+    return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows], advantages)
 
 
 def packed(*ids: int) -> bytes:
@@ -41,12 +43,14 @@ def packed(*ids: int) -> bytes:
 def part(prompt: int, first: int, count: int) -> SimpleNamespace:
     """Some responses of a group, each with its place in the group as its token and its reward."""
     responses = [
-        SimpleNamespace(tokens=packed(place), reward=float(place), components={"exact": 1.0, "absent": None})
+        SimpleNamespace(
+            tokens=packed(place), reward=float(place), components={"exact": 1.0, "absent": None}, finish_reason="stop"
+        )
         for place in range(first, first + count)
     ]
     return SimpleNamespace(
         prompt_index=prompt, row=f"row {prompt}", prompt_tokens=packed(7, prompt), first_response=first,
-        responses=responses,
+        responses=responses, rewards=[0.0, 1.0, 2.0, 3.0],
     )  # fmt: skip
 
 
@@ -68,7 +72,10 @@ def test_responses_to_held_out_prompts_are_samples_of_an_evaluation(tmp_path):
         (4, "evaluation", "row 1", "7 1"),
     ]
     assert [len(line["responses"]) for line in lines] == [2, 1]
-    assert lines[0]["responses"][1] == {"text": "1", "reward": 1.0, "components": {"exact": 1.0}}
+    assert lines[0]["responses"][1] == {
+        "text": "1", "reward": 1.0, "components": {"exact": 1.0}, "num_tokens": 1, "finish_reason": "stop",
+        "advantage": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "difference", "is_warned"), [
@@ -104,4 +111,13 @@ def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
         ("row 1", "7 1", 3),
     ]
     assert [response["text"] for response in lines[0]["responses"]] == ["0", "1", "2", "3"]
-    assert lines[0]["responses"][2] == {"text": "2", "reward": 2.0, "components": {"exact": 1.0}}
+    assert lines[0]["responses"][2]["components"] == {"exact": 1.0}
+    assert [response["advantage"] for response in lines[0]["responses"]] == [-1.5, -0.5, 0.5, 1.5]
+
+
+def test_advantages_that_the_whole_update_divides_are_left_out_of_samples(tmp_path):
+    to = reporter(tmp_path, advantage="batch", log_samples=4)
+    to._write_samples(0, slots([part(3, 0, 4)]))
+    to.close()
+    (line,) = read_lines(tmp_path / "samples.jsonl")
+    assert [response["advantage"] for response in line["responses"]] == [None] * 4

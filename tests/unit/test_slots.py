@@ -103,20 +103,23 @@ def test_waiting_is_measured_only_while_a_batch_is_wanted():
     entered = []
 
     class Waiting:
+        def __init__(self, index):
+            self.index = index
+
         def __enter__(self):
-            entered.append("in")
+            entered.append(("in", self.index))
 
         def __exit__(self, *_):
-            entered.append("out")
+            entered.append(("out", self.index))
 
     slots = slots_of(source.fetch, waiting=Waiting)
     thread = threading.Thread(target=slots.wait_for_all)
     thread.start()
-    until(lambda: entered == ["in"])
+    until(lambda: entered == [("in", 0)])
     for event in source.let_go:
         event.set()
     thread.join(5)
-    assert entered == ["in", "out"] * 4
+    assert entered == [(what, index) for index in range(4) for what in ("in", "out")]
 
 
 def test_a_fault_of_the_service_is_raised_where_the_batch_is_wanted():

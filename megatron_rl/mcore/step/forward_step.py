@@ -22,6 +22,7 @@ from megatron_rl.data.packing import Pack
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.step import auxiliary
 from megatron_rl.mcore.step.piggyback import Piggyback
+from megatron_rl.mcore.step.trace import POLICY, StepTrace
 
 M_co = TypeVar("M_co", covariant=True)
 
@@ -51,6 +52,10 @@ class ForwardStep:
 
     communicator: Piggyback | None = None
     """Replaces the communicator that Megatron sends and receives with between pipeline stages."""
+    trace: StepTrace | None = None
+    """Notes what is computed when."""
+    role = POLICY
+    """Whose log-probs the trace says that these are."""
 
     def __init__(self, temperature: float = 1.0):
         self._temperature = temperature
@@ -59,11 +64,18 @@ class ForwardStep:
         """Run the next micro-batch through a chunk; return its hidden states or log-probs, and the loss function."""
         micro_batch: Pack | Batch = next(data_iterator)
         pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
+        if isinstance(micro_batch, Batch):
+            self._begin(self.role, micro_batch, model)
         return model(pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
         """Return no loss, and the micro-batch's log-probs; called on the last stage."""
         return output_tensor.new_zeros(()), {"log_probs": output_tensor.detach()}
+
+    def _begin(self, role: str, batch: Batch, model: torch.nn.Module) -> None:
+        """Note that a role's forward pass of a micro-batch through a chunk begins; the schedule says when it ends."""
+        if self.trace is not None:
+            self.trace.begin_forward(role, unwrap(model).vp_stage or 0, batch.index, batch.pack.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +110,8 @@ class PolicyStep(ForwardStep):
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk of the frozen models and of the policy."""
         batch = next(data_iterator)
-        frozen_outputs = self._forward_frozen(batch.pack, model)
+        frozen_outputs = self._forward_frozen(batch, model)
+        self._begin(POLICY, batch, model)
         output_tensor = model(batch.pack, self._temperature, self._with_entropies)
         if self.communicator is not None and not unwrap(model).post_process:
             self.communicator.put(output_tensor, frozen_outputs)
@@ -128,7 +141,7 @@ class PolicyStep(ForwardStep):
         )
         return loss * self._scale, {"statistics": statistics}
 
-    def _forward_frozen(self, pack: Pack, model: torch.nn.Module) -> list[torch.Tensor]:
+    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:
         """Run the micro-batch through the same chunk of each frozen model."""
         chunk = unwrap(model)
         hidden = chunk.decoder.input_tensor
@@ -136,7 +149,11 @@ class PolicyStep(ForwardStep):
         if self.communicator is not None and hidden is not None:
             inputs = [*self.communicator.take(hidden)]
         chunks = [frozen[chunk.vp_stage or 0] for frozen in self._cast.frozen]
-        return [self._run_frozen(pack, *given) for given in zip(chunks, inputs, strict=True)]
+        outputs = []
+        for number, given in enumerate(zip(chunks, inputs, strict=True), start=1):
+            self._begin("reference" if number == self._cast.reference else "old", batch, model)
+            outputs.append(self._run_frozen(batch.pack, *given))
+        return outputs
 
     @torch.no_grad()
     def _run_frozen(self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -161,11 +178,24 @@ def run_schedule(
     config.no_sync_func = _no_sync(model)
     iterators = [iter(micro_batches) for _ in model]
     is_interleaved = len(model) > 1
+    with _timed(config, step.trace, len(model)):
+        return _call_schedule(step, model, iterators, is_interleaved, len(micro_batches), forward_only)
+
+
+def _call_schedule(
+    step: ForwardStep,
+    model: Model,
+    iterators: Sequence[Iterator[Any]],
+    is_interleaved: bool,
+    num_micro_batches: int,
+    forward_only: bool,
+) -> list[Report]:
+    config = get_model_config(model[0])
     return get_forward_backward_func()(
         forward_step_func=step.forward_step,
         data_iterator=iterators if is_interleaved else iterators[0],
         model=list(model) if is_interleaved else model[0],
-        num_microbatches=len(micro_batches),
+        num_microbatches=num_micro_batches,
         # Stages tell each other the length of each message; this number only has to be divisible by the parallel sizes.
         seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
         micro_batch_size=1,
@@ -184,17 +214,39 @@ def loss_scale(num_micro_batches: int) -> int:
     return num_micro_batches * parallel_state.get_data_parallel_world_size()
 
 
-def compute_log_probs(model: Model, micro_batches: MicroBatches, temperature: float = 1.0) -> list[torch.Tensor]:
+def compute_log_probs(
+    model: Model,
+    micro_batches: MicroBatches,
+    temperature: float = 1.0,
+    trace: StepTrace | None = None,
+    role: str = POLICY,
+) -> list[torch.Tensor]:
     """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
+    step = ForwardStep(temperature)
+    step.trace, step.role = trace, role
     # The schedules leave no_grad to their caller.
     with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
-        reports = run_schedule(ForwardStep(temperature), model, micro_batches, forward_only=True)
+        reports = run_schedule(step, model, micro_batches, forward_only=True)
     return [report["log_probs"] for report in reports]
 
 
 def is_reporter() -> bool:
     """Whether this rank reports for its replica: it sees losses, and is the first of the ranks that do."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
+
+
+@contextlib.contextmanager
+def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int) -> Iterator[None]:
+    """Have Megatron tell the trace what it does when, through the hook that it has for timers."""
+    if trace is None:
+        yield
+        return
+    before, config.timers = config.timers, trace.timer
+    trace.begin_schedule(num_chunks)
+    try:
+        yield
+    finally:
+        config.timers = before
 
 
 @contextlib.contextmanager

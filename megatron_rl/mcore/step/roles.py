@@ -12,6 +12,7 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.forward_step import Cast, Model, compute_log_probs
 from megatron_rl.mcore.step.optimizer import force_param_sync
 from megatron_rl.mcore.step.policy import Policy, Reference
+from megatron_rl.mcore.step.trace import StepTrace
 
 
 class Roles(Protocol):
@@ -72,9 +73,10 @@ class SeparateRoles:
     `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all of them.
     """
 
-    def __init__(self, policy: Model, reference: Model | None, temperature: float):
+    def __init__(self, policy: Model, reference: Model | None, temperature: float, trace: StepTrace | None = None):
         self._policy = policy
         self._reference = reference
+        self._trace = trace
         self._old: dict[int, torch.Tensor] = {}
         self.temperature = temperature
 
@@ -88,29 +90,34 @@ class SeparateRoles:
         if self._reference is not None:
             reference = 0
             if update > 0 or not reference_is_policy:
-                known.append(self._log_probs(self._reference, micro_batches))
+                known.append(self._log_probs(self._reference, micro_batches, "reference"))
                 reference = len(known)
         return Cast(old=old, reference=reference, known=known)
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         later = slots.after(0)
         later.wait_for_first()
-        self._old = self._log_probs(self._policy, later)
+        self._old = self._log_probs(self._policy, later, "old")
 
-    def _log_probs(self, model: Model, micro_batches: UpdateSlots) -> dict[int, torch.Tensor]:
+    def _log_probs(self, model: Model, micro_batches: UpdateSlots, role: str) -> dict[int, torch.Tensor]:
         """Compute log-probs by slot; only the last pipeline stage returns any."""
-        results = compute_log_probs(model, micro_batches, self.temperature)
+        results = compute_log_probs(model, micro_batches, self.temperature, self._trace, role)
         return dict(zip(micro_batches.indices, results, strict=False))
 
 
 def build_roles(
-    settings: Settings, session: Session, policy: Policy, reference: Reference | None, num_updates: int
+    settings: Settings,
+    session: Session,
+    policy: Policy,
+    reference: Reference | None,
+    num_updates: int,
+    trace: StepTrace | None = None,
 ) -> Roles:
     """Build the roles as --tri-model says; with one update per iteration no old policy is kept."""
     chunks = None if reference is None else reference.chunks
     temperature = settings.sampling.temperature
     if settings.loop.tri_model == "separate":
-        return SeparateRoles(policy.wrapped, chunks, temperature)
+        return SeparateRoles(policy.wrapped, chunks, temperature, trace)
     host = session.platform if settings.loop.frozen_offload else None
     old = freeze(build_model(settings), host) if num_updates > 1 else None
     return TriModel(policy.wrapped, chunks, old, temperature)

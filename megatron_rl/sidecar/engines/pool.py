@@ -14,6 +14,8 @@ import collections
 import logging
 from collections.abc import Callable, Iterable
 
+from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.trace import GROUPS
 from megatron_rl.protocol.wire import Response
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
 
@@ -34,6 +36,7 @@ class EnginePool:
         max_responses: int,
         on_lost: Callable[[Engine, EngineLost], None],
         none_left: Callable[[], str | None],
+        recorder: Recorder | None = None,
     ) -> None:
         """`max_responses` bounds each engine; a larger group goes to an idle engine. `none_left` returns why no engine
         will be ready again, or None."""
@@ -42,16 +45,20 @@ class EnginePool:
         self._max_responses = max_responses
         self._on_lost = on_lost
         self._none_left = none_left
+        self._recorder = recorder or Recorder(most=0)
         self._in_flight: collections.Counter[str] = collections.Counter()
         # Groups that go first, and groups that can wait.
         self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         """Sample a group on one of the engines."""
+        since = self._recorder.now() if request.since is None else request.since
         for attempt in range(1, MAX_ATTEMPTS + 1):
             engine = await self._take(request.group_size, self._waiting[request.can_wait])
+            taken, responses = self._recorder.now(), None
             try:
-                return await engine.generate(request)
+                responses = await engine.generate(request)
+                return responses
             except (EngineLost, EngineRefused) as error:
                 _log.warning("attempt %d of request %s: %s", attempt, request.request_id, error)
                 if isinstance(error, EngineLost):
@@ -59,8 +66,25 @@ class EnginePool:
                 reason = str(error)
                 self.num_retried += 1
             finally:
+                since = self._note(request, engine.name, since, taken, responses)
                 self._give_back(engine, request.group_size)
         raise EngineLost(f"{reason}; request {request.request_id} was tried {MAX_ATTEMPTS} times")
+
+    def _note(
+        self, request: GroupRequest, engine: str, since: float, taken: float, responses: list[Response] | None
+    ) -> float:
+        """Record how long a group waited and was sampled; return when it began to wait again, if it must."""
+        recorder, now = self._recorder, self._recorder.now()
+        details: dict[str, bool] = {"evaluation": True} if request.can_wait else {}
+        recorder.add(recorder.kind(GROUPS, "queue", **details), since, taken, request.prompt)
+        num_tokens = None
+        if responses is None:
+            details["failed"] = True
+        else:
+            num_tokens = sum(len(response.tokens) // 4 for response in responses)
+        kind = recorder.kind(GROUPS, "generate", engine=engine, size=request.group_size, **details)
+        recorder.add(kind, taken, now, request.prompt, num_tokens)
+        return now
 
     def in_flight(self, name: str) -> int:
         """Responses that the engine of this name is sampling."""

@@ -100,16 +100,16 @@ _TITLES = {
 }
 
 
-def print_report(records: Sequence[Mapping[str, Any]], places: Places, stream: TextIO) -> None:
-    """Print the report of a run whose metrics these are; headings are bold on a terminal."""
+def print_summary(records: Sequence[Mapping[str, Any]], places: Places, stream: TextIO) -> None:
+    """Print the summary of a run whose metrics these are; headings are bold on a terminal."""
     console = Console(file=stream, highlight=False)
-    for line in report_lines(records, places):
+    for line in summary_lines(records, places):
         is_heading = bool(line) and not line.startswith(" ")
         console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
 
 
-def report_lines(records: Sequence[Mapping[str, Any]], places: Places) -> list[str]:
-    """Write the report without styles: lines of a section are indented below its heading."""
+def summary_lines(records: Sequence[Mapping[str, Any]], places: Places) -> list[str]:
+    """Write the summary without styles: lines of a section are indented below its heading."""
     sections = {
         "what it came to": _results(records),
         "where the time went": _times(records),

@@ -1,0 +1,115 @@
+"""What a rank computes when: the forward and backward passes of micro-batches, as marks in the device's queue.
+
+Nothing here waits for the device before `settle`, which an iteration calls once, at its end.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.observe.recorder import Kind, Recorder
+from megatron_rl.observe.trace import COMPUTE, MAIN
+from megatron_rl.platforms import Platform
+
+POLICY = "policy"
+_FORWARD, _BACKWARD = "forward-compute", "backward-compute"
+# Megatron's timer of a whole schedule, which the loop times itself.
+_SCHEDULE = "forward-backward"
+
+
+@dataclasses.dataclass
+class Timer:
+    """What Megatron starts and stops."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+    def start(self, **_: Any) -> None:
+        """Takes what Megatron's own timers take: whether all ranks are to wait for each other, which these never do."""
+        self.begin()
+
+    def stop(self, **_: Any) -> None:
+        self.end()
+
+
+class StepTrace:
+    """The passes of one rank. Megatron's schedules call `timer`; a step says which forward pass begins."""
+
+    def __init__(self, recorder: Recorder, platform: Platform) -> None:
+        self._recorder = recorder
+        self._platform = platform
+        self._timers: dict[str, Timer] = {}
+        self._open: tuple[Kind, int, int, Any] | None = None
+        self._passes: list[tuple[Kind, int, int, Any, Any]] = []
+        # The policy's forward passes in this run of the schedule, in order: chunk, slot, tokens.
+        self._forward: list[tuple[int, int, int]] = []
+        self._num_backward = 0
+        self._num_chunks = 1
+
+    def begin_schedule(self, num_chunks: int) -> None:
+        """Expect passes of so many chunks."""
+        self._num_chunks, self._forward, self._num_backward = num_chunks, [], 0
+
+    def begin_forward(self, role: str, chunk: int, slot: int, num_tokens: int) -> None:
+        """Note that a forward pass begins, where another one may end."""
+        mark = self._end()
+        self._begin("forward", role, chunk, slot, num_tokens, mark)
+        if role == POLICY:
+            self._forward.append((chunk, slot, num_tokens))
+
+    def timer(self, name: str, **_: Any) -> Timer:
+        """Return what Megatron's `config.timers` does: a timer by that name."""
+        found = self._timers.get(name)
+        if found is None:
+            found = self._timers[name] = self._make(name)
+        return found
+
+    def settle(self) -> None:
+        """Record the passes of the iteration; the device must be done with them, or this waits for it."""
+        if not self._passes:
+            return
+        last, before = self._platform.mark(), self._platform.seconds_between
+        # This call waits until the device passes the mark, which is now.
+        before(last, last)
+        now = self._recorder.now()
+        for kind, slot, num_tokens, begin, end in self._passes:
+            self._recorder.add(kind, now - before(begin, last), now - before(end, last), slot, num_tokens)
+        self._passes = []
+
+    def _make(self, name: str) -> Timer:
+        if name == _SCHEDULE:
+            return Timer(_nothing, _nothing)
+        if name == _FORWARD:
+            return Timer(_nothing, self._end_forward)
+        if name == _BACKWARD:
+            return Timer(self._begin_backward, self._end_forward)
+        kind, begun = self._recorder.kind(MAIN, name), [0.0]
+
+        def begin() -> None:
+            begun[0] = self._recorder.now()
+
+        return Timer(begin, lambda: self._recorder.add(kind, begun[0], self._recorder.now()))
+
+    def _begin_backward(self) -> None:
+        # With several chunks, the k-th backward pass is of the micro-batch of the k-th forward pass, and of the chunk
+        # that is as far from the last one as that pass's is from the first.
+        chunk, slot, num_tokens = self._forward[self._num_backward]
+        self._num_backward += 1
+        self._begin("backward", POLICY, self._num_chunks - 1 - chunk, slot, num_tokens, self._platform.mark())
+
+    def _begin(self, name: str, role: str, chunk: int, slot: int, num_tokens: int, mark: Any) -> None:
+        self._open = (self._recorder.kind(COMPUTE, name, role=role, chunk=chunk), slot, num_tokens, mark)
+
+    def _end_forward(self) -> None:
+        self._end()
+
+    def _end(self) -> Any:
+        mark = self._platform.mark()
+        if self._open is not None:
+            self._passes.append((*self._open, mark))
+            self._open = None
+        return mark
+
+
+def _nothing() -> None:
+    pass

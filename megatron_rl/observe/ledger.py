@@ -1,0 +1,296 @@
+"""Where the time of every process went: each moment of a rank and of an engine has one cause.
+
+Pure: from the spans of a trace to seconds. docs/metrics.md defines the causes. Invariants:
+
+- the causes of a process add up to its wall time, exactly: it is counted in whole nanoseconds;
+- wall time is that of a process's windows, so what a run did between two starts is nobody's;
+- what a rank computes counts as computing, whatever its host waits for meanwhile.
+"""
+
+import bisect
+import dataclasses
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace
+
+RANK_CAUSES = (
+    "busy", "first", "starved", "tail", "publish", "bubble", "optimizer", "checkpoint", "evaluation", "report", "other",
+)  # fmt: skip
+ENGINE_CAUSES = ("busy", "tail", "idle", "publish", "evaluation", "other")
+
+# What the innermost span of a rank's loop is the cause of; within a schedule, what Megatron times is named by Megatron.
+_OF_LOOP = {
+    "publish": "publish",
+    "reference": "publish",
+    "evaluate": "evaluation",
+    "optimizer": "optimizer",
+    "update": "optimizer",
+    "save": "checkpoint",
+    "complete": "report",
+    "report": "report",
+    "trace": "report",
+    "train": "other",
+}
+_NANO = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """The time of one trainer rank or engine, in seconds."""
+
+    name: str
+    is_rank: bool
+    wall: float
+    seconds: dict[str, float]
+    """By cause."""
+    details: dict[str, float]
+    """By what makes up a cause: "busy: forward policy", "bubble: forward-recv"."""
+
+    def share(self, cause: str) -> float:
+        """The cause's part of the wall time."""
+        return self.seconds[cause] / self.wall if self.wall else 0.0
+
+
+def compute_ledger(trace: Trace) -> list[Account]:
+    """Account for the time of every rank, and then of every engine."""
+    engines = _Engines(trace.sidecar)
+    evaluating = _find_evaluations(trace)
+    return [*(_of_rank(rank, engines.are_dry, evaluating) for rank in trace.ranks), *engines.accounts()]
+
+
+def divide_rank(trace: Trace, rank: Process) -> Iterator[tuple[float, float, str]]:
+    """Yield every piece of a rank's time with its cause, in order: begin and end by the common clock."""
+    for begin, end, cause, _ in _divide_rank(rank, _Engines(trace.sidecar).are_dry, _find_evaluations(trace)):
+        yield begin / _NANO, end / _NANO, cause
+
+
+class Pieces:
+    """A value at each moment, None outside of all pieces; pieces do not overlap, and their ends are in nanoseconds."""
+
+    def __init__(self, pieces: Iterable[tuple[int, int, object]]) -> None:
+        self._pieces = sorted(pieces, key=lambda piece: piece[:2])
+        self._begins = [begin for begin, _, _ in self._pieces]
+
+    def over(self, begin: int, end: int) -> Iterator[tuple[int, int, object]]:
+        """Divide the time from `begin` to `end` by value."""
+        index = max(0, bisect.bisect_right(self._begins, begin) - 1)
+        while begin < end:
+            first, last, value = self._pieces[index] if index < len(self._pieces) else (end, end, None)
+            if last <= begin and index < len(self._pieces):
+                index += 1
+                continue
+            if first > begin:
+                first = min(first, end)
+                yield begin, first, None
+                begin = first
+                continue
+            yield begin, min(last, end), value
+            begin, index = min(last, end), index + 1
+
+
+def find_innermost(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
+    """Divide the time of spans that lie one within another: each moment belongs to the one that began last."""
+    opened: list[tuple[int, Span]] = []
+    now = 0
+    for span in sorted(spans, key=lambda span: (_ticks(span.begin), -_ticks(span.end))):
+        begin, end = _ticks(span.begin), _ticks(span.end)
+        while opened and opened[-1][0] <= begin:
+            last, outer = opened.pop()
+            if last > now:
+                yield now, last, outer
+                now = last
+        if opened:
+            # Rounding may put an end behind that of the span around it.
+            end = min(end, opened[-1][0])
+            if begin > now:
+                yield now, begin, opened[-1][1]
+        now = max(now, begin)
+        opened.append((end, span))
+    while opened:
+        last, outer = opened.pop()
+        if last > now:
+            yield now, last, outer
+            now = last
+
+
+def _find_evaluations(trace: Trace) -> Pieces:
+    """When rank 0 evaluated."""
+    return Pieces(
+        (_ticks(span.begin), _ticks(span.end), True)
+        for process in trace.ranks[:1]
+        for window in process.windows
+        for span in window.spans
+        if (span.lane, span.name) == (MAIN, "evaluate")
+    )
+
+
+def _of_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Account:
+    ticks: Counter[str] = Counter()
+    details: Counter[str] = Counter()
+    for begin, end, cause, detail in _divide_rank(rank, are_dry, evaluating):
+        ticks[cause] += end - begin
+        details[f"{cause}: {detail}"] += end - begin
+    return _account(rank.name, True, RANK_CAUSES, ticks, details)
+
+
+def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
+    """Yield begin, end, cause and what exactly."""
+    by_lane: defaultdict[str, list[Span]] = defaultdict(list)
+    for window in rank.windows:
+        for span in window.spans:
+            by_lane[span.lane].append(span)
+    computing = Pieces(_without_overlaps(by_lane[COMPUTE]))
+    loop = Pieces(find_innermost(by_lane[MAIN]))
+    for window in rank.windows:
+        for begin, end, passed in computing.over(_ticks(window.begin), _ticks(window.end)):
+            if isinstance(passed, Span):
+                yield begin, end, "busy", f"{passed.name} {passed.details['role']}"
+                continue
+            for first, last, part in loop.over(begin, end):
+                yield from _causes(part, first, last, are_dry, evaluating)
+
+
+def _causes(
+    part: object, begin: int, end: int, are_dry: Pieces, evaluating: Pieces
+) -> Iterator[tuple[int, int, str, str]]:
+    """Divide a time in which a rank does not compute, and is in one part of its loop."""
+    if not isinstance(part, Span):
+        yield begin, end, "other", "outside of all spans"
+    elif part.name == "submit":
+        # The other ranks wait here for rank 0, which evaluates first.
+        for first, last, is_evaluating in evaluating.over(begin, end):
+            yield first, last, "evaluation" if is_evaluating else "first", part.name
+    elif part.name == "wait" and part.number == 0:
+        yield begin, end, "first", part.name
+    elif part.name == "wait":
+        for first, last, is_dry in are_dry.over(begin, end):
+            yield first, last, "tail" if is_dry else "starved", part.name
+    else:
+        yield begin, end, _OF_LOOP.get(part.name, "bubble"), part.name
+
+
+def _without_overlaps(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
+    """Passes follow each other in the device's queue; rounding may make two overlap."""
+    now = 0
+    for span in sorted(spans, key=lambda span: span.begin):
+        begin, end = max(now, _ticks(span.begin)), _ticks(span.end)
+        if end > begin:
+            yield begin, end, span
+            now = end
+
+
+class _Engines:
+    """The engines of a sidecar over time: a sweep over the moments at which anything changes."""
+
+    def __init__(self, sidecar: Process | None) -> None:
+        self._ticks: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._capacities: dict[str, int] = {}
+        dry: list[tuple[int, int, object]] = []
+        for window in sidecar.windows if sidecar is not None else ():
+            self._capacities |= window.facts.get("engines", {})
+        if sidecar is not None:
+            self._sweep(sidecar, dry)
+        self.are_dry = Pieces(dry)
+        """Whether nothing waits for an engine while one of them could sample more."""
+
+    def accounts(self) -> list[Account]:
+        return [_account(name, False, ENGINE_CAUSES, self._ticks[name], Counter()) for name in sorted(self._ticks)]
+
+    def _sweep(self, sidecar: Process, dry: list[tuple[int, int, object]]) -> None:
+        now, state = 0, _State(self._capacities)
+        changes = list(_changes(sidecar))
+        heapq.heapify(changes)
+        while changes:
+            moment, number, key, engine = heapq.heappop(changes)
+            if moment > now:
+                if state.counts["window", ""]:
+                    for name in self._capacities:
+                        self._ticks[name][state.cause(name)] += moment - now
+                if state.are_dry():
+                    if dry and dry[-1][1] == now:
+                        dry[-1] = (dry[-1][0], moment, True)
+                    else:
+                        dry.append((now, moment, True))
+                now = moment
+            state.counts[key, engine] += number
+
+
+class _State:
+    """How many of what there are at a moment."""
+
+    def __init__(self, capacities: dict[str, int]) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._capacities = capacities
+
+    def cause(self, engine: str) -> str:
+        """What an engine's time goes to."""
+        counts = self.counts
+        if counts["down", engine]:
+            return "other"
+        if counts["publish", ""]:
+            return "publish"
+        if counts["groups", engine]:
+            return "busy" if counts["queue", ""] or self._is_full(engine) else "tail"
+        if counts["evaluated groups", engine]:
+            return "evaluation"
+        if counts["queue", ""]:
+            return "idle"
+        if any(counts["groups", other] for other in self._capacities):
+            return "tail"
+        return "evaluation" if counts["evaluation", ""] else "idle"
+
+    def are_dry(self) -> bool:
+        if self.counts["queue", ""]:
+            return False
+        up = [name for name in self._capacities if not self.counts["down", name]]
+        return not all(self._is_full(name) for name in up)
+
+    def _is_full(self, engine: str) -> bool:
+        """Whether the engine has no room to sample another group at once."""
+        num_groups = self.counts["groups", engine] + self.counts["evaluated groups", engine]
+        if not num_groups:
+            return False
+        in_flight = self.counts["responses", engine]
+        return in_flight + in_flight / num_groups > self._capacities[engine]
+
+
+_Change = tuple[int, int, str, str]
+
+
+def _changes(sidecar: Process) -> Iterator[_Change]:
+    """Yield when, by how much, what changes, and of which engine."""
+    for window in sidecar.windows:
+        yield from _around(window.begin, window.end, "window")
+        for span in window.spans:
+            if span.lane == SERVICE and span.name in ("publish", "evaluation"):
+                yield from _around(span.begin, span.end, span.name)
+            elif span.lane == GROUPS and span.name == "queue" and not span.details.get("evaluation"):
+                yield from _around(span.begin, span.end, "queue")
+            elif span.lane == GROUPS and span.name == "generate":
+                engine, size = span.details["engine"], span.details["size"]
+                key = "evaluated groups" if span.details.get("evaluation") else "groups"
+                yield from _around(span.begin, span.end, key, engine)
+                yield from _around(span.begin, span.end, "responses", engine, size)
+            elif span.name == "down":
+                yield from _around(span.begin, span.end, "down", span.lane)
+
+
+def _around(begin: float, end: float, key: str, engine: str = "", number: int = 1) -> Iterator[_Change]:
+    yield _ticks(begin), number, key, engine
+    yield max(_ticks(begin), _ticks(end)), -number, key, engine
+
+
+def _account(name: str, is_rank: bool, causes: Sequence[str], ticks: Counter[str], details: Counter[str]) -> Account:
+    return Account(
+        name=name,
+        is_rank=is_rank,
+        wall=sum(ticks.values()) / _NANO,
+        seconds={cause: ticks[cause] / _NANO for cause in causes},
+        details={detail: length / _NANO for detail, length in sorted(details.items())},
+    )
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * _NANO)

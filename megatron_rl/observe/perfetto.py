@@ -1,0 +1,104 @@
+"""A trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
+
+Every process of the run is a process there, and every lane a thread. Groups overlap, so they are spread over as many
+threads as there were groups at a time. Counters show how many responses each engine had in flight, and how many groups
+waited for one.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace
+
+Event = dict[str, Any]
+_MICRO = 1e6
+# The lanes of a process, in the order in which they are shown; engines and groups come behind.
+_ORDER = (MAIN, COMPUTE, SERVICE)
+
+
+def convert(trace: Trace) -> dict[str, Any]:
+    """Return what is written as JSON; times begin with the trace."""
+    begins = [window.begin for process in trace.processes for window in process.windows]
+    start = min(begins, default=0.0)
+    events: list[Event] = []
+    for number, process in enumerate(trace.processes, start=1):
+        events.append(_name("process_name", number, 0, process.name))
+        events.append({**_name("process_sort_index", number, 0, ""), "args": {"sort_index": number}})
+        events += _of_process(process, number, start)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start": start}}
+
+
+def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
+    lanes: dict[str, list[Span]] = {}
+    for window in process.windows:
+        for span in window.spans:
+            lanes.setdefault(_lane(span), []).append(span)
+    known = [lane for lane in _ORDER if lane in lanes]
+    threads = [*known, *sorted(lane for lane in lanes if lane not in known)]
+    thread = 0
+    for lane in threads:
+        rows = _spread(lanes[lane]) if lane.startswith(GROUPS) else [lanes[lane]]
+        for index, row in enumerate(rows, start=1):
+            thread += 1
+            yield _name("thread_name", number, thread, lane if len(rows) == 1 else f"{lane} {index}")
+            yield {**_name("thread_sort_index", number, thread, ""), "args": {"sort_index": thread}}
+            for span in row:
+                yield _event(span, number, thread, start)
+    yield from _counters(lanes, number, start)
+
+
+def _lane(span: Span) -> str:
+    """Groups are shown by what happens to them, and by engine."""
+    return span.lane if span.lane != GROUPS else f"{GROUPS}: {span.details.get('engine', span.name)}"
+
+
+def _spread(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few rows as can be without an overlap in any."""
+    rows: list[list[Span]] = []
+    free: list[tuple[float, int]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if free and free[0][0] <= span.begin:
+            _, row = heapq.heappop(free)
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(span)
+        heapq.heappush(free, (span.end, row))
+    return rows
+
+
+def _event(span: Span, number: int, thread: int, start: float) -> Event:
+    arguments = {**span.details, "number": span.number, "amount": span.amount}
+    name = f"{span.name} {role}" if (role := span.details.get("role")) else span.name
+    return {
+        "ph": "X",
+        "pid": number,
+        "tid": thread,
+        "name": name,
+        "cat": span.lane,
+        "ts": round((span.begin - start) * _MICRO, 3),
+        "dur": round(span.seconds * _MICRO, 3),
+        "args": {key: value for key, value in arguments.items() if value is not None},
+    }
+
+
+def _counters(lanes: dict[str, list[Span]], number: int, start: float) -> Iterator[Event]:
+    for lane, spans in lanes.items():
+        if not lane.startswith(GROUPS) or spans[0].name == "reward":
+            continue
+        waits = spans[0].name == "queue"
+        name = "groups that wait" if waits else f"responses in flight: {lane.removeprefix(f'{GROUPS}: ')}"
+        changes = []
+        for span in spans:
+            size = 1 if waits else span.details["size"]
+            changes += [(span.begin, size), (span.end, -size)]
+        count = 0
+        for moment, change in sorted(changes):
+            count += change
+            ts = round((moment - start) * _MICRO, 3)
+            yield {"ph": "C", "pid": number, "tid": 0, "name": name, "ts": ts, "args": {"count": count}}
+
+
+def _name(kind: str, number: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "pid": number, "tid": thread, "name": kind, "args": {"name": name}}

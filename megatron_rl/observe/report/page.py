@@ -1,0 +1,96 @@
+"""Puts a report together: the template, the data and the library of charts in one file that loads nothing.
+
+What runs say is never a part of the page's markup. It is JSON, packed, or with every character escaped that could end
+the element that it is in; the script puts it into the page as text.
+"""
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError, PlatformError
+
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+# The level of compression: higher ones take twice as long for a hundredth.
+_LEVEL = 6
+
+
+def load_library() -> str:
+    """Return the scripts of Bokeh, which draws the charts."""
+    try:
+        module = importlib.import_module("bokeh.resources")
+    except ImportError as error:
+        raise PlatformError(
+            f"the report's charts need Bokeh, which does not load ({error}): pip install 'megatron-rl[report]'"
+        ) from error
+    scripts: list[str] = module.Resources(mode="inline", components=["bokeh", "bokeh-api"], minified=True).js_raw
+    return ";\n".join(scripts)
+
+
+def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) -> str:
+    """Build the page; without a summary it asks the server that it came from for all data."""
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    script = _between(template, "<script>", "</script>")
+    connect = "'self'" if summary is None else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)} {_hash(library)}; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    data = [_element("library", pack_text(library))]
+    if summary is not None:
+        data.append(_element("summary", pack(summary)))
+        data += [_element(f"rollouts-{number}", pack(of_run)) for number, of_run in enumerate(rollouts)]
+    return template.replace("{policy}", policy, 1).replace("<!-- data -->", "\n".join(data), 1)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write the page, which appears only when it is complete."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise InputError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def pack(data: Any) -> str:
+    """Write data as JSON, compressed, in letters that HTML gives no meaning."""
+    return pack_text(write_json(data))
+
+
+def pack_text(text: str) -> str:
+    return base64.b64encode(compress(text)).decode("ascii")
+
+
+def compress(text: str) -> bytes:
+    # Without the time, equal data gives equal bytes. Half of a surrogate pair becomes a question mark.
+    return gzip.compress(text.encode("utf-8", "replace"), _LEVEL, mtime=0)
+
+
+def write_json(data: Any) -> str:
+    """Write JSON that may stand inside a script element."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
+
+
+def _element(name: str, text: str) -> str:
+    return f'<script type="text/plain" id="{name}">{text}</script>'
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _between(text: str, start: str, end: str) -> str:
+    return text.rpartition(start)[2].partition(end)[0]

@@ -1,0 +1,166 @@
+"""Which groups of samples.jsonl a report holds: all of a short run, and a fair choice of a long one.
+
+The rule, which docs/report.md explains to its readers:
+
+- a text of more than `MOST_CHARACTERS` loses its middle;
+- versions take turns, and each takes its groups by the same drawn order of rows. So every version has some, and a
+  prompt that is kept in one version is kept in the others that have it;
+- it ends where the texts have as many bytes as the report has room for.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MOST_CHARACTERS = 20_000
+MOST_BYTES = 10 << 20
+"""Of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
+_NO_MIDDLE = "\n[… {count:,} characters are left out here …]\n"
+
+
+class _Head(msgspec.Struct):
+    """What tells lines apart; the texts are skipped."""
+
+    version: int
+    kind: str = "training"
+    row: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    offset: int
+    num_bytes: int
+    version: int
+    kind: str
+    row: str
+
+
+class SampleFile:
+    """A file of samples that may grow. Each call of `update` reads what is new, and keeps where its lines are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: list[_Line] = []
+        self._end = 0
+        self.num_unreadable = 0
+        """Lines that are not JSON, or not of samples."""
+
+    def update(self) -> None:
+        """Read the lines that were added. A file that is shorter than before, as after a resume, is read anew."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            size = 0
+        if size < self._end or not self._is_same_file():
+            self._lines, self._end, self.num_unreadable = [], 0, 0
+        if size == self._end:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    # It is being written.
+                    break
+                head = _decode(line, _Head)
+                if head is None:
+                    self.num_unreadable += 1
+                else:
+                    self._lines.append(_Line(self._end, len(line), head.version, head.kind, head.row))
+                self._end += len(line)
+
+    def choose(self, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+        """Return the groups that the report holds, and how many there are."""
+        chosen = _choose(self._lines, most_bytes)
+        groups = [group for line in chosen if (group := self._read(line)) is not None]
+        return {
+            "groups": groups,
+            "num_groups": len(self._lines),
+            "num_unreadable": self.num_unreadable,
+        }
+
+    def _is_same_file(self) -> bool:
+        """Whether the last known line is where it was: a resumed run may have grown past it."""
+        if not self._lines:
+            return True
+        last = self._lines[-1]
+        with self.path.open("rb") as file:
+            file.seek(last.offset)
+            head = _decode(file.read(last.num_bytes), _Head)
+        return head is not None and (head.version, head.row) == (last.version, last.row)
+
+    def _read(self, line: _Line) -> dict[str, Any] | None:
+        with self.path.open("rb") as file:
+            file.seek(line.offset)
+            record = _decode(file.read(line.num_bytes), dict)
+        return None if record is None else _shorten(record)
+
+
+def _choose(lines: Iterable[_Line], most_bytes: int) -> list[_Line]:
+    strata: dict[tuple[int, str], list[_Line]] = {}
+    for line in lines:
+        strata.setdefault((line.version, line.kind), []).append(line)
+    order = sorted(range(len(strata)), key=lambda place: f"{place:040b}"[::-1])
+    turns = {place: turn for turn, place in enumerate(order)}
+    candidates = [
+        (round_number, turns[place], line)
+        for place, stratum in enumerate(strata.values())
+        for round_number, line in enumerate(sorted(stratum, key=lambda line: _draw(line.row)))
+    ]
+    chosen, room = [], most_bytes
+    for _, _, line in sorted(candidates, key=lambda item: item[:2]):
+        if line.num_bytes <= room:
+            chosen.append(line)
+            room -= line.num_bytes
+    return sorted(chosen, key=lambda line: line.offset)
+
+
+def _draw(row: str) -> bytes:
+    return hashlib.blake2b(row.encode("utf-8", "replace"), digest_size=8).digest()
+
+
+def _decode(line: bytes, kind: Any) -> Any:
+    """Decode a line; None if it is not such JSON. Bytes that are not UTF-8 become U+FFFD."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:
+        # Half of a surrogate pair is an error for msgspec alone.
+        return msgspec.convert(json.loads(line.decode("utf-8", "replace")), type=kind)
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        return None
+
+
+def _shorten(record: Mapping[str, Any]) -> dict[str, Any]:
+    responses = record.get("responses")
+    return {
+        "version": record.get("version"),
+        "kind": record.get("kind", "training"),
+        "row": shorten(record.get("row", "")),
+        "prompt": shorten(record.get("prompt", "")),
+        "responses": [_shorten_response(one) for one in responses if isinstance(one, Mapping)]
+        if isinstance(responses, list)
+        else [],
+    }
+
+
+def _shorten_response(response: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: response[name] for name in _FIELDS if response.get(name) not in (None, "")}
+    return {**kept, "text": shorten(response.get("text", ""))}
+
+
+_FIELDS = ("reward", "components", "num_tokens", "finish_reason", "advantage")
+
+
+def shorten(text: Any, most: int = MOST_CHARACTERS) -> str:
+    """Return a text without its middle, if it is too long."""
+    text = text if isinstance(text, str) else json.dumps(text)
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return text[:half] + _NO_MIDDLE.format(count=len(text) - 2 * half) + text[-half:]

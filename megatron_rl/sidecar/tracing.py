@@ -1,0 +1,57 @@
+"""The sidecar's trace: its recorder, and the line that ends an iteration.
+
+The event loop appends a constant number of spans a group, and encodes a line when an iteration is complete.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron_rl.observe.recorder import Recorder, TraceFile, find_own_offset
+from megatron_rl.observe.trace import SIDECAR
+from megatron_rl.records.append_file import AppendFailed
+
+_log = logging.getLogger(__name__)
+
+
+class SidecarTrace:
+    """What a sidecar records; without a folder, nothing. A file that cannot be written ends the trace."""
+
+    def __init__(self, run: Path | None = None, engines: Callable[[], Mapping[str, int]] = dict) -> None:
+        """`engines` returns how many responses each engine samples at a time."""
+        self.recorder = Recorder() if run is not None else Recorder(most=0)
+        self._engines = engines
+        self._file = TraceFile(run, SIDECAR, {"offset": find_own_offset(), "error": None}) if run is not None else None
+        self._version: int | None = None
+
+    def begin(self, version: int) -> None:
+        """Go on with a version that is published: drop what the file holds of it and of later ones."""
+        if self._file is None:
+            return
+        if self._version is None:
+            # What came before is the start, which belongs to no iteration.
+            self.recorder.restart()
+        if self._file.last_version >= version:
+            self._file.restart(version)
+        self._version = version
+
+    def end_last(self) -> None:
+        """Write down what came after the last iteration, if anything did."""
+        if self.recorder.has_spans:
+            self.end()
+
+    def end(self) -> None:
+        """Write down what was recorded since the last line."""
+        if self._file is None or self._version is None:
+            return
+        try:
+            self._file.write(self._version, self.recorder.take(), engines=dict(self._engines()))
+        except AppendFailed as error:
+            _log.warning("the trace ends here: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

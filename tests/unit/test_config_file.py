@@ -1,0 +1,59 @@
+"""The configuration that a run leaves in its folder, and how runs are compared by it."""
+
+import dataclasses
+import stat
+
+import pytest
+
+from megatron_rl.arguments import command_line, describe
+from megatron_rl.errors import InputError
+from megatron_rl.observe import config_file
+from megatron_rl.observe.config_file import RunConfig, Value, find_differences, list_given
+from megatron_rl.types import Experts
+from megatron_rl.weights.size import measure
+from tests.command_lines import CPU, QWEN3, RUN, folder
+
+
+def config(**values):
+    return RunConfig(sections={"training": {name: Value(text, "default") for name, text in values.items()}})
+
+
+def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_path):
+    model = folder(tmp_path, QWEN3)
+    settings = command_line.parse_run([*CPU, *RUN, "--hf-model", model])
+    path = tmp_path / "run.json"
+    config_file.write(path, describe.describe_run(settings))
+    kept = config_file.read(path)
+    printed = describe.print_config(settings)
+    for section, values in kept.sections.items():
+        assert f"[{section}]" in printed
+        assert all(f"{name} " in printed and value.text in printed for name, value in values.items())
+    assert ("optimizer", "lr", "1e-06", "--lr 1e-6") in list_given(kept)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():
+    of_runs = [config(lr="1", seed="3"), None, config(lr="2", seed="3", extra="x")]
+    assert find_differences(of_runs) == [
+        ("training", "lr", ["1", None, "2"]),
+        ("training", "extra", [None, None, "x"]),
+    ]
+    assert find_differences([config(lr="1"), None]) == []
+
+
+def test_a_folder_without_a_configuration_has_none_and_an_unreadable_one_is_named(tmp_path):
+    assert config_file.read(tmp_path / "config.json") is None
+    (tmp_path / "config.json").write_text('{"sections": 3}')
+    with pytest.raises(InputError, match="config.json cannot be read"):
+        config_file.read(tmp_path / "config.json")
+
+
+def test_a_token_is_not_multiplied_with_the_table_of_embeddings_nor_with_other_tokens_experts():
+    dense = measure(QWEN3)
+    table = QWEN3.vocab_size * QWEN3.hidden_size
+    assert dense.num_parameters - dense.num_multiplied == table
+    assert measure(dataclasses.replace(QWEN3, tied_embeddings=True)).num_multiplied == dense.num_multiplied
+    sparse = dataclasses.replace(QWEN3, family="qwen3_moe", experts=Experts(8, 2, 48))
+    one_expert = 3 * QWEN3.hidden_size * 48 * QWEN3.num_layers
+    assert measure(sparse).num_parameters - measure(sparse).num_multiplied == table + 6 * one_expert
+    assert dense.attention_width == 4 * 8 * 32
