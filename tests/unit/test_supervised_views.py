@@ -1,11 +1,11 @@
-"""What people see of --stage sft: the line of an iteration, the live display, the report."""
+"""What people see of --stage sft: the line of an iteration, the live display, the summary."""
 
 import io
 
 from rich.console import Console
 
 from megatron_rl.observe.progress import Shown, display, line_of
-from megatron_rl.observe.report import Places, report_lines
+from megatron_rl.observe.summary import Places, summary_lines
 
 LINE = {
     "version": 4, "loss": 1.25, "demonstrations": 8, "evaluation": {"loss": 1.5, "num_tokens": 40},
@@ -30,8 +30,8 @@ def test_the_display_counts_no_groups_where_there_are_none():
     assert "groups trained" not in shown(0)
 
 
-def test_the_report_says_what_became_of_the_losses():
-    lines = report_lines(
+def test_the_summary_says_what_became_of_the_losses():
+    lines = summary_lines(
         [{**LINE, "version": 0}, {**LINE, "loss": 0.5}, {"version": 5, "evaluation": {"loss": 0.75}}], Places()
     )
     rows = [line.split() for line in lines]
