@@ -64,7 +64,9 @@ class SupervisedTrainer:
                 self.reporter.begin(version)
             evaluation = self._evaluate(version)
             with self._during("train"):
-                learned = self._learner.learn(self._demonstrations.take())
+                with self._timeline.span("pack"):
+                    packs = self._demonstrations.take()
+                learned = self._learner.learn(packs)
             with self._timeline.part("report"):
                 is_stopped = self._report(version, learned, evaluation)
             version += 1
