@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.order import digest
+from megatron_rl.data.order import digest_text
 from megatron_rl.errors import InputError, UsageError
 
 
@@ -44,7 +44,7 @@ def check_files(config: DataConfig) -> None:
 
 def draw(rows: Sequence[P], count: int, seed: int) -> list[P]:
     """Draw `count` rows by seed and identity alone: filters and other rows hardly change which are drawn."""
-    return sorted(rows, key=lambda row: digest(f"held out\0{seed}\0{row.row}"))[:count]
+    return sorted(rows, key=lambda row: digest_text(f"held out\0{seed}\0{row.row}"))[:count]
 
 
 def leave_out(rows: Sequence[P], held_out: Sequence[P], config: DataConfig, notes: list[str]) -> list[P]:

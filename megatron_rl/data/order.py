@@ -188,12 +188,12 @@ class RowOrder:
         return self._of_epoch[1]
 
 
-def digest(text: str) -> bytes:
+def digest_text(text: str) -> bytes:
     """Return 16 bytes that follow from a text."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of an epoch. Of numpy's generators only RandomState gives the same numbers in every version."""
-    words = np.frombuffer(digest(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
+    words = np.frombuffer(digest_text(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
     return np.random.RandomState(words).permutation(count)

@@ -31,6 +31,7 @@ _OF_LOOP = {
     "complete": "report",
     "report": "report",
     "trace": "report",
+    "pack": "report",
     "train": "other",
 }
 _NANO = 1e9

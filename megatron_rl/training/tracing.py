@@ -91,7 +91,9 @@ class RankTrace:
         return {"clocks": {SIDECAR: [found.seconds + self._offset, found.error]}}
 
 
-def open_trace(run: Path, session: Session, version: int, sidecar: TellsTime, say: Callable[[str], None]) -> RankTrace:
+def open_trace(
+    run: Path, session: Session, version: int, sidecar: TellsTime | None, say: Callable[[str], None]
+) -> RankTrace:
     """Begin or go on with the trace of a run; every rank calls it. What it holds of `version` and later is dropped."""
     offset, error = align_clocks(session)
     where = session.coordinates

@@ -61,6 +61,12 @@ def test_each_part_of_an_iteration_is_its_cause() -> None:
     assert account.wall == 10
 
 
+def test_handing_out_demonstrations_is_a_report_and_not_a_bubble() -> None:
+    loop = (main("train", 0, 10), main("pack", 0, 2), main("schedule", 2, 10), main("pack", 3, 3))
+    passes = (compute("forward", 2, 6), compute("backward", 6, 10))
+    assert seconds_of("rank-0", rank(*loop, *passes)) == {"report": 2, "busy": 8}
+
+
 def test_what_the_device_computes_is_busy_whatever_the_host_waits_for() -> None:
     found = seconds_of(
         "rank-0", rank(main("schedule", 0, 10), main("wait", 2, 8, 3), compute("forward", 1, 5)), sidecar(e=8)

@@ -21,6 +21,7 @@ READ = {
     "data.prompt_key", "data.completion_key", "data.messages_key", "data.chat", "data.system_message", "data.shuffle",
     "loop.max_tokens_per_microbatch", "loop.exit_interval", "loop.exit_minutes", "loop.grace_seconds",
     "evaluation.interval", "evaluation.num_prompts", "observe.log_interval", "observe.progress", "observe.verbose",
+    "observe.trace",
     "observe.tensorboard_dir", "observe.wandb_project", "observe.wandb_exp_name", "observe.wandb_save_dir",
     "observe.wandb_entity",
 }  # fmt: skip

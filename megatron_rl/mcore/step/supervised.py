@@ -1,5 +1,6 @@
 """A micro-batch of demonstrations from its pack to the loss: minus the log-probs of its responses' tokens."""
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_rl.data.packing import Pack
+from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.step import auxiliary
 from megatron_rl.mcore.step.forward_step import ForwardStep, Report
 
@@ -18,10 +20,16 @@ class SupervisedStep(ForwardStep):
         """The loss is multiplied by `scale`, since the schedule divides it: see `loss_scale`."""
         super().__init__()
         self._scale = scale
+        # How many micro-batches each chunk was given.
+        self._num_given: collections.Counter[int] = collections.Counter()
 
     def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next pack through a chunk."""
         pack = next(data_iterator)
+        chunk = unwrap(model).vp_stage or 0
+        if self.trace is not None:
+            self.trace.begin_forward(self.role, chunk, self._num_given[chunk], pack.num_tokens)
+        self._num_given[chunk] += 1
         output_tensor = model(pack, self._temperature)
         auxiliary.weigh_losses(output_tensor, pack.num_targets, get_model_config(model))
         return output_tensor, self.loss_func

@@ -4,11 +4,13 @@ import contextlib
 from collections.abc import Callable
 
 from megatron_rl.arguments.checks import count_interleaved
+from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.mcore.recipe import Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, build_policy
+from megatron_rl.observe import config_file
 from megatron_rl.observe.startup import Startup
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.reporter import MetricsReporter, metrics_reporter_of
@@ -18,6 +20,7 @@ from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
 from megatron_rl.training.supervised.learner import SupervisedLearner
 from megatron_rl.training.supervised.packs import Demonstrations, Packer, build_packer, divide_held_out
 from megatron_rl.training.supervised.trainer import SupervisedTrainer
+from megatron_rl.training.tracing import open_trace
 
 
 def load_source(settings: RunSettings) -> DemonstrationSource:
@@ -49,19 +52,24 @@ def build_supervised(
     saver = Saver(settings, session, policy, settings.name, source, None, recipe)
     version = saver.load(say)
     startup.say("model: built, its weights are loaded")
-    timeline = Timeline()
+    trace = None
+    if settings.observe.trace == "on":
+        trace = open_trace(settings.folder, session, version, None, say)
+        stack.callback(trace.close)
+    timeline = Timeline(recorder=None if trace is None else trace.recorder)
     reporter: MetricsReporter | None = None
     if session.rank == 0:
         sinks = None if recipe.open_sinks is None else recipe.open_sinks()
         reporter = metrics_reporter_of(settings, settings.folder, version, num_iterations, sinks)
         stack.callback(reporter.close)
+        config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
         startup.say("all is ready")
         timeline.restart(startup.seconds)
     packer = build_packer(settings, session.device, lambda: timeline.span("pack"))
     return SupervisedTrainer(
         session=session,
         demonstrations=Demonstrations(session, sizes.division, packer, source),
-        learner=SupervisedLearner(policy, session, lambda: timeline.span("update")),
+        learner=SupervisedLearner(policy, session, timeline, None if trace is None else trace.steps),
         saver=saver,
         evaluator=_build_evaluator(settings, session, policy, packer, source),
         reporter=reporter,
@@ -72,6 +80,7 @@ def build_supervised(
         largest_micro_batch=sizes.largest_micro_batch,
         version=version,
         num_iterations=num_iterations,
+        trace=trace,
     )
 
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +11,8 @@ from megatron_rl.mcore.step.auxiliary import take_losses
 from megatron_rl.mcore.step.forward_step import is_reporter, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.mcore.step.supervised import SupervisedStep
+from megatron_rl.mcore.step.trace import StepTrace
+from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.learner import TrainingFailed, make_update, sum_over_replicas
 from megatron_rl.training.measures import Measures, UpdateOutcome
 from megatron_rl.training.supervised.packs import Packs
@@ -30,22 +31,27 @@ class SupervisedLearner:
     """Turns packs of demonstrations into updates."""
 
     def __init__(
-        self, policy: Policy, session: Session, updating: Callable[[], AbstractContextManager] = nullcontext
+        self, policy: Policy, session: Session, timeline: Timeline | None = None, trace: StepTrace | None = None
     ) -> None:
-        """`updating` is entered while the optimizer steps."""
+        """`trace` notes what is computed when."""
         self._policy = policy
         self._session = session
-        self._updating = updating
+        self._timeline = timeline or Timeline()
+        self._trace = trace
 
     def learn(self, packs: Packs) -> SupervisedUpdate:
         """Make one update; raise before one whose loss is not finite."""
         wrapped = self._policy.wrapped
-        reports = run_schedule(SupervisedStep(loss_scale(len(packs))), wrapped, packs)
-        losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
-        self._session.run_or_raise_everywhere(lambda: _check(losses))
-        num_targets = sum(pack.num_targets for pack in packs)
-        denominator = sum_over_replicas(self._session, num_targets)
-        outcome = make_update(self._policy, denominator, self._updating)
+        with self._timeline.part("schedule"):
+            step = SupervisedStep(loss_scale(len(packs)))
+            step.trace = self._trace
+            reports = run_schedule(step, wrapped, packs)
+            losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
+        with self._timeline.part("agree"):
+            self._session.run_or_raise_everywhere(lambda: _check(losses))
+        with self._timeline.part("optimizer"):
+            denominator = sum_over_replicas(self._session, packs.num_targets)
+            outcome = make_update(self._policy, denominator, lambda: self._timeline.span("update"))
         measures = Measures(sums=take_losses())
         if is_reporter():
             measures.merge(_measure(packs, sum(losses)))
@@ -62,14 +68,12 @@ def _check(losses: Sequence[float]) -> None:
 
 
 def _measure(packs: Packs, loss: float) -> Measures:
-    computed = [pack.num_tokens for pack in packs]
-    num_targets = sum(pack.num_targets for pack in packs)
     sums = {
         "loss": loss,
         "demonstrations": packs.num_demonstrations,
-        "micro_batches": len(computed),
-        "tokens.computed": sum(computed),
-        "tokens.prompt": packs.num_tokens - num_targets,
-        "tokens.response": num_targets,
+        "micro_batches": len(packs),
+        "tokens.computed": packs.num_computed,
+        "tokens.prompt": packs.num_tokens - packs.num_targets,
+        "tokens.response": packs.num_targets,
     }
     return Measures(sums={name: float(value) for name, value in sums.items()})

@@ -87,6 +87,16 @@ class Packs:
         return sum(map(len, self._parts))
 
     @property
+    def num_targets(self) -> int:
+        """The tokens that are trained on."""
+        return sum(pack.num_targets for pack in self._packs)
+
+    @property
+    def num_computed(self) -> int:
+        """The tokens that go through the model, padding counted in."""
+        return sum(pack.num_tokens for pack in self._packs)
+
+    @property
     def num_tokens(self) -> int:
         """The tokens of all demonstrations, padding left out."""
         return sum(one.num_tokens for part in self._parts for one in part)

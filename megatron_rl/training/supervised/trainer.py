@@ -13,6 +13,7 @@ from megatron_rl.training.stop import ExitLimits, StopRequest
 from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
 from megatron_rl.training.supervised.learner import SupervisedLearner, SupervisedUpdate
 from megatron_rl.training.supervised.packs import Demonstrations
+from megatron_rl.training.tracing import RankTrace
 
 
 class SupervisedTrainer:
@@ -33,6 +34,7 @@ class SupervisedTrainer:
         largest_micro_batch: int,
         version: int,
         num_iterations: int,
+        trace: RankTrace | None = None,
     ):
         """Training goes on from `version` until `num_iterations` have been done in all. Only rank 0 has a reporter."""
         self._session = session
@@ -48,26 +50,36 @@ class SupervisedTrainer:
         self._largest_micro_batch = largest_micro_batch
         self._version = version
         self._num_iterations = num_iterations
+        self._trace = trace
 
     def train(self) -> int:
         """Run the loop and return the version reached: less than asked for after SIGTERM, or at a limit."""
         version, num_iterations = self._version, self._num_iterations
         is_stopped = False
         self._stop.begin()
+        if self._trace is not None:
+            self._trace.begin()
         while version < num_iterations and not is_stopped:
             if self.reporter is not None:
                 self.reporter.begin(version)
             evaluation = self._evaluate(version)
             with self._during("train"):
-                learned = self._learner.learn(self._demonstrations.take())
-            is_stopped = self._report(version, learned, evaluation)
+                with self._timeline.span("pack"):
+                    packs = self._demonstrations.take()
+                learned = self._learner.learn(packs)
+            with self._timeline.part("report"):
+                is_stopped = self._report(version, learned, evaluation)
             version += 1
             with self._during("save"):
                 self.saver.save_if_due(version, is_stopped or version == num_iterations)
+            if self._trace is not None:
+                self._trace.end(version - 1)
         if not is_stopped:
             self._evaluate_last(version)
         with self._during("save"):
             self.saver.finish()
+        if self._trace is not None:
+            self._trace.end(version)
         return version
 
     @property
