@@ -74,7 +74,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
     },
     "trace": {
-        "trace_overhead": "an iteration with a trace / one without, less 1",
+        "trace_overhead": "an iteration with a trace / one without, waits for groups left out, less 1",
         "ledger_coverage": "the least share of a process's time that has a cause",
         "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
     },

@@ -45,19 +45,32 @@ def main() -> None:
 
 
 def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """Pairs of an iteration with a trace and the next one, without."""
+    """Pairs of an iteration with a trace and the next one, without.
+
+    How long groups let the rank wait differs by more than a trace costs, so waits are left out.
+    """
     pairs = list(zip(iterations[0::2], iterations[1::2], strict=False))
-    table = {
-        "wall, with": [on["wall"] for on, _ in pairs],
-        "wall, without": [off["wall"] for _, off in pairs],
-        "the rank's CPU time, with": [on["cpu"] for on, _ in pairs],
-        "the rank's CPU time, without": [off["cpu"] for _, off in pairs],
-    }
-    report.table("an iteration", table, "s")
-    ratios = {name: [on[name] / off[name] for on, off in pairs] for name in ("wall", "cpu")}
+    rows = {"wall": "wall", "wall without waits": "working", "the rank's CPU time": "cpu"}
+    for row, part in rows.items():
+        report.table(
+            f"an iteration: {row}",
+            {"with a trace": [on[part] for on, _ in pairs], "without": [off[part] for _, off in pairs]},
+            "s",
+        )
+    ratios = {row: [on[part] / off[part] for on, off in pairs] for row, part in rows.items()}
     report.table("with / without", ratios, "")
+    for row, values in ratios.items():
+        print(f"{row}: median {statistics.median(values):.4f}, its standard error {_find_error(values):.4f}")
+    working = ratios["wall without waits"]
     # Below 0 it is lost in what two iterations differ by.
-    return {"trace_overhead": max(0.0, statistics.median(ratios["wall"]) - 1)}
+    return {"trace_overhead": max(0.0, statistics.median(working) - 1)}
+
+
+def _find_error(values: list[float]) -> float:
+    """Return the standard error of a median, from the median deviation: other programs make a few iterations long."""
+    middle = statistics.median(values)
+    deviation = 1.48 * statistics.median(abs(value - middle) for value in values)
+    return float(1.25 * deviation / len(values) ** 0.5)
 
 
 def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:

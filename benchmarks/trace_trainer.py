@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.arguments.command_line import parse_run
+from megatron_rl.observe.metrics import read
 
 
 def main() -> None:
@@ -42,7 +43,16 @@ def main() -> None:
     Trainer._publish = publish_and_note  # type: ignore[method-assign]
     RankTrace.end = end_every_second  # type: ignore[method-assign]
     train(settings)
-    found = [{"wall": later[0] - now[0], "cpu": later[1] - now[1]} for now, later in itertools.pairwise(moments)]
+    folder = settings.rollout.folder
+    assert folder is not None
+    found = [
+        {
+            "wall": later[0] - now[0],
+            "working": later[0] - now[0] - record["time"].get("wait", 0.0),
+            "cpu": later[1] - now[1],
+        }
+        for record, (now, later) in zip(read(folder), itertools.pairwise(moments), strict=True)
+    ]
     Path(out).write_text(json.dumps(found))
 
 

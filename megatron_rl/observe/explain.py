@@ -108,7 +108,8 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
     if not sampling or training <= 0:
         return "add engines (--rollout-num-engines)"
     wanted = max(len(engines) + 1, math.ceil(len(engines) * sampling / training))
-    return f"add {wanted - len(engines)} engines to the {len(engines)} (--rollout-num-engines {wanted})"
+    more = wanted - len(engines)
+    return f"add {more} engine{'s' if more > 1 else ''} to the {len(engines)} (--rollout-num-engines {wanted})"
 
 
 def _explain_replicas(trace: Trace, accounts: Sequence[Account]) -> Iterator[Finding]:
