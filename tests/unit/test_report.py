@@ -191,6 +191,27 @@ def test_a_text_of_a_megabyte_loses_its_middle():
     assert "980,000 characters are left out here" in short
 
 
+def test_tokens_that_do_not_fit_their_log_probs_are_left_out(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    whole = {"texts": ["a", "b"], "engine": [-1.0, None], "trainer": None}
+    given = [
+        whole,
+        {**whole, "engine": [-1.0]},
+        {**whole, "texts": [1, 2]},
+        "tokens",
+        None,
+        {**whole, "trainer": [0.0]},
+    ]
+    many = {"texts": ["x"] * 6000, "engine": [0.0] * 6000, "trainer": [0.5] * 6000}
+    line = {"version": 0, "responses": [{"text": "ab", "tokens": tokens} for tokens in (*given, many)]}
+    path.write_text(json.dumps(line) + "\n")
+    (group,) = choose(path)["groups"]
+    assert ["tokens" in response for response in group["responses"]] == [True, *[False] * 5, True]
+    assert group["responses"][0]["tokens"] == {"texts": ["a", "b"], "engine": [-1.0, None], "num_left_out": 0}
+    kept = group["responses"][-1]["tokens"]
+    assert len(kept["texts"]) == len(kept["engine"]) == len(kept["trainer"]) == 6000 - kept["num_left_out"] == 5000
+
+
 # The page
 
 
