@@ -63,6 +63,11 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ratio_gen_double": "periodic / synchronous where it takes twice as long",
         "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
     },
+    "trace": {
+        "trace_overhead": "an iteration with a trace / one without, less 1",
+        "ledger_coverage": "the least share of a process's time that has a cause",
+        "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
+    },
     "trl": {
         "vs_trl_tiny": "samples a second of a run / of TRL at its best, 0.2 M parameters",
         "vs_trl_10m": "the same / the same, 10 M parameters, prompts of 1,024",

@@ -12,6 +12,7 @@ _COMMANDS = {
     "audit": ("megatron_rl.commands.audit", "check the audit log of a run: who sampled what, under which weights"),
     "convert": ("megatron_rl.commands.convert", "convert weights between Hugging Face's format and Megatron's"),
     "doctor": ("megatron_rl.commands.doctor", "show platform, versions, what is missing, and what to do"),
+    "explain": ("megatron_rl.commands.explain", "say what of a run is out of bounds, and the flags to try"),
     "ledger": ("megatron_rl.commands.ledger", "account for every second of a run's ranks and engines, by cause"),
     "patch": ("megatron_rl.commands.patch", "let the scripts of a Megatron-LM tree train with GRPO, or take that back"),
     "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),

@@ -13,7 +13,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace, Window
+from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace
 
 RANK_CAUSES = (
     "busy", "first", "starved", "tail", "publish", "bubble", "optimizer", "checkpoint", "evaluation", "report", "other",
@@ -56,14 +56,14 @@ class Account:
 def compute_ledger(trace: Trace) -> list[Account]:
     """Account for the time of every rank, and then of every engine."""
     engines = _Engines(trace.sidecar)
-    evaluating = Pieces(
-        (_ticks(span.begin), _ticks(span.end), True)
-        for process in trace.ranks[:1]
-        for window in process.windows
-        for span in window.spans
-        if (span.lane, span.name) == (MAIN, "evaluate")
-    )
+    evaluating = _find_evaluations(trace)
     return [*(_of_rank(rank, engines.are_dry, evaluating) for rank in trace.ranks), *engines.accounts()]
+
+
+def divide_rank(trace: Trace, rank: Process) -> Iterator[tuple[float, float, str]]:
+    """Yield every piece of a rank's time with its cause, in order: begin and end by the common clock."""
+    for begin, end, cause, _ in _divide_rank(rank, _Engines(trace.sidecar).are_dry, _find_evaluations(trace)):
+        yield begin / _NANO, end / _NANO, cause
 
 
 class Pieces:
@@ -115,47 +115,60 @@ def find_innermost(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
             now = last
 
 
+def _find_evaluations(trace: Trace) -> Pieces:
+    """When rank 0 evaluated."""
+    return Pieces(
+        (_ticks(span.begin), _ticks(span.end), True)
+        for process in trace.ranks[:1]
+        for window in process.windows
+        for span in window.spans
+        if (span.lane, span.name) == (MAIN, "evaluate")
+    )
+
+
 def _of_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Account:
-    by_lane: defaultdict[str, list[Span]] = defaultdict(list)
-    for window in rank.windows:
-        for noted in window.spans:
-            by_lane[noted.lane].append(noted)
-    computing = Pieces(_without_overlaps(by_lane[COMPUTE]))
-    loop = Pieces(find_innermost(by_lane[MAIN]))
     ticks: Counter[str] = Counter()
     details: Counter[str] = Counter()
-    for begin, end, passed in _divide(rank.windows, computing):
-        if isinstance(passed, Span):
-            ticks["busy"] += end - begin
-            details[f"busy: {passed.name} {passed.details['role']}"] += end - begin
-            continue
-        for first, last, span in loop.over(begin, end):
-            for cause, detail, length in _causes(span, first, last, are_dry, evaluating):
-                ticks[cause] += length
-                details[f"{cause}: {detail}"] += length
+    for begin, end, cause, detail in _divide_rank(rank, are_dry, evaluating):
+        ticks[cause] += end - begin
+        details[f"{cause}: {detail}"] += end - begin
     return _account(rank.name, True, RANK_CAUSES, ticks, details)
 
 
-def _divide(windows: Sequence[Window], pieces: Pieces) -> Iterator[tuple[int, int, object]]:
-    for window in windows:
-        yield from pieces.over(_ticks(window.begin), _ticks(window.end))
+def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
+    """Yield begin, end, cause and what exactly."""
+    by_lane: defaultdict[str, list[Span]] = defaultdict(list)
+    for window in rank.windows:
+        for span in window.spans:
+            by_lane[span.lane].append(span)
+    computing = Pieces(_without_overlaps(by_lane[COMPUTE]))
+    loop = Pieces(find_innermost(by_lane[MAIN]))
+    for window in rank.windows:
+        for begin, end, passed in computing.over(_ticks(window.begin), _ticks(window.end)):
+            if isinstance(passed, Span):
+                yield begin, end, "busy", f"{passed.name} {passed.details['role']}"
+                continue
+            for first, last, part in loop.over(begin, end):
+                yield from _causes(part, first, last, are_dry, evaluating)
 
 
-def _causes(span: object, begin: int, end: int, are_dry: Pieces, evaluating: Pieces) -> Iterator[tuple[str, str, int]]:
-    """Yield causes, what exactly, and nanoseconds of a time in which a rank does not compute."""
-    if not isinstance(span, Span):
-        yield "other", "outside of all spans", end - begin
-    elif span.name == "submit":
+def _causes(
+    part: object, begin: int, end: int, are_dry: Pieces, evaluating: Pieces
+) -> Iterator[tuple[int, int, str, str]]:
+    """Divide a time in which a rank does not compute, and is in one part of its loop."""
+    if not isinstance(part, Span):
+        yield begin, end, "other", "outside of all spans"
+    elif part.name == "submit":
         # The other ranks wait here for rank 0, which evaluates first.
         for first, last, is_evaluating in evaluating.over(begin, end):
-            yield "evaluation" if is_evaluating else "first", span.name, last - first
-    elif span.name == "wait" and span.number == 0:
-        yield "first", span.name, end - begin
-    elif span.name == "wait":
+            yield first, last, "evaluation" if is_evaluating else "first", part.name
+    elif part.name == "wait" and part.number == 0:
+        yield begin, end, "first", part.name
+    elif part.name == "wait":
         for first, last, is_dry in are_dry.over(begin, end):
-            yield "tail" if is_dry else "starved", span.name, last - first
+            yield first, last, "tail" if is_dry else "starved", part.name
     else:
-        yield _OF_LOOP.get(span.name, "bubble"), span.name, end - begin
+        yield begin, end, _OF_LOOP.get(part.name, "bubble"), part.name
 
 
 def _without_overlaps(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:

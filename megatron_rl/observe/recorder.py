@@ -73,15 +73,16 @@ class Recorder:
             "end": end,
             "dropped": num_dropped,
             "kinds": [{"lane": lane, "name": name, **dict(details)} for lane, name, details in self._kinds],
-            "spans": [_row(begin, *span) for span in spans],
+            # Written out, since the sidecar's event loop waits for this.
+            "spans": [
+                [kind, round((first - begin) * _MICRO), round((last - first) * _MICRO), number, amount]
+                if amount is not None
+                else [kind, round((first - begin) * _MICRO), round((last - first) * _MICRO), number]
+                if number is not None
+                else [kind, round((first - begin) * _MICRO), round((last - first) * _MICRO)]
+                for kind, first, last, number, amount in spans
+            ],
         }
-
-
-def _row(start: float, kind: Kind, begin: float, end: float, number: int | None, amount: int | None) -> list[Any]:
-    row = [kind, round((begin - start) * _MICRO), round((end - begin) * _MICRO)]
-    if amount is not None:
-        return [*row, number, amount]
-    return row if number is None else [*row, number]
 
 
 class TraceFile(LineFile):

@@ -97,10 +97,15 @@ def open_trace(run: Path, session: Session, version: int, sidecar: TellsTime, sa
     where = session.coordinates
     facts = {"offset": offset, "error": error, **_describe(session, where)}
     name = f"rank-{session.rank}"
-    file = session.run_or_raise_everywhere(lambda: TraceFile(run, name, facts))
-    file.restart(version)
-    if session.rank == 0:
-        _drop_others(run, session.world_size, version)
+
+    def open_file() -> TraceFile:
+        file = TraceFile(run, name, facts)
+        file.restart(version)
+        if session.rank == 0:
+            _drop_others(run, session.world_size, version)
+        return file
+
+    file = session.run_or_raise_everywhere(open_file)
     recorder = Recorder()
     steps = StepTrace(recorder, session.platform)
     return RankTrace(file, recorder, steps, sidecar if session.rank == 0 else None, offset, say)

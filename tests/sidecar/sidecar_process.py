@@ -19,12 +19,12 @@ from tests.ranks import ROOT
 class SidecarProcess:
     """One process, and what it prints."""
 
-    def __init__(self, folder: Path, *words: str):
+    def __init__(self, folder: Path, *words: str, module: str = "megatron_rl.sidecar"):
         self.folder = folder
         self.output = folder.with_name(f"{folder.name}.output")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(folder), *words],
+                [sys.executable, "-m", module, "--rollout-folder", str(folder), *words],
                 cwd=ROOT,
                 # It ends with the tests, whatever ends them.
                 env={**os.environ, parent.VARIABLE: str(os.getpid())},
@@ -62,9 +62,11 @@ class SidecarProcess:
 
 
 @contextlib.contextmanager
-def sidecar(folder: Path, *words: str, seconds: float = 600.0) -> Iterator[SidecarProcess]:
+def sidecar(
+    folder: Path, *words: str, seconds: float = 600.0, module: str = "megatron_rl.sidecar"
+) -> Iterator[SidecarProcess]:
     """One that serves; it is asked to end at last, and whatever is left of it then is killed."""
-    started = SidecarProcess(folder, *words)
+    started = SidecarProcess(folder, *words, module=module)
     try:
         started.wait_until_it_serves(seconds)
         yield started

@@ -93,6 +93,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl picture periodic=RUN1": Here(),
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
+        "megatron-rl explain RUN": Here(),
     },
     "docs/report.md": {
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),

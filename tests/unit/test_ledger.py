@@ -78,6 +78,11 @@ def test_a_later_wait_is_starved_while_engines_are_full_or_groups_queue_and_tail
     assert found == {"first": 1, "starved": 5, "tail": 4}
 
 
+def test_as_long_as_a_group_queues_ranks_starve_even_if_an_engine_has_room() -> None:
+    engines = sidecar(queue(0, 6), generate("a", 0, 10), a=8)
+    assert seconds_of("rank-0", rank(main("wait", 0, 10, 1)), engines) == {"starved": 6, "tail": 4}
+
+
 def test_waits_are_starved_where_nothing_is_known_of_engines() -> None:
     assert seconds_of("rank-0", rank(main("wait", 0, 10, 1))) == {"starved": 10}
 

@@ -57,7 +57,7 @@ class StepTrace:
         if role == POLICY:
             self._forward.append((chunk, slot, num_tokens))
 
-    def timer(self, name: str, **_: Any) -> Timer:
+    def timer(self, name: str, *_: Any, **__: Any) -> Timer:
         """Return what Megatron's `config.timers` does: a timer by that name."""
         found = self._timers.get(name)
         if found is None:

@@ -1,0 +1,187 @@
+"""What a trace costs, and whether the ledger is right: iterations with and without a trace in turns, in one run.
+
+One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration
+neither records anything. Meanwhile the kernel is asked, a hundred times a second, whether the rank's main thread runs
+or sleeps: it sleeps while the rank waits for a slot, and runs while it computes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import report
+from tests.ranks import ROOT
+from tests.sidecar.sidecar_process import sidecar
+
+GROUP_SIZE, NUM_PROMPTS, PROMPT_LENGTH, MOST_TOKENS = 8, 12, 144, 96
+VOCAB_SIZE, SEQ_LENGTH = 512, 512
+TRAINER_CORE, SIDECAR_CORE = 1, 0
+# Groups come a little slower than they are trained: the rank waits for some.
+TOKENS_PER_SECOND = 4500
+SAMPLE_SECONDS = 0.01
+COMPUTING, WAITING = {"busy", "optimizer"}, {"first", "starved", "tail"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=24, help="iterations of each kind")
+    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    arguments = parser.parse_args()
+    rounds, num_prompts = (2, 2) if arguments.tiny else (arguments.rounds, NUM_PROMPTS)
+    with tempfile.TemporaryDirectory() as folder:
+        iterations, samples, run = _measure(Path(folder), rounds, num_prompts)
+        figures = _compare(iterations) | _check(run, samples)
+    report.finish(figures)
+
+
+def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """Pairs of an iteration with a trace and the next one, without."""
+    pairs = list(zip(iterations[0::2], iterations[1::2], strict=False))
+    table = {
+        "wall, with": [on["wall"] for on, _ in pairs],
+        "wall, without": [off["wall"] for _, off in pairs],
+        "the rank's CPU time, with": [on["cpu"] for on, _ in pairs],
+        "the rank's CPU time, without": [off["cpu"] for _, off in pairs],
+    }
+    report.table("an iteration", table, "s")
+    ratios = {name: [on[name] / off[name] for on, off in pairs] for name in ("wall", "cpu")}
+    report.table("with / without", ratios, "")
+    # Below 0 it is lost in what two iterations differ by.
+    return {"trace_overhead": max(0.0, statistics.median(ratios["wall"]) - 1)}
+
+
+def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
+    """Of the iterations with a trace: how much has a cause, and whether the samples agree."""
+    from megatron_rl.observe.ledger import compute_ledger, divide_rank
+    from megatron_rl.observe.trace import read
+
+    trace = read(run)
+    trace = trace.of(version for version in trace.versions if version % 2 == 0 and version >= 2)
+    accounts = compute_ledger(trace)
+    for account in accounts:
+        shares = ", ".join(f"{cause} {account.share(cause):.1%}" for cause in account.seconds)
+        print(f"{account.name}: {account.wall:.2f} s, {shares}")
+    offset = _find_offset(run)
+    pieces = divide_rank(trace, trace.ranks[0])
+    seconds: dict[str, float] = {}
+    sampled: dict[str, list[bool]] = {}
+    moments = iter([(moment + offset, state) for moment, state in samples])
+    sample = next(moments, None)
+    for begin, end, cause in pieces:
+        kind = "computing" if cause in COMPUTING else "waiting" if cause in WAITING else "neither"
+        seconds[kind] = seconds.get(kind, 0.0) + end - begin
+        while sample is not None and sample[0] < end:
+            if sample[0] >= begin:
+                sampled.setdefault(kind, []).append(sample[1] == "S")
+            sample = next(moments, None)
+    for kind, sleeping in sampled.items():
+        print(f"{kind} by the ledger: {seconds[kind]:.2f} s; asleep in {statistics.fmean(sleeping):.1%} of samples")
+    of_either = [asleep for kind in ("computing", "waiting") for asleep in sampled.get(kind, [])]
+    by_ledger = seconds.get("waiting", 0.0) / max(1e-9, seconds.get("waiting", 0.0) + seconds.get("computing", 0.0))
+    by_samples = statistics.fmean(of_either) if of_either else by_ledger
+    return {
+        "ledger_coverage": min(1 - account.share("other") for account in accounts),
+        "ledger_vs_sampler": abs(by_ledger - by_samples),
+    }
+
+
+def _find_offset(run: Path) -> float:
+    from megatron_rl.observe.recorder import find_path
+    from megatron_rl.records.append_file import read_lines
+
+    return float(read_lines(find_path(run, "rank-0"))[0]["offset"])
+
+
+Measured = tuple[list[dict[str, float]], list[tuple[float, str]], Path]
+
+
+def _measure(folder: Path, rounds: int, num_prompts: int) -> Measured:
+    """Seconds of each iteration, samples of the rank's state, and the run's folder."""
+    from tests.e2e import loop
+
+    run = folder / f"trace-{os.getpid()}"
+    model = loop.draw_model(
+        folder / "model", vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ_LENGTH,
+    )  # fmt: skip
+    reward = loop.write_reward(folder / "reward.py")
+    script = folder / "script.json"
+    script.write_text(json.dumps({"tokens_per_second": TOKENS_PER_SECOND, "lengths": [32, MOST_TOKENS]}))
+    flags = (
+        "--hf-model", str(model), "--seq-length", str(SEQ_LENGTH), "--reward", reward, "--reward-workers", "1",
+        "--platform", "cpu", "--rollout-engine", "scripted", "--rollout-script", str(script),
+        "--rollout-max-num-seqs", "64",
+    )  # fmt: skip
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {SIDECAR_CORE})
+    with sidecar(run, *flags, seconds=180, module="benchmarks.trace_sidecar"):
+        os.sched_setaffinity(0, everywhere)
+        return _train(folder, run, model, 2 + 2 * rounds, num_prompts)
+
+
+def _train(folder: Path, run: Path, model: Path, count: int, num_prompts: int) -> Measured:
+    draw, out = random.Random(0), folder / "out.json"
+    words = [str(number) for number in range(20, VOCAB_SIZE) if not {"0", "1"} & set(str(number))]
+    prompts = folder / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for _ in range(num_prompts * count):
+            file.write(json.dumps({"prompt": " ".join(draw.choices(words, k=PROMPT_LENGTH))}) + "\n")
+    command = (
+        "taskset", "-c", str(TRAINER_CORE), sys.executable, "-m", "benchmarks.trace_trainer", str(out),
+        "--hf-model", str(model), "--prompts", str(prompts), "--seq-length", str(SEQ_LENGTH),
+        "--rollout-endpoint", (run / "address").read_text().strip(), "--rollout-folder", str(run),
+        "--rollout-max-tokens", str(MOST_TOKENS), "--train-iters", str(count),
+        "--grpo-prompts-per-step", str(num_prompts), "--grpo-group-size", str(GROUP_SIZE),
+        "--micro-batch-size", str(GROUP_SIZE), "--lr", "1e-6", "--lr-decay-style", "constant",
+        "--progress", "none", "--log-samples", "0", "--platform", "cpu", "--rollout-mismatch-warning", "100",
+    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process,
+        _sampling(process.pid) as samples,
+    ):
+        process.wait()
+    if process.returncode:
+        raise SystemExit(f"the trainer ended with exit code {process.returncode}")
+    # The first two warm up.
+    return json.loads(out.read_text())[2:], samples, run
+
+
+@contextlib.contextmanager
+def _sampling(pid: int) -> Iterator[list[tuple[float, str]]]:
+    """Ask for the state of a process's main thread, with the time of each answer."""
+    samples: list[tuple[float, str]] = []
+    over = threading.Event()
+    path = Path(f"/proc/{pid}/task/{pid}/stat")
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            try:
+                state = path.read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                return
+            samples.append((time.monotonic(), state))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    from benchmarks.trace import main as importable_main
+
+    importable_main()

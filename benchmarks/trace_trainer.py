@@ -1,0 +1,50 @@
+"""The trainer of the benchmark `trace`: it records nothing of odd iterations.
+
+python -m benchmarks.trace_trainer OUT <flags of pretrain_grpo.py>
+"""
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.arguments.command_line import parse_run
+
+
+def main() -> None:
+    out, *words = sys.argv[1:]
+    settings = parse_run(words)
+    from megatron_rl.training.build import train
+    from megatron_rl.training.tracing import RankTrace
+    from megatron_rl.training.trainer import Trainer
+
+    # Wall and CPU time at the beginning of each iteration, and at the end of the last.
+    moments: list[tuple[float, float]] = []
+    publish, end = Trainer._publish, RankTrace.end
+
+    def publish_and_note(self: Trainer, version: int) -> str:
+        moments.append((time.monotonic(), time.process_time()))
+        assert self._trace is not None
+        is_on = version % 2 == 0
+        self._timeline._recorder = self._trace.recorder if is_on else None
+        self._learner._trace = self._trace.steps if is_on else None
+        return publish(self, version)
+
+    def end_every_second(self: RankTrace, version: int) -> None:
+        if version % 2:
+            self.recorder.restart()
+        else:
+            end(self, version)
+        if version == settings.training.train_iters - 1:  # type: ignore[operator]
+            moments.append((time.monotonic(), time.process_time()))
+
+    Trainer._publish = publish_and_note  # type: ignore[method-assign]
+    RankTrace.end = end_every_second  # type: ignore[method-assign]
+    train(settings)
+    found = [{"wall": later[0] - now[0], "cpu": later[1] - now[1]} for now, later in itertools.pairwise(moments)]
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

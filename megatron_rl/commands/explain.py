@@ -1,0 +1,37 @@
+"""`megatron-rl explain`: what ledger and metrics of a run say is wrong, and the flags to try.
+
+    megatron-rl explain RUN
+
+Says nothing of a healthy run. RUN is a run's folder, or the folder that --save was given.
+"""
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.observe import metrics
+from megatron_rl.observe.explain import explain
+from megatron_rl.observe.run_folder import find_run
+from megatron_rl.observe.trace import Trace, read
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path)
+    run = find_run(parser.parse_args(argv).run, metrics.FILE_NAME)
+    for finding in explain(_read_trace(run), metrics.read(run)):
+        print(finding.sentence)
+    return ExitCode.OK
+
+
+def _read_trace(run: Path) -> Trace | None:
+    """Read the trace; None, which is said, if there is none: metrics can be explained without."""
+    try:
+        found = read(run)
+    except InputError as error:
+        print(f"note: where the time went is not known: {error}")
+        return None
+    # The first iteration warms up.
+    return found.of(found.versions[1:]) if len(found.versions) > 2 else found

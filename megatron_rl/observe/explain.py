@@ -1,0 +1,211 @@
+"""What ledger and metrics of a run say, in sentences: each with its number, its bound and the flag to try.
+
+Pure: from a trace's accounts and the lines of metrics.jsonl to findings. A healthy run has none. docs/metrics.md has
+the table of bounds.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_rl.observe.ledger import Account, compute_ledger
+from megatron_rl.observe.metrics import number_at
+from megatron_rl.observe.trace import GROUPS, Trace
+
+# Shares of a rank's time.
+STARVED, FIRST, TAIL, PUBLISH, BUBBLE, CHECKPOINT, EVALUATION, OTHER = 0.1, 0.2, 0.15, 0.1, 0.2, 0.05, 0.1, 0.01
+# How many times as large at the end as at the beginning, and not below the first of these at all.
+MISMATCH_FLOOR, MISMATCH_GROWTH = 1e-3, 2.0
+# The end over the beginning.
+ENTROPY = 0.3
+WITHOUT_SIGNAL, TRUNCATED = 0.5, 0.2
+# The busiest replica over the least busy one.
+UNEVEN = 1.2
+# Rewards over sampling, medians of a group.
+REWARD = 0.25
+# Fewer iterations have no beginning and no end to compare.
+LEAST_ITERATIONS = 8
+
+_Records = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong, by how much, and what to try."""
+
+    name: str
+    value: float
+    bound: float
+    sentence: str
+
+
+def explain(trace: Trace | None, records: _Records) -> list[Finding]:
+    """Return what is out of bounds, the ledger's findings first."""
+    found: list[Finding] = []
+    if trace is not None:
+        accounts = compute_ledger(trace)
+        found += _explain_ledger(accounts)
+        found += _explain_replicas(trace, accounts)
+        found += _explain_rewards(trace)
+    return [*found, *_explain_metrics(records)]
+
+
+def _explain_ledger(accounts: Sequence[Account]) -> Iterator[Finding]:
+    ranks = [account for account in accounts if account.is_rank]
+    engines = [account for account in accounts if not account.is_rank]
+    if not ranks:
+        return
+    share = {cause: statistics.fmean(rank.share(cause) for rank in ranks) for cause in ranks[0].seconds}
+    if share["starved"] > STARVED:
+        yield _of_time("starved", share["starved"], STARVED, "wait for groups while engines sample at full load", [
+            _say_engines(ranks, engines),
+            "let each sample more at a time (--rollout-max-num-seqs)",
+        ])  # fmt: skip
+    sayings = {
+        "first": (FIRST, "wait for an iteration's first group", [
+            "shorten responses (--rollout-max-tokens)", "pay it less often: more prompts (--grpo-prompts-per-step)",
+        ]),
+        "tail": (TAIL, "wait for the last groups while engines run dry", [
+            "use more prompts than are in flight (--grpo-prompts-per-step)",
+            "bound the longest responses (--rollout-max-tokens)",
+        ]),
+        "publish": (PUBLISH, "bring weights to engines", [
+            "stream them (--rollout-transport nccl or hccl)", "publish less often: more prompts "
+            "(--grpo-prompts-per-step)",
+        ]),
+        "bubble": (BUBBLE, "wait for other stages and ranks within a schedule", [
+            "use more and smaller micro-batches (--micro-batch-size)",
+            "divide stages (--num-virtual-stages-per-pipeline-rank)",
+        ]),
+        "checkpoint": (CHECKPOINT, "write checkpoints to a disk that is too slow for so many", [
+            "write them meanwhile (--async-save)", "write fewer (--save-interval)",
+        ]),
+        "evaluation": (EVALUATION, "wait for evaluations", [
+            "evaluate less often (--eval-interval)", "on fewer prompts (--eval-num-prompts)",
+        ]),
+        "other": (OTHER, "do what has no name", ["report it, with `megatron-rl ledger RUN --json`"]),
+    }  # fmt: skip
+    for cause, (bound, what, remedies) in sayings.items():
+        if share[cause] > bound:
+            yield _of_time(cause, share[cause], bound, what, remedies)
+
+
+def _of_time(name: str, value: float, bound: float, what: str, remedies: Sequence[str]) -> Finding:
+    sentence = f"{name}: ranks {what} {value:.0%} of the time, above {bound:.0%}: {', or '.join(remedies)}"
+    return Finding(name, value, bound, sentence)
+
+
+def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
+    """Say how many engines sample as fast as ranks train, given that those that there are sample all the time."""
+    sampling = statistics.fmean(engine.seconds["busy"] for engine in engines) if engines else 0.0
+    training = statistics.fmean(
+        rank.wall - rank.seconds["starved"] - rank.seconds["first"] - rank.seconds["tail"] - rank.seconds["publish"]
+        for rank in ranks
+    )
+    if not sampling or training <= 0:
+        return "add engines (--rollout-num-engines)"
+    wanted = max(len(engines) + 1, math.ceil(len(engines) * sampling / training))
+    return f"add {wanted - len(engines)} engines to the {len(engines)} (--rollout-num-engines {wanted})"
+
+
+def _explain_replicas(trace: Trace, accounts: Sequence[Account]) -> Iterator[Finding]:
+    replicas: defaultdict[int, list[float]] = defaultdict(list)
+    seconds = {account.name: account.seconds["busy"] for account in accounts if account.is_rank}
+    for rank in trace.ranks:
+        replicas[rank.windows[-1].facts.get("replica", 0)].append(seconds[rank.name])
+    busy = {replica: statistics.fmean(values) for replica, values in replicas.items()}
+    least = min(busy, key=lambda replica: busy[replica], default=0)
+    most = max(busy, key=lambda replica: busy[replica], default=0)
+    if busy and busy[least] > 0 and (ratio := busy[most] / busy[least]) > UNEVEN:
+        yield Finding(
+            "uneven replicas", ratio, UNEVEN,
+            f"uneven replicas: replica {most} computes {ratio:.2f} times as long as replica {least}, above {UNEVEN:g}: "
+            "give groups to whichever replica is free (--consume-order completion), or make micro-batches smaller "
+            "(--micro-batch-size), and compare the devices of both",
+        )  # fmt: skip
+
+
+def _explain_rewards(trace: Trace) -> Iterator[Finding]:
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for window in trace.sidecar.windows if trace.sidecar is not None else ():
+        for span in window.spans:
+            if span.lane == GROUPS and not span.details.get("evaluation"):
+                seconds[span.name].append(span.seconds)
+    if not seconds["reward"] or not seconds["generate"]:
+        return
+    reward, sampling = statistics.median(seconds["reward"]), statistics.median(seconds["generate"])
+    # Milliseconds are no matter beside an iteration, however fast the engines are.
+    if reward > REWARD * sampling and reward > 0.1:
+        yield Finding(
+            "slow reward", reward / sampling, REWARD,
+            f"slow reward: a group is scored in {reward:.2f} s and sampled in {sampling:.2f} s, "
+            f"{reward / sampling:.0%} of it, above {REWARD:.0%}: use more processes (--reward-workers), or a faster "
+            "function (--reward)",
+        )  # fmt: skip
+
+
+def _explain_metrics(records: _Records) -> Iterator[Finding]:
+    equal = _share(records, ("reward", "all_equal_groups"), ("groups",))
+    if equal is not None and equal > WITHOUT_SIGNAL:
+        yield Finding(
+            "no signal", equal, WITHOUT_SIGNAL,
+            f"no signal: in {equal:.0%} of groups all responses get the same reward, above {WITHOUT_SIGNAL:.0%}: "
+            "replace such groups (--grpo-filter-groups-with-same-reward), sample more responses a group "
+            "(--grpo-group-size), or change how hard prompts are (--prompts)",
+        )  # fmt: skip
+    truncated = _values(records, "responses", "truncated")[-_quarter(records) :]
+    if truncated and (share := statistics.fmean(truncated)) > TRUNCATED:
+        yield Finding(
+            "truncated", share, TRUNCATED,
+            f"truncated: {share:.0%} of responses end for want of room, above {TRUNCATED:.0%}: raise "
+            "--rollout-max-tokens, or let a reward favour short ones (--reward)",
+        )  # fmt: skip
+    yield from _explain_trends(records)
+
+
+def _explain_trends(records: _Records) -> Iterator[Finding]:
+    mismatch = _ends(_values(records, "mismatch", "mean"))
+    if mismatch is not None and mismatch[1] > MISMATCH_FLOOR and mismatch[1] > MISMATCH_GROWTH * mismatch[0]:
+        first, last = mismatch
+        yield Finding(
+            "mismatch", last / first if first else math.inf, MISMATCH_GROWTH,
+            f"mismatch: engine's and trainer's log-probs differed by {first:.2g} at first and by {last:.2g} at last, "
+            f"more than {MISMATCH_GROWTH:g} times as much: weigh tokens for it "
+            "(--rl-inference-logprobs-is-correction), give engines the trainer's precision (--rollout-dtype), or lower "
+            "--lr",
+        )  # fmt: skip
+    entropy = _ends(_values(records, "entropy"))
+    if entropy is not None and entropy[0] > 0 and entropy[1] < ENTROPY * entropy[0]:
+        first, last = entropy
+        yield Finding(
+            "entropy", last / first, ENTROPY,
+            f"entropy: it fell from {first:.2g} to {last:.2g} nats a token, below {ENTROPY:.0%} of what it was: raise "
+            "--grpo-clamp-eps-upper, reward entropy (--grpo-entropy-coef), hold to the reference (--grpo-kl-beta), or "
+            "lower --lr",
+        )  # fmt: skip
+
+
+def _quarter(records: _Records) -> int:
+    return max(1, len(records) // 4)
+
+
+def _values(records: _Records, *names: str) -> list[float]:
+    return [value for record in records if (value := number_at(record, *names)) is not None]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the medians of the first and the last quarter."""
+    if len(values) < LEAST_ITERATIONS:
+        return None
+    count = len(values) // 4
+    return statistics.median(values[:count]), statistics.median(values[-count:])
+
+
+def _share(records: _Records, part: Sequence[str], whole: Sequence[str]) -> float | None:
+    """Return the part of the whole, over the second half of the run."""
+    later = records[len(records) // 2 :]
+    total = sum(_values(later, *whole))
+    return sum(_values(later, *part)) / total if total else None

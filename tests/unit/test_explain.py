@@ -1,0 +1,182 @@
+"""What is said of a run: nothing of a healthy one, and of a sick one what is wrong. All runs are made by hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config.flag import index_by_name
+from megatron_rl.observe.explain import explain
+from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SIDECAR, Process, Span, Trace, Window
+from tests.observed import write_metrics
+
+# Seconds of an iteration of 100 s: a healthy rank is nearly always busy.
+HEALTHY = {"publish": 3.0, "first": 5.0, "starved": 2.0, "tail": 3.0, "bubble": 5.0, "optimizer": 3.0, "save": 1.0}
+
+
+def rank(name: str = "rank-0", replica: int = 0, **seconds: float) -> Process:
+    """One iteration; what is left of 100 s it computes."""
+    spans, now = [], 0.0
+
+    def pass_time(length: float, lane: str, name: str, number: int | None = None, **details: Any) -> None:
+        nonlocal now
+        if length:
+            spans.append(Span(lane, name, now, now + length, number, None, details))
+        now += length
+
+    parts = HEALTHY | seconds
+    pass_time(parts["publish"], MAIN, "publish")
+    pass_time(parts.get("evaluation", 0.0), MAIN, "evaluate")
+    pass_time(parts["first"], MAIN, "wait", 0)
+    pass_time(parts["starved"], MAIN, "wait", 1)
+    pass_time(parts["tail"], MAIN, "wait", 2)
+    pass_time(parts["bubble"], MAIN, "schedule")
+    pass_time(parts["optimizer"], MAIN, "update")
+    pass_time(parts["save"], MAIN, "save")
+    now += parts.get("other", 0.0)
+    pass_time(100 - now, COMPUTE, "forward", 0, role="policy", chunk=0)
+    return Process(name, (Window(0, 0.0, 100.0, tuple(spans), {"replica": replica}),))
+
+
+def sidecar(first: float = 5.0, starved: float = 2.0, reward: float = 0.01, sampling: float = 40.0) -> Process:
+    """Two engines with room for one group: full until ranks have starved, and then one of them."""
+    begin = HEALTHY["publish"]
+    full = begin + first + starved
+    spans = (
+        Span(GROUPS, "generate", begin, full, 0, 100, {"engine": "engine-0", "size": 8}),
+        Span(GROUPS, "generate", begin, begin + sampling, 1, 100, {"engine": "engine-1", "size": 8}),
+        Span(GROUPS, "reward", full, full + reward, 0),
+    )
+    return Process(SIDECAR, (Window(0, 0.0, 100.0, spans, {"engines": {"engine-0": 8, "engine-1": 8}}),))
+
+
+def healthy_record(version: int) -> dict[str, Any]:
+    return {
+        "version": version, "groups": 64, "reward": {"mean": 0.5, "all_equal_groups": 16},
+        "responses": {"truncated": 0.05}, "mismatch": {"mean": 1e-4}, "entropy": 1.0,
+    }  # fmt: skip
+
+
+HEALTHY_RECORDS = [healthy_record(version) for version in range(16)]
+HEALTHY_TRACE = Trace((rank(), sidecar()))
+
+
+def names(trace: Trace | None = HEALTHY_TRACE, records: Any = HEALTHY_RECORDS) -> list[str]:
+    return [finding.name for finding in explain(trace, records)]
+
+
+def grown(field: str, first: Mapping[str, float] | float, last: Mapping[str, float] | float) -> list[dict[str, Any]]:
+    """A run whose second half has another value."""
+    return [healthy_record(version) | {field: first if version < 8 else last} for version in range(16)]
+
+
+def test_of_a_healthy_run_nothing_is_said() -> None:
+    assert names() == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "seconds"),
+    [("publish", 20.0), ("tail", 30.0), ("bubble", 30.0), ("evaluation", 20.0), ("other", 3.0), ("first", 30.0)],
+)
+def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, seconds) -> None:
+    of_engines = sidecar(first=seconds) if cause == "first" else sidecar()
+    # A publish, or an evaluation, puts off what follows.
+    shift = {"publish": seconds - HEALTHY["publish"], "evaluation": seconds}.get(cause, 0.0)
+    trace = Trace((rank(**{cause: seconds}), sidecar(first=5.0 + shift) if shift else of_engines))
+    (finding,) = explain(trace, HEALTHY_RECORDS)
+    assert finding.name == cause
+    assert finding.value == pytest.approx(seconds / 100)
+    assert finding.sentence.startswith(f"{cause}: ranks ")
+    assert f"{seconds:.0f}% of the time, above {finding.bound:.0%}" in finding.sentence
+
+
+def test_a_slow_disk_shows_in_checkpoints() -> None:
+    (finding,) = explain(Trace((rank(save=20.0), sidecar())), HEALTHY_RECORDS)
+    assert (finding.name, finding.value) == ("checkpoint", pytest.approx(0.2))
+    assert "--async-save" in finding.sentence
+
+
+def test_starved_ranks_are_told_how_many_engines_they_want() -> None:
+    (finding,) = explain(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), HEALTHY_RECORDS)
+    assert finding.name == "starved"
+    # Each of 2 engines samples for 65 s, and the rank has 29 s of other work.
+    assert "add 3 engines to the 2 (--rollout-num-engines 5)" in finding.sentence
+
+
+def test_replicas_that_compute_for_other_times_are_uneven() -> None:
+    ranks = (rank("rank-0", 0), rank("rank-1", 1, bubble=18.0))
+    assert names(Trace((*ranks, sidecar()))) == []
+    ranks = (rank("rank-0", 0), rank("rank-1", 1, bubble=30.0))
+    (finding,) = explain(Trace((*ranks, sidecar())), HEALTHY_RECORDS)
+    assert finding.name == "uneven replicas"
+    assert "replica 0 computes 1.47 times as long as replica 1" in finding.sentence
+
+
+def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
+    assert names(Trace((rank(), sidecar(reward=2.0)))) == []
+    (finding,) = explain(Trace((rank(), sidecar(reward=30.0))), HEALTHY_RECORDS)
+    assert (finding.name, "--reward-workers" in finding.sentence) == ("slow reward", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "flag"),
+    [
+        ("mismatch", grown("mismatch", {"mean": 1e-3}, {"mean": 4e-3}), "--rl-inference-logprobs-is-correction"),
+        ("entropy", grown("entropy", 2.0, 0.1), "--grpo-entropy-coef"),
+        ("no signal", grown("reward", {"all_equal_groups": 0}, {"all_equal_groups": 48}), "same-reward"),
+        ("truncated", grown("responses", {"truncated": 0.0}, {"truncated": 0.5}), "--rollout-max-tokens"),
+    ],
+)
+def test_metrics_out_of_bounds_are_said_with_a_flag(name, records, flag) -> None:
+    (finding,) = explain(HEALTHY_TRACE, records)
+    assert finding.name == name
+    assert flag in finding.sentence
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        # It grows, and stays next to nothing.
+        grown("mismatch", {"mean": 1e-6}, {"mean": 1e-4}),
+        grown("mismatch", {"mean": 4e-3}, {"mean": 5e-3}),
+        grown("entropy", 2.0, 1.0),
+        grown("entropy", 0.1, 2.0),
+        grown("reward", {"all_equal_groups": 64}, {"all_equal_groups": 16}),
+        grown("responses", {"truncated": 0.9}, {"truncated": 0.1}),
+        # Too short to have a beginning and an end.
+        grown("entropy", 2.0, 0.1)[6:12],
+    ],
+)
+def test_what_is_within_bounds_is_not_said(records) -> None:
+    assert names(records=records) == []
+
+
+def test_without_a_trace_metrics_are_explained_alone() -> None:
+    assert names(None, grown("entropy", 2.0, 0.1)) == ["entropy"]
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    from megatron_rl.arguments.flags import list_flags
+
+    known = index_by_name(list_flags())
+    sick = rank(publish=11.0, first=21.0, starved=11.0, tail=16.0, bubble=21.0, save=6.0, evaluation=11.0, other=2.0)
+    records = [
+        healthy_record(version)
+        | {
+            "mismatch": {"mean": 1e-3 * version}, "entropy": 1 / (version + 1), "groups": 1,
+            "reward": {"all_equal_groups": 1}, "responses": {"truncated": 1.0},
+        }
+        for version in range(16)
+    ]  # fmt: skip
+    trace = Trace((sick, rank("rank-1", 1), sidecar(reward=30.0)))
+    words = " ".join(finding.sentence for finding in explain(trace, records)).replace("(", " ").replace(")", " ")
+    named = {word.rstrip(".,:") for word in words.split() if word.startswith("--")} - {"--json"}
+    assert len(named) > 10
+    assert named <= set(known)
+
+
+def test_the_command_says_when_there_is_no_trace(tmp_path, capsys) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", range(2))
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "where the time went is not known" in capsys.readouterr().out
