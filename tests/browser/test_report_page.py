@@ -36,7 +36,7 @@ def write_configs(*folders):
 
 def page_of(folders, path):
     data = ReportData(folders, peak_tflops=1.0)
-    write_page(path, build_page(load_library(), data.read(), data.read_rollouts()))
+    write_page(path, build_page(load_library(), data.read(), [data.read_rollouts(run) for run in range(len(data))]))
     return path
 
 
