@@ -61,6 +61,7 @@ _OPTIONAL = (
     Optional(
         ("transformers",), "transformers", "tokenizers, and the tests' reference models", "pip install transformers"
     ),
+    Optional(("bokeh",), "bokeh", "the charts of megatron-rl report", "pip install 'megatron-rl[report]'"),
 )
 
 

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
     data = ReportData(label_runs(arguments.runs, metrics.FILE_NAME), arguments.peak_tflops)
     library = load_library()
     if arguments.out is not None:
-        write_page(arguments.out, build_page(library, data.read(), data.read_rollouts()))
+        rollouts = [data.read_rollouts(run) for run in range(len(data))]
+        write_page(arguments.out, build_page(library, data.read(), rollouts))
         print(f"written to {arguments.out}")
     if arguments.serve is not None:
         with contextlib.suppress(KeyboardInterrupt), ReportServer(data, build_page(library), arguments.serve) as server:

@@ -256,6 +256,12 @@ class ObserveConfig:
         bound="at least 0",
         remedy="write 0 for none",
     )
+    log_sample_tokens: bool = own_flag(
+        False,
+        "Write the tokens of these responses too, each with its log-prob of the engine and of the trainer: several "
+        "times as much text.",
+        "--log-sample-tokens",
+    )
     trace: Literal["on", "off"] = own_flag(
         "on", "Record what each process does when, in the folder `trace` of the run's folder."
     )

@@ -12,6 +12,17 @@ FILE_NAME = "samples.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
+class SampledTokens:
+    """The tokens of a response, and their log-probs at the temperature of sampling."""
+
+    texts: Sequence[str]
+    """Each by itself: a letter that several tokens have together is in none of them."""
+    engine: Sequence[float]
+    trainer: Sequence[float] | None
+    """None in an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SampledResponse:
     """A response as text, its reward, and what each reward function gave."""
 
@@ -22,6 +33,8 @@ class SampledResponse:
     finish_reason: str = ""
     advantage: float | None = None
     """None if it is not known: in an evaluation, or where it follows from the whole update."""
+    tokens: SampledTokens | None = None
+    """With --log-sample-tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +79,9 @@ class SamplesFile(LineFile):
 
 def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[str, Any]:
     nonfinite: list[str] = []
-    record = {
-        "row": group.row,
-        "prompt": group.prompt,
-        "responses": plain([dataclasses.asdict(response) for response in responses], "responses", nonfinite),
-    }
+    sampled = [dataclasses.asdict(response) for response in responses]
+    for response in sampled:
+        if response["tokens"] is None:
+            del response["tokens"]
+    record = {"row": group.row, "prompt": group.prompt, "responses": plain(sampled, "responses", nonfinite)}
     return {**record, "nonfinite": nonfinite} if nonfinite else record

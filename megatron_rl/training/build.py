@@ -325,7 +325,9 @@ def _build_learner(
     steps = None if trace is None else trace.steps
     roles = build_roles(settings, session, policy, reference, settings.sizes.plan.num_updates, steps)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
-    return Learner(policy, roles, objective, session, timeline, group_advantages, steps)
+    observe = settings.observe
+    num_kept = math.ceil(observe.log_samples / settings.training.micro_batch_size) if observe.log_sample_tokens else 0
+    return Learner(policy, roles, objective, session, timeline, group_advantages, steps, num_kept)
 
 
 def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: PromptSource | None) -> Evaluator | None:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,10 @@ class Learned:
     """This rank's replica's, on the replica's reporting rank; every rank has its own part of the auxiliary losses."""
     mismatch: Mismatch
     """Over all replicas' tokens; the same on every rank."""
+    log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """By slot: its targets' log-probs under the policy that sampled, as the trainer computes them. Only of the first
+    slots, and on the replica's reporting rank.
+    """
 
 
 class Learner:
@@ -53,18 +58,24 @@ class Learner:
         timeline: Timeline | None = None,
         group_advantages: GroupAdvantages | None = None,
         trace: StepTrace | None = None,
+        num_kept: int = 0,
     ):
-        """`group_advantages` are those that batches are made with; `trace` notes what is computed when."""
+        """`group_advantages` are those that batches are made with; `trace` notes what is computed when. Of the first
+        `num_kept` slots the log-probs are kept.
+        """
         self._policy = policy
         self._roles = roles
         self._objective = objective
         self._session = session
         self._timeline = timeline or Timeline()
         self._trace = trace
+        self._num_kept = num_kept
+        self._kept: dict[int, torch.Tensor] = {}
         self._group_advantages = group_advantages or GroupAdvantages(objective.config)
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
         """Make one update after the other, each over its own slots; raise before one that is beyond the bound."""
+        self._kept = {}
         statistics: list[Statistics] = []
         parts: list[Part] = []
         updates = []
@@ -82,11 +93,13 @@ class Learner:
             statistics += of_update
         with self._timeline.part("report"):
             measures = Measures(sums=take_losses())
+            log_probs: dict[int, np.ndarray] = {}
             if is_reporter():
+                log_probs = {slot: kept_N.float().cpu().numpy() for slot, kept_N in self._kept.items()}
                 measures.merge(measure_contents(slots.of_all()))
                 sums, maxima = combine_statistics(statistics)
                 measures.merge(Measures(sums=sums, largest=maxima))
-            return Learned(updates, measures, combine_parts(parts, mismatch_bound))
+            return Learned(updates, measures, combine_parts(parts, mismatch_bound), log_probs)
 
     def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
         """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
@@ -97,7 +110,9 @@ class Learner:
             cast = self._roles.cast(micro_batches, update, reference_is_policy)
             step = PolicyStep(policy, cast, self._objective, self._roles.temperature, scale)
             step.trace = self._trace
+            step.num_kept = self._num_kept
             reports = run_schedule(step, policy, micro_batches)
+            self._kept |= step.kept
             if update == 0 and slots.division.plan.num_updates > 1:
                 self._roles.keep_old(slots, reference_is_policy)
             return copy_to_host([report["statistics"] for report in reports])

@@ -3,9 +3,11 @@
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import Settings
@@ -15,15 +17,17 @@ from megatron_rl.observe import metrics as metrics_file
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
-from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
+from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
-from megatron_rl.protocol.wire import Group, Response, decode_tokens
+from megatron_rl.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.records.append_file import LineFile
 from megatron_rl.training.mismatch import find_warning_bound
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 _FOLLOW_SECONDS = 0.5
+# Of a log-prob in the samples.
+_DECIMALS = 5
 
 
 class MetricsReporter:
@@ -73,6 +77,7 @@ class Reporter(MetricsReporter):
         self._decode = decode
         self._group_advantages = group_advantages
         self._mismatch_warning = find_warning_bound(settings)
+        self._with_tokens = settings.observe.log_sample_tokens
         self._is_corrected = settings.algorithm.importance_correction
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
@@ -100,10 +105,14 @@ class Reporter(MetricsReporter):
         super().close()
         self._samples.close()
 
-    def iteration(self, version: int, metrics: dict[str, Any], slots: IterationSlots) -> None:
-        """Report an iteration that is over; its slots are those of this rank's replica."""
+    def iteration(
+        self, version: int, metrics: dict[str, Any], slots: IterationSlots, log_probs: Mapping[int, np.ndarray]
+    ) -> None:
+        """Report an iteration that is over; its slots are those of this rank's replica, and so are the trainer's
+        log-probs of the targets of some of them.
+        """
         self._warn(metrics)
-        self._write_samples(version, slots)
+        self._write_samples(version, slots, log_probs)
         self.write(version, metrics)
 
     def evaluation(self, version: int, groups: Sequence[Group]) -> None:
@@ -112,7 +121,8 @@ class Reporter(MetricsReporter):
             left = self._samples.left(version, "evaluation")
             if left <= 0:
                 return
-            sampled = self._decode_group(group.prompt.row, group.prompt.tokens, group.responses[:left])
+            responses = [(response, None) for response in group.responses[:left]]
+            sampled = self._decode_group(group.prompt.row, group.prompt.tokens, responses)
             self._samples.write(version, [sampled], "evaluation")
 
     def _warn(self, metrics: dict[str, Any]) -> None:
@@ -130,15 +140,20 @@ class Reporter(MetricsReporter):
                 f"warning: in all {groups} groups every response got the same reward: the gradient is zero"
             )
 
-    def _write_samples(self, version: int, slots: IterationSlots) -> None:
-        parts = (part for contents in slots.of_all() for part in contents.parts)
+    def _write_samples(self, version: int, slots: IterationSlots, log_probs: Mapping[int, np.ndarray]) -> None:
+        parts = (
+            (part, of_part)
+            for slot, contents in enumerate(slots.of_all())
+            for part, of_part in _divide_log_probs(contents.parts, log_probs.get(slot))
+        )
         # The slots that a group was split over follow each other.
-        for _, of_group in itertools.groupby(parts, key=lambda part: part.prompt_index):
+        for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
             left = self._samples.left(version)
             if left <= 0:
                 return
-            first, *others = of_group
-            responses = [response for part in (first, *others) for response in part.responses]
+            of_parts = list(of_group)
+            first = of_parts[0][0]
+            responses = [item for part, of_part in of_parts for item in zip(part.responses, of_part, strict=True)]
             # Those that are divided over the whole update say little of one group.
             advantages = None if self._group_advantages.is_divided else self._group_advantages(first).tolist()
             sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
@@ -148,10 +163,11 @@ class Reporter(MetricsReporter):
         self,
         row: str,
         prompt_tokens: bytes,
-        responses: Sequence[Response],
+        responses: Sequence[tuple[Response, np.ndarray | None]],
         advantages: Sequence[float] | None = None,
     ) -> SampledGroup:
-        tokens = (prompt_tokens, *(response.tokens for response in responses))
+        """Decode a group; beside each response are the trainer's log-probs of its tokens, if they are known."""
+        tokens = (prompt_tokens, *(response.tokens for response, _ in responses))
         prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
         sampled = [
             SampledResponse(
@@ -161,10 +177,37 @@ class Reporter(MetricsReporter):
                 num_tokens=len(response.tokens) // 4,
                 finish_reason=response.finish_reason,
                 advantage=None if advantages is None else advantages[number],
+                tokens=self._decode_tokens(response, trainer_N) if self._with_tokens else None,
             )
-            for number, (text, response) in enumerate(zip(texts, responses, strict=True))
+            for number, (text, (response, trainer_N)) in enumerate(zip(texts, responses, strict=True))
         ]
         return SampledGroup(row, prompt, sampled)
+
+    def _decode_tokens(self, response: Response, trainer_N: np.ndarray | None) -> SampledTokens:
+        return SampledTokens(
+            texts=self._decode([[token] for token in decode_tokens(response.tokens).tolist()]),
+            engine=_round(decode_log_probs(response.log_probs)),
+            trainer=None if trainer_N is None else _round(trainer_N),
+        )
+
+
+def _divide_log_probs(
+    parts: Iterable[GroupPart], log_probs_N: np.ndarray | None
+) -> Iterator[tuple[GroupPart, list[np.ndarray | None]]]:
+    """Give each response of a slot the log-probs of its tokens, which follow each other in the order of responses."""
+    begin = 0
+    for part in parts:
+        of_part: list[np.ndarray | None] = []
+        for response in part.responses:
+            end = begin + len(response.tokens) // 4
+            of_part.append(None if log_probs_N is None else log_probs_N[begin:end])
+            begin = end
+        yield part, of_part
+
+
+def _round(log_probs: np.ndarray) -> list[float]:
+    """What single precision does not resolve only takes room."""
+    return [round(value, _DECIMALS) for value in log_probs.tolist()]
 
 
 def reporter_of(

@@ -160,10 +160,12 @@ class Trainer:
         """Write the iteration down; return whether any rank was asked to stop, or has reached a limit."""
         self._finish_iteration(version)
         reason = self._limits.find_reason(version + 1)
-        handed_in = self._session.gather((learned.measures, self._stop.is_asked or reason is not None))
+        # Samples are of rank 0's replica; its log-probs may be on another rank.
+        log_probs = learned.log_probs if self._session.replica == 0 else {}
+        handed_in = self._session.gather((learned.measures, self._stop.is_asked or reason is not None, log_probs))
         if self.reporter is not None:
             measures = Measures()
-            for of_rank, _ in handed_in:
+            for of_rank, _, _ in handed_in:
                 measures.merge(of_rank)
             metrics = {"version": version, "fingerprint": fingerprint}
             metrics |= compute_metrics(measures, learned.updates, self._largest_micro_batch)
@@ -174,5 +176,6 @@ class Trainer:
             times = self._timeline.take()
             times["generated_tokens_per_second"] = measures.sums["tokens.response"] / times["iteration"]
             times["trained_tokens_per_second"] = measures.sums["tokens.computed"] / times["iteration"]
-            self.reporter.iteration(version, metrics | {"time": times}, slots)
-        return any(is_asked for _, is_asked in handed_in)
+            kept = {slot: kept_N for _, _, of_rank in handed_in for slot, kept_N in of_rank.items()}
+            self.reporter.iteration(version, metrics | {"time": times}, slots, kept)
+        return any(is_asked for _, is_asked, _ in handed_in)

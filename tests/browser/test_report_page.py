@@ -24,6 +24,7 @@ HOSTILE = (
     "</script><script>window.breached = 1</script><img src=x onerror='window.breached = 2'> {{x}} "
     "\u202etxt\u2066 \x00 end"
 )
+TOKENS = {"texts": ["alike", HOSTILE, "end"], "engine": [-4.0, -0.1, None], "trainer": [-4.0, -0.6, -0.2]}
 LINE = "one line of a megabyte " * 45_000
 
 
@@ -35,7 +36,7 @@ def write_configs(*folders):
 
 def page_of(folders, path):
     data = ReportData(folders, peak_tflops=1.0)
-    write_page(path, build_page(load_library(), data.read(), data.read_rollouts()))
+    write_page(path, build_page(load_library(), data.read(), [data.read_rollouts(run) for run in range(len(data))]))
     return path
 
 
@@ -48,11 +49,9 @@ def page(tmp_path_factory):
     write_trace(path / "calm", 40)
     with (path / "hostile" / "samples.jsonl").open("a") as file:
         for text in (HOSTILE, LINE, "\ud83d \u05d0\u05d1"):
-            record = {"version": 40, "kind": "evaluation", "row": HOSTILE, "prompt": text}
-            file.write(
-                json.dumps(record | {"responses": [{"text": text, "reward": -3.0, "components": {HOSTILE: 1.0}}]})
-                + "\n"
-            )
+            response = {"text": text, "reward": -3.0, "components": {HOSTILE: 1.0}, "tokens": TOKENS}
+            record = {"version": 40, "kind": "evaluation", "row": HOSTILE, "prompt": text, "responses": [response]}
+            file.write(json.dumps(record) + "\n")
         file.write("{torn")
     return page_of(folders, path / "report.html")
 
@@ -85,7 +84,7 @@ def test_every_chart_that_is_seen_is_drawn_with_its_curves(opened):
     drawn = opened.run("""
         const isWhole = chart => chart.glyphs.every((made, place) => made.length && made.every(
             glyph => glyph.data_source.get_length() === chart.spec.series[place].x.length));
-        return [...shown.values()].filter(chart => chart.view).map(isWhole);
+        return [...shown.values()].filter(chart => chart.view && chart.spec).map(isWhole);
     """)
     assert len(drawn) > 8
     assert all(drawn)
@@ -144,11 +143,33 @@ def test_search_and_filters_leave_what_matches(opened):
     assert found(order="-version")[1].startswith("40 ")
 
 
+def test_tokens_are_coloured_by_what_was_recorded_of_them(opened):
+    opened.open_rollouts()
+    spans = "[...document.querySelector('#groups .responses .text').querySelectorAll('span[title]')]"
+
+    def strengths(tint):
+        opened.run("at('kind').value = 'evaluation'; at('tint').value = arguments[0]; find()", tint)
+        return [
+            float(one or 0)
+            for one in opened.run(
+                f"return {spans}.map(one => /srgb.*\\/ ([0-9.]+)/.exec(getComputedStyle(one).backgroundColor)?.[1])"
+            )
+        ]
+
+    apart, unlikely = strengths("difference"), strengths("surprise")
+    assert apart[0] == 0 < apart[1]
+    assert unlikely[0] > unlikely[1] == unlikely[2] == 0
+    assert opened.run(f"return {spans}.map(one => one.title)")[1] == "engine -0.1, trainer -0.6, ratio 0.6065"
+    assert opened.run("return window.breached ?? null") is None
+    opened.run("at('tint').value = ''; find()")
+    assert opened.run(f"return {spans}.length") == 0
+
+
 def test_one_prompt_is_followed_over_the_versions(opened):
     opened.open_rollouts()
     button = "[...document.querySelectorAll('#groups button')].find(one => one.textContent.startsWith('This prompt'))"
     opened.run(f"{button}.click()")
-    opened.wait("[...shown.values()].some(chart => chart.spec.title.startsWith('Rewards of row') && chart.view)")
+    opened.wait("[...shown.values()].some(chart => chart.spec?.title.startsWith('Rewards of row') && chart.view)")
     labels = "[...document.querySelectorAll('#groups article')].map(one => one.getAttribute('aria-label'))"
     row = opened.run("return at('row').value")
     assert set(opened.run(f"return {labels}")) == {f"Version {version}, row {row}" for version in (0, 10, 20, 30)}

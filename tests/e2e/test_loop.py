@@ -121,8 +121,20 @@ def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
 
 @pytest.mark.each_change
 def test_periodic_and_sync_end_in_the_same_weights_over_context_parallel_ranks(world):
-    compare_schedules(world, "cp2", 2, [21], num_threads=1, context_parallel_size=2, micro_batch_size=8)
+    changes = {"context_parallel_size": 2, "micro_batch_size": 8, "log_samples": 32, "log_sample_tokens": True}
+    compare_schedules(world, "cp2", 2, [21], num_threads=1, **changes)
+    samples = read_lines(world.folder / "cp2-21" / "run" / "samples.jsonl")
     for line in read(world.folder / "cp2-sync" / "run"):
+        tokens = [
+            response["tokens"]
+            for sample in samples
+            if sample["version"] == line["version"]
+            for response in sample["responses"]
+        ]
+        engine, trainer = ([value for one in tokens for value in one[whose]] for whose in ("engine", "trainer"))
+        assert len(engine) == line["tokens"]["response"]
+        apart = sum(abs(a - b) for a, b in zip(engine, trainer, strict=True)) / len(engine)
+        assert apart == pytest.approx(line["mismatch"]["mean"], abs=2e-5)
         tokens = line["tokens"]
         # Of four micro-batches each is padded by a token at most; what ranks share is counted once.
         assert 0 <= tokens["computed"] - tokens["prompt"] - tokens["response"] <= 4

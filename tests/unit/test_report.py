@@ -5,6 +5,7 @@ import gzip
 import html.parser
 import itertools
 import json
+import random
 import re
 import sys
 from importlib import resources
@@ -183,12 +184,47 @@ def test_lines_that_are_no_samples_are_counted_and_broken_letters_are_replaced(t
     assert found["groups"][2]["responses"] == []
 
 
+def test_a_page_whose_texts_do_not_compress_stays_below_twenty_megabytes(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for version in range(1500):
+            response = {"text": base64.b85encode(draw.randbytes(8000)).decode(), "reward": 0.5}
+            line = {"version": version, "kind": "training", "row": "r", "prompt": "", "responses": [response]}
+            file.write(json.dumps(line) + "\n")
+    chosen = choose(path)
+    assert 500 < len(chosen["groups"]) < chosen["num_groups"] == 1500
+    # Bokeh's scripts take half a megabyte.
+    assert len(page.build_page(LIBRARY, {"runs": []}, [chosen])) < 19_000_000
+
+
 def test_a_text_of_a_megabyte_loses_its_middle():
     short = rollouts.shorten("a" * 500_000 + "b" * 500_000)
     assert len(short) < rollouts.MOST_CHARACTERS + 100
     assert short.startswith("aaa")
     assert short.endswith("bbb")
     assert "980,000 characters are left out here" in short
+
+
+def test_tokens_that_do_not_fit_their_log_probs_are_left_out(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    whole = {"texts": ["a", "b"], "engine": [-1.0, None], "trainer": None}
+    given = [
+        whole,
+        {**whole, "engine": [-1.0]},
+        {**whole, "texts": [1, 2]},
+        "tokens",
+        None,
+        {**whole, "trainer": [0.0]},
+    ]
+    many = {"texts": ["x"] * 6000, "engine": [0.0] * 6000, "trainer": [0.5] * 6000}
+    line = {"version": 0, "responses": [{"text": "ab", "tokens": tokens} for tokens in (*given, many)]}
+    path.write_text(json.dumps(line) + "\n")
+    (group,) = choose(path)["groups"]
+    assert ["tokens" in response for response in group["responses"]] == [True, *[False] * 5, True]
+    assert group["responses"][0]["tokens"] == {"texts": ["a", "b"], "engine": [-1.0, None], "num_left_out": 0}
+    kept = group["responses"][-1]["tokens"]
+    assert len(kept["texts"]) == len(kept["engine"]) == len(kept["trainer"]) == 6000 - kept["num_left_out"] == 5000
 
 
 # The page
@@ -246,7 +282,7 @@ def test_several_runs_share_the_room_and_are_compared_by_their_configurations(tm
     assert summary["differences"] == [("training", "lr", ["a", "b"])]
     assert [run["given"] for run in summary["runs"]] == [[("training", "lr", name, "--lr")] for name in ("a", "b")]
     assert "per_device/trained_tokens_per_second" in summary["runs"][0]["curves"]
-    samples = data.read_rollouts()
+    samples = [data.read_rollouts(run) for run in range(len(data))]
     assert [0 < len(json.dumps(of_run["groups"])) < 20_000 for of_run in samples] == [True, True]
 
 

@@ -1,5 +1,6 @@
 """What the loop tells people of an iteration: warnings, and samples of its groups."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,11 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
     """Some responses of a group, each with its place in the group as its token and its reward."""
     responses = [
         SimpleNamespace(
-            tokens=packed(place), reward=float(place), components={"exact": 1.0, "absent": None}, finish_reason="stop"
+            tokens=packed(place),
+            reward=float(place),
+            components={"exact": 1.0, "absent": None},
+            finish_reason="stop",
+            log_probs=np.array([-place / 4], "<f4").tobytes(),
         )
         for place in range(first, first + count)
     ]
@@ -85,7 +90,7 @@ def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_pat
     to = reporter(tmp_path, mismatch_warning=given, log_samples=0)
     to._progress = said = Said()
     metrics = {"version": 0, "mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}
-    to.iteration(0, metrics, slots())
+    to.iteration(0, metrics, slots(), {})
     to.close()
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
     assert any("--rl-inference-logprobs-is-correction" in line for line in said.lines) == is_warned
@@ -96,14 +101,14 @@ def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_i
     to = reporter(tmp_path, engine="scripted", mismatch_warning=given, log_samples=0)
     to._progress = said = Said()
     metrics = {"version": 0, "mismatch": {"mean": 5.0}, "groups": 2, "reward": {"all_equal_groups": 0}}
-    to.iteration(0, metrics, slots())
+    to.iteration(0, metrics, slots(), {})
     to.close()
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
 
 
 def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
     to = reporter(tmp_path, log_samples=7)
-    to._write_samples(0, slots([part(3, 0, 2)], [part(3, 2, 2)], [part(1, 0, 2)], [part(1, 2, 2)], [part(2, 0, 4)]))
+    to._write_samples(0, slots([part(3, 0, 2)], [part(3, 2, 2)], [part(1, 0, 2)], [part(1, 2, 2)], [part(2, 0, 4)]), {})
     to.close()
     lines = read_lines(tmp_path / "samples.jsonl")
     assert [(line["row"], line["prompt"], len(line["responses"])) for line in lines] == [
@@ -117,7 +122,27 @@ def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
 
 def test_advantages_that_the_whole_update_divides_are_left_out_of_samples(tmp_path):
     to = reporter(tmp_path, advantage="batch", log_samples=4)
-    to._write_samples(0, slots([part(3, 0, 4)]))
+    to._write_samples(0, slots([part(3, 0, 4)]), {})
     to.close()
     (line,) = read_lines(tmp_path / "samples.jsonl")
     assert [response["advantage"] for response in line["responses"]] == [None] * 4
+
+
+def test_logged_tokens_have_the_log_probs_of_engine_and_trainer(tmp_path):
+    to = reporter(tmp_path, log_samples=6, log_sample_tokens=True)
+    of_trainer = {0: np.array([-1.0, -1.25], np.float32), 1: np.array([-1.123456789, math.inf], np.float32)}
+    to._write_samples(2, slots([part(3, 0, 2)], [part(3, 2, 2)], [part(1, 0, 2)]), of_trainer)
+    to.evaluation(
+        2, [SimpleNamespace(prompt=SimpleNamespace(row="r", tokens=packed(7)), responses=part(0, 1, 1).responses)]
+    )
+    to.close()
+    whole, unknown, evaluated = read_lines(tmp_path / "samples.jsonl")
+    assert [response["tokens"] for response in whole["responses"]] == [
+        {"texts": ["0"], "engine": [0.0], "trainer": [-1.0]},
+        {"texts": ["1"], "engine": [-0.25], "trainer": [-1.25]},
+        {"texts": ["2"], "engine": [-0.5], "trainer": [-1.12346]},
+        {"texts": ["3"], "engine": [-0.75], "trainer": [None]},
+    ]
+    assert whole["nonfinite"] == ["responses/3/tokens/trainer/0"]
+    assert [response["tokens"]["trainer"] for response in unknown["responses"]] == [None, None]
+    assert evaluated["responses"][0]["tokens"] == {"texts": ["1"], "engine": [-0.25], "trainer": None}

@@ -97,12 +97,17 @@ class PolicyStep(ForwardStep):
     the frozen ones send to the next stage goes in the policy's messages (`piggyback.py`); they have no backward pass.
     """
 
+    num_kept = 0
+    """Of so many of the iteration's first slots the log-probs are kept."""
+
     def __init__(self, policy: Model, cast: Cast, objective: Objective, temperature: float, scale: float):
         """The loss is multiplied by `scale`, since the schedule divides it: see `loss_scale`."""
         super().__init__(temperature)
         self._cast = cast
         self._objective = objective
         self._scale = scale
+        self.kept: dict[int, torch.Tensor] = {}
+        """By slot: its targets' log-probs under the policy that sampled, as the trainer computes them."""
         self._with_entropies = objective.config.entropy_coef > 0
         if cast.frozen and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.communicator = Piggyback(get_model_config(policy[0]), len(cast.frozen))
@@ -139,6 +144,8 @@ class PolicyStep(ForwardStep):
             sequences_N,
             batch.lengths_S,
         )
+        if batch.index < self.num_kept:
+            self.kept[batch.index] = log_probs_N[cast.old]
         return loss * self._scale, {"statistics": statistics}
 
     def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:

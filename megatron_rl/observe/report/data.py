@@ -99,9 +99,13 @@ class ReportData:
             "differences": config_file.find_differences(configs) if len(configs) > 1 else [],
         }
 
-    def read_rollouts(self) -> list[dict[str, Any]]:
-        """Read the samples of each run, which share the room."""
-        return [run.read_rollouts(MOST_BYTES // len(self._runs)) for run in self._runs]
+    def __len__(self) -> int:
+        """Return the number of runs."""
+        return len(self._runs)
+
+    def read_rollouts(self, run: int) -> dict[str, Any]:
+        """Read the samples of a run, given its number; all runs share the room."""
+        return self._runs[run].read_rollouts(MOST_BYTES // len(self._runs))
 
 
 class _Costly:

@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 MOST_CHARACTERS = 20_000
+MOST_TOKENS = 5_000
+"""Of a response whose tokens are known."""
 MOST_BYTES = 10 << 20
 """Of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
 _NO_MIDDLE = "\n[… {count:,} characters are left out here …]\n"
@@ -29,6 +31,12 @@ class _Head(msgspec.Struct):
     version: int
     kind: str = "training"
     row: str = ""
+
+
+class _Tokens(msgspec.Struct):
+    texts: list[str]
+    engine: list[float | None]
+    trainer: list[float | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +159,20 @@ def _shorten(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shorten_response(response: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: response[name] for name in _FIELDS if response.get(name) not in (None, "")}
-    return {**kept, "text": shorten(response.get("text", ""))}
+    tokens = _shorten_tokens(response.get("tokens"))
+    return {**kept, "text": shorten(response.get("text", "")), **({} if tokens is None else {"tokens": tokens})}
+
+
+def _shorten_tokens(tokens: Any) -> dict[str, Any] | None:
+    """Return the first tokens with their log-probs; None if there are none."""
+    try:
+        known = msgspec.convert(tokens, _Tokens)
+    except msgspec.ValidationError:
+        return None
+    if not len(known.texts) == len(known.engine) == len(known.trainer or known.engine):
+        return None
+    found = {name: value[:MOST_TOKENS] for name, value in msgspec.structs.asdict(known).items() if value is not None}
+    return {**found, "num_left_out": max(0, len(known.texts) - MOST_TOKENS)}
 
 
 _FIELDS = ("reward", "components", "num_tokens", "finish_reason", "advantage")

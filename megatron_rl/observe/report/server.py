@@ -83,9 +83,10 @@ class ReportServer:
 
     def rollouts(self, run: int) -> bytes | None:
         """Return the rollouts of a run, packed; None if there is no such run."""
+        if not 0 <= run < len(self._data):
+            return None
         with self._reading:
-            of_runs = self._data.read_rollouts()
-        return compress(write_json(of_runs[run])) if 0 <= run < len(of_runs) else None
+            return compress(write_json(self._data.read_rollouts(run)))
 
     @property
     def page(self) -> bytes:
