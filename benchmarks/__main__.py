@@ -85,6 +85,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "error_worst_trainer": "the worst of these",
         "error_of_base": "the same of the run that all was calibrated on, run again: the machine's own noise",
         "seconds_4096": "seconds to simulate 100 iterations on 4,096 devices",
+        "cpu_seconds_4096": "CPU seconds of these",
         "events_4096": "events of these",
     },
     "plan_peers": {

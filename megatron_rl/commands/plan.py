@@ -28,7 +28,7 @@ from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Se
 from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
 from megatron_rl.plan.records import read_record
-from megatron_rl.plan.search import Wanted, describe_candidates, search
+from megatron_rl.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.plan.simulate import simulate
 from megatron_rl.plan.traces import read_trace
 from megatron_rl.plan.words import Files, list_notes, write_command
@@ -148,8 +148,8 @@ def _read_run(text: str) -> MeasuredRun:
     trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
     if trace is not None:
         layout.setdefault("num_stages", trace.num_stages)
-    if trace is not None and trace.max_in_flight is not None:
-        layout.setdefault("max_in_flight", trace.max_in_flight)
+    if trace is not None and trace.max_running is not None:
+        layout.setdefault("max_running", trace.max_running)
     if "max_running" in layout:
         layout.setdefault("max_in_flight", 2 * layout["max_running"])
     record = read_record(folder.name, metrics.read(folder), _read_audit(folder))
@@ -273,14 +273,23 @@ def _search(arguments: argparse.Namespace) -> None:
             print(" ".join(word if word.startswith("$") else shlex.quote(word) for word in words))
         for note in list_notes(best, wanted):
             print(note)
-        print("count its memory before you start it: megatron-rl doctor --fit RANKS FLAGS")
+        print(
+            f"count its memory before you start it: megatron-rl doctor --device-gib {wanted.chip.gib:g} --fit "
+            f"{best.split.trainer_devices} FLAGS"
+        )
     for doubt in find_doubts(best.setting, []):
         print(doubt)
     if arguments.out is not None:
-        results = {f"{one.split.trainer_devices} + {one.split.engine_devices}\nTP {one.split.tensor} PP "
-                   f"{one.split.pipeline}": one.result for one in shown if one.result is not None}  # fmt: skip
+        results = {f"{place}: {_name(one)}": one.result for place, one in enumerate(shown, 1) if one.result is not None}
         plan_picture.draw(results, arguments.out)
         print(f"written to {arguments.out}")
+
+
+def _name(candidate: Candidate) -> str:
+    split = candidate.split
+    sizes = {"TP": split.tensor, "PP": split.pipeline, "CP": split.context, "EP": split.expert}
+    divided = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{split.trainer_devices} + {split.num_engines} x {split.engine_tensor}\n{divided}"
 
 
 def _read_wanted(arguments: argparse.Namespace) -> Wanted:

@@ -33,7 +33,7 @@ class TraceRecord:
 
     num_stages: int
     micro_batches: list[MicroBatch]
-    max_in_flight: int | None
+    max_running: int | None
     """The most responses that an engine sampled at a time; None if the sidecar's trace is not there."""
 
 

@@ -183,7 +183,7 @@ def test_a_trace_says_what_micro_batches_took_over_stages_of_the_policy_alone():
     ]
     trace = read_trace(lines)
     (one,) = trace.micro_batches
-    assert (trace.num_stages, trace.max_in_flight) == (2, 32)
+    assert (trace.num_stages, trace.max_running) == (2, 32)
     assert (one.version, one.replica, one.slot, one.tokens) == (1, 0, 0, 500)
     assert (one.forward, one.backward) == (pytest.approx(0.003), pytest.approx(0.009))
     assert read_trace([]) is None
@@ -329,4 +329,4 @@ for words in json.loads(sys.argv[1]):
             architecture, split, Micro(tokens, num_micro_batches), recomputes="full" in words
         )
         # The formula has the buffers of a stream to engines; on one host weights go through shared memory.
-        assert estimated - (2 << 28) == pytest.approx(counted, rel=0.03), words
+        assert estimated - (2 << 28) == pytest.approx(counted, rel=0.02), words

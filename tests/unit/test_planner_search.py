@@ -84,8 +84,9 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_line_of_one_host_is_that_of_a_run(model, tmp_path):
-    best = search(WANTED, 4, 1)[0]
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_command_line_of_one_host_is_that_of_a_run(tensor, model, tmp_path):
+    best = next(one for one in search(WANTED, 100, 1) if one.split.tensor == tensor)
     (words,) = write_command(best, WANTED, Files(str(model), run=str(tmp_path / "run")))
     assert words[:3] == ["torchrun", "--nproc-per-node", str(best.split.trainer_devices)]
     flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
@@ -96,6 +97,7 @@ def test_the_command_line_of_one_host_is_that_of_a_run(model, tmp_path):
     assert settings.sizes.plan.num_replicas == best.split.replicas
     assert settings.rollout.num_engines == best.split.num_engines
     assert settings.rollout.tensor_parallel_size == best.split.engine_tensor
+    assert settings.transformer.sequence_parallel == (tensor > 1)
     assert list_notes(best, WANTED) == []
 
 
