@@ -153,12 +153,14 @@ class SimulatedBatching:
         """Go on until a group ends, and return its number; or until that time, or until there is nothing to do."""
         costs, running = self._costs, state.running
         while True:
-            if state.waiting and len(running) < costs.max_running:
+            # What ends with the same step as the one before ends before anything else is begun.
+            is_due = bool(running) and running[0][0] <= state.steps
+            if state.waiting and len(running) < costs.max_running and not is_due:
                 self._admit(state)
             if not running:
                 self._wait_out(state, until)
                 return None
-            if state.stalled and not self._pass_stall(state, until):
+            if state.stalled and not is_due and not self._pass_stall(state, until):
                 return None
             self.num_events += 1
             number = len(running)

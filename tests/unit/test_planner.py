@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.plan import large_run
@@ -200,6 +200,7 @@ class StepByStep:
 
 
 @settings(max_examples=30, deadline=None)
+@example([(1, [53]), (1, [1, 1, 1, 50]), (1, [1])], 2, 0.0)
 @given(
     st.lists(st.tuples(st.integers(1, 50), LENGTHS), min_size=1, max_size=8),
     st.integers(1, 9),

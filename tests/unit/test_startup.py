@@ -16,6 +16,7 @@ import torch
 torch.compile = lambda function, **keywords: function
 {_MEGATRON}
 """
+# The sidecar is a process of its own, and no run plans.
 _WITH_OURS = f"""
 import importlib, pkgutil
 from megatron_rl import platforms
@@ -23,7 +24,7 @@ platforms.select("cpu").install()
 {_MEGATRON}
 import megatron_rl
 for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
-    if not module.name.startswith("megatron_rl.sidecar"):
+    if not module.name.startswith(("megatron_rl.sidecar", "megatron_rl.plan", "megatron_rl.commands.plan")):
         importlib.import_module(module.name)
 """
 # Small ones, of which no import takes a tenth of a second.
