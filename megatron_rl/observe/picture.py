@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.run_folder import label_runs
-from megatron_rl.observe.summary import Points, evaluations_of, rewards_of, text_curves, time_by_span
+from megatron_rl.observe.summary import Points, evaluations_of, results_of, rewards_of, text_curves, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -96,7 +96,8 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
         look: dict[str, Any] = {"color": f"C{index}", "linewidth": 1.5 * (len(runs) - index)}
         prefix = f"{label}: " if len(runs) > 1 else ""
         curves: dict[str, tuple[Points, dict[str, Any]]] = {
-            "reward": (rewards_of(records), {"alpha": 0.6}),
+            name: (points, {"alpha": 0.6, "linestyle": line})
+            for line, (name, points) in zip(("-", "--"), results_of(records).items(), strict=False)
         }
         for line, (name, evaluated) in zip(("--", ":"), evaluations_of(records).items(), strict=False):
             curves[f"held out, {name}"] = (evaluated, {"marker": "o", "linestyle": line})
@@ -105,7 +106,8 @@ def _draw_curves(axes: Any, runs: Mapping[str, _Records]) -> None:
                 axes.plot(*zip(*points, strict=True), label=f"{prefix}{name}", **look, **style)
     axes.set_xlabel("iteration")
     is_evaluated = any(points for records in runs.values() for points in evaluations_of(records).values())
-    axes.set_ylabel("mean reward" + (", share of held-out prompts that pass" if is_evaluated else ""))
+    rewarded = "mean reward" + (", share of held-out prompts that pass" if is_evaluated else "")
+    axes.set_ylabel(rewarded if any(rewards_of(records) for records in runs.values()) else "loss")
     axes.grid(alpha=0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:

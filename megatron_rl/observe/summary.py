@@ -140,9 +140,19 @@ def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     return {name: points for name, points in found.items() if points}
 
 
+def results_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Return, by name, what iterations came to: the mean reward, or where nothing is rewarded the losses."""
+    rewards = rewards_of(records)
+    losses = {"loss": _points(records, ("loss",)), "held-out loss": _points(records, ("evaluation", "loss"))}
+    found = {"reward": rewards} if rewards else losses
+    return {name: points for name, points in found.items() if points}
+
+
 def text_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Draw a text chart of the runs' rewards, and one of each number of their evaluations."""
-    charts = [chart("reward", {label: rewards_of(records) for label, records in runs.items()})]
+    """Draw a text chart of the runs' rewards or losses, and one of each number of their evaluations."""
+    results = {label: results_of(records) for label, records in runs.items()}
+    names = dict.fromkeys(name for curves in results.values() for name in curves) or {"reward": None}
+    charts = [chart(name, {label: curves.get(name, ()) for label, curves in results.items()}) for name in names]
     evaluations = {label: evaluations_of(records) for label, records in runs.items()}
     for name in dict.fromkeys(name for curves in evaluations.values() for name in curves):
         of_runs = {label: curves[name] for label, curves in evaluations.items() if name in curves}
@@ -166,9 +176,7 @@ def _points(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> Point
 
 def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    curves = {"reward": rewards_of(records)}
-    if not curves["reward"]:
-        curves = {"loss": _points(records, ("loss",)), "held-out loss": _points(records, ("evaluation", "loss"))}
+    curves = results_of(records)
     curves |= {f"evaluation, {name}": points for name, points in evaluations_of(records).items()}
     for title, points in curves.items():
         if points:

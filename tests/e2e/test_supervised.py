@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.demonstrations import load_demonstrations
+from megatron_rl.observe import config_file, trace
+from megatron_rl.observe.ledger import compute_ledger
 from megatron_rl.observe.metrics import read, without_times
 from tests import hf_models
 from tests.e2e import loop
@@ -134,6 +136,20 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole, one_t
     assert last["version"] == ITERATIONS
     assert last["evaluation"]["loss"] == pytest.approx(expected, abs=1e-4)
     assert [line["version"] for line in metrics if "evaluation" in line] == [0, 6, 12, 18]
+
+
+def test_a_run_leaves_its_configuration_and_what_every_rank_did_when(whole):
+    config = config_file.read(whole / "run" / config_file.FILE_NAME)
+    assert ("stage", "sft", "--stage sft") in {given[1:] for given in config_file.list_given(config)}
+    assert config.num_engine_devices is None
+    found = trace.read(whole / "run")
+    assert [*found.versions] == [*range(ITERATIONS + 1)]
+    for account in compute_ledger(found):
+        assert sum(account.seconds.values()) == pytest.approx(account.wall)
+        assert account.details["busy: forward policy"] > 0
+        assert account.details["busy: backward policy"] > 0
+        assert account.seconds["evaluation"] > 0
+        assert not {"first", "starved", "tail", "publish"} & {cause for cause, time in account.seconds.items() if time}
 
 
 def test_its_checkpoint_and_its_folder_of_weights_go_on_into_the_same_grpo(world, whole):

@@ -1,11 +1,14 @@
 """What people see of --stage sft: the line of an iteration, the live display, the summary."""
 
 import io
+import json
 
 from rich.console import Console
 
+from megatron_rl.observe.picture import picture
 from megatron_rl.observe.progress import Shown, display, line_of
-from megatron_rl.observe.summary import Places, summary_lines
+from megatron_rl.observe.report.data import RunFiles
+from megatron_rl.observe.summary import Places, summary_lines, text_curves
 
 LINE = {
     "version": 4, "loss": 1.25, "demonstrations": 8, "evaluation": {"loss": 1.5, "num_tokens": 40},
@@ -38,3 +41,16 @@ def test_the_summary_says_what_became_of_the_losses():
     assert ["loss", "1.250", "at", "version", "0,", "0.500", "at", "version", "4"] in rows
     assert ["held-out", "loss", "1.500", "at", "version", "0,", "0.750", "at", "version", "5"] in rows
     assert not any("reward" in line for line in lines)
+
+
+def test_the_curves_are_those_of_the_losses(tmp_path):
+    lines = [{**LINE, "version": version, "loss": 1.0 / (1 + version)} for version in range(3)]
+    text = text_curves({"run": [*lines, {"version": 3, "evaluation": {"loss": 0.75}}]})
+    assert text.startswith("loss\n")
+    assert "\n\nheld-out loss\n" in text
+    assert "reward" not in text
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in (*lines, {"version": 3, "evaluation": {"loss": 0.75}})))
+    assert RunFiles("run", tmp_path).read(None, None)["num_iterations"] == 3
+    picture({"run": path}, tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").exists()
