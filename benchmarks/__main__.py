@@ -53,6 +53,16 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ahead_vs_batches_narrow": "the second one on that engine",
         "begun_vs_needed_narrow": "the third one on that engine",
     },
+    "tails": {
+        "truncate_vs_stop": "time to sample an iteration, its last groups cut off / all waited for",
+        "carry_vs_stop": "the same, its last groups put off / the same",
+        "by_one_vs_stop": "the same, put off to the next iteration only / the same",
+        "partial_vs_stop": "the same, engines that never wait, off-policy / the same",
+        "truncate_length": "mean length of what is trained on / of all, cut off",
+        "carry_length": "the same, put off",
+        "by_one_length": "the same, put off to the next iteration only",
+        "partial_length": "the same, engines that never wait",
+    },
     "overlap": {
         "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",
         "efficiency_balanced": "the longer of generation and training / that periodic iteration",
@@ -67,6 +77,20 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "trace_overhead": "an iteration with a trace / one without, less 1",
         "ledger_coverage": "the least share of a process's time that has a cause",
         "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
+    },
+    "plan": {
+        "error_median_engines": "how far predicted iterations are off, the median of runs that wait for engines",
+        "error_worst_engines": "the worst of these",
+        "error_median_trainer": "the same of runs that the trainer holds up",
+        "error_worst_trainer": "the worst of these",
+        "error_of_base": "the same of the run that all was calibrated on, run again: the machine's own noise",
+        "seconds_4096": "seconds to simulate 100 iterations on 4,096 devices",
+        "events_4096": "events of these",
+    },
+    "plan_peers": {
+        "gain_error_median": "how far the predicted gain of overlapping is off what others published, the median",
+        "gain_error_worst": "the worst of these",
+        "step_factor_worst": "the longer of a predicted and a published step / the shorter, at worst",
     },
     "trl": {
         "vs_trl_tiny": "samples a second of a run / of TRL at its best, 0.2 M parameters",

@@ -16,6 +16,7 @@ _COMMANDS = {
     "ledger": ("megatron_rl.commands.ledger", "account for every second of a run's ranks and engines, by cause"),
     "patch": ("megatron_rl.commands.patch", "let the scripts of a Megatron-LM tree train with GRPO, or take that back"),
     "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),
+    "plan": ("megatron_rl.commands.plan", "predict how long iterations take, and how to divide devices"),
     "report": ("megatron_rl.commands.report", "write a page about runs: curves, rollouts, audit; or follow live ones"),
     "trace": ("megatron_rl.commands.trace", "write what every process of a run did when, for ui.perfetto.dev"),
     "translate": (

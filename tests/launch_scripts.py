@@ -40,7 +40,10 @@ class Block:
         (folder / "config.json").write_text(json.dumps(read_models()[self.model]))
         prompts = folder / "prompts.jsonl"
         prompts.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-        words = ["--hf-model", str(folder), "--prompts", str(prompts), "--reward", "exact"]
+        words = ["--hf-model", str(folder), "--prompts", str(prompts)]
+        # MindSpeed-LLM's own --stage says what ours does.
+        if "--stage" not in self.words:
+            words += ["--reward", "exact"]
         if self.describes:
             given = {*self.words, *(("--train-iters",) if "--train-samples" in self.words else ())}
             words += [word for flag, value in _OF_A_RUN if flag not in given for word in (flag, value)]

@@ -19,7 +19,7 @@ LAYERS = (
     {"data"},
     {"algorithm"},
     {"observe"},
-    {"mcore", "sidecar"},
+    {"mcore", "sidecar", "plan"},
     {"arguments"},
     {"training"},
     {"recipe"},

@@ -47,7 +47,7 @@ def make_plan(**changes: Any) -> Plan:
 def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
     """Prompt i is the tokens [i, i + 1]."""
     plan = plan or make_plan()
-    count = plan.num_prompts + plan.num_spare
+    count = plan.count_submitted(changes.get("num_carried", 0))
     prompts = [Prompt(index=i, row=f"row-{i}", tokens=encode_tokens([i, i + 1])) for i in range(count)]
     values = {
         "run": "run",

@@ -13,6 +13,7 @@ from megatron_rl import platforms
 from megatron_rl.algorithm.advantages import DIVIDED
 from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
+from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import Settings
 
 
@@ -25,14 +26,17 @@ def check_settings(settings: Settings) -> Iterator[str]:
         yield from model_checks.check_model(settings)
         yield from _check_length(settings)
         yield from _check_world(settings)
+    yield from check_stage(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
-    yield from _check_algorithm(settings)
+    if settings.run.stage == "grpo":
+        yield from _check_algorithm(settings)
+        yield from _check_curriculum(settings)
+        yield from _check_endpoint(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
     yield from _check_schedule(settings)
     yield from _check_checkpoint(settings)
-    yield from _check_endpoint(settings)
 
 
 def _check_needs(settings: Settings) -> Iterator[str]:
@@ -62,6 +66,18 @@ def _check_needs(settings: Settings) -> Iterator[str]:
     ):  # fmt: skip
         if is_given and not is_there:
             yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"
+
+
+def _check_curriculum(settings: Settings) -> Iterator[str]:
+    data = settings.data
+    if data.rest_below is None and data.rest_above is None:
+        if "data.rest_epochs" in settings.sources:
+            yield "--prompts-rest-epochs needs --prompts-rest-below or --prompts-rest-above: add one, or drop it"
+    elif data.rest_below is not None and data.rest_above is not None and not data.rest_below < data.rest_above:
+        yield (
+            f"--prompts-rest-below {data.rest_below:g} must be below --prompts-rest-above {data.rest_above:g}: "
+            "prompts in between are trained on"
+        )
 
 
 def _check_pairs(settings: Settings) -> Iterator[str]:
@@ -103,6 +119,8 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
         flag = sources.get(f"algorithm.{field}", "--algorithm")
         if flag != "--algorithm" and not is_there:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
+    if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
+        yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
     if algorithm.reward_min >= algorithm.reward_max:
         yield (
             f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
@@ -170,18 +188,25 @@ def _check_batches(settings: Settings) -> Iterator[str]:
     replicas = 0 if settings.world_size is None else settings.world_size // sizes.model
     if training.global_batch_size is None or not replicas:
         return
-    unit = training.micro_batch_size * replicas
-    if training.global_batch_size % unit:
-        yield (
-            f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{training.micro_batch_size} times {replicas} replicas: write a multiple of {unit}"
-        )
-    count = training.global_batch_size // unit
+    yield from check_division(settings, replicas)
+    count = training.global_batch_size // (training.micro_batch_size * replicas)
     if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
         yield (
             f"{count} micro-batches a replica do not fill the interleaved schedule of {sizes.pipeline} stages: write a "
             f"--global-batch-size of a multiple of {count_interleaved(settings)} micro-batches, or drop the virtual "
             "stages"
+        )
+
+
+def check_division(settings: Settings, replicas: int) -> Iterator[str]:
+    """Yield a problem unless an update consists of whole micro-batches, equally many in each replica."""
+    training = settings.training
+    assert training.global_batch_size is not None
+    unit = training.micro_batch_size * replicas
+    if training.global_batch_size % unit:
+        yield (
+            f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{training.micro_batch_size} times {replicas} replicas: write a multiple of {unit}"
         )
 
 

@@ -14,6 +14,7 @@ from megatron_rl.arguments import checks, describe, flags, model, resolve
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, find_longest_group, resolve_run
+from megatron_rl.arguments.stage import list_others
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
@@ -196,7 +197,7 @@ class _Store(argparse.Action):
 def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_grpo.py",
-        description="Trains with reinforcement learning under Megatron's flags. docs/flags.md lists them by subject.",
+        description="Trains on rewards or demonstrations under Megatron's flags. docs/flags.md lists them by subject.",
         formatter_class=_Formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -268,18 +269,20 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
-        notes = (*_note_other_defaults(reading), *checks.note_idle_flags(settings))
+        notes = (*_note_other_defaults(reading, settings.run.stage), *checks.note_idle_flags(settings))
         settings = dataclasses.replace(settings, notes=(*settings.notes, *notes))
     return settings
 
 
-def _note_other_defaults(reading: _Reading) -> Iterator[str]:
+def _note_other_defaults(reading: _Reading, stage: str) -> Iterator[str]:
     """Yield a note of the flags left to defaults that differ from those of Megatron's scripts."""
     others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
+    # Of the stage's flags alone.
+    settled = reading.given.keys() | list_others()[stage]
     relied = {
         name: own
         for name, (own, _) in others.items()
-        if name not in reading.written and not set(by_name[name].targets) & reading.given.keys()
+        if name not in reading.written and settled.isdisjoint(by_name[name].targets)
     }
     if relied:
         listed = ", ".join(f"{name} ({own})" for name, own in relied.items())
@@ -295,16 +298,22 @@ def _derive(
         for subject, config in configs_of.items()
         for field in dataclasses.fields(config)
     }
+    is_sampled = "run.stage" not in reading.given or reading.given["run.stage"].value == "grpo"
+    if not is_sampled:
+        # A demonstration is a group of one response.
+        defaults["algorithm.group_size"] = 1
     derivation = Derivation(reading.given, defaults, reading.notes.append)
     derivation.imply_project(reading.written, index_by_name(reading.flags))
     derivation.settle_algorithm()
     derivation.settle_vocabulary(architecture)
-    derivation.settle_group_size(world_size)
+    if is_sampled:
+        derivation.settle_group_size(world_size)
     derivation.count_samples()
-    derivation.settle_lengths(architecture)
+    if is_sampled:
+        derivation.settle_lengths(architecture)
     is_shared = "attention.is_shared" not in reading.given
     derivation.settle_micro_batch(world_size, is_shared)
-    if reading.platform.name == "cpu":
+    if is_sampled and reading.platform.name == "cpu":
         derivation.settle_engines(int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1)), architecture)
     reading.consider(derivation.problems)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.arguments.checks import count_interleaved, fills_interleaving
+from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError, UsageError
@@ -57,9 +57,20 @@ class RunSettings(Settings):
     folder: Path
     """The folder of everything of the run except its checkpoints."""
     sidecar: SidecarSettings | None
-    """The sidecar that rank 0 starts; None where one is running already."""
+    """The sidecar that rank 0 starts; None where one is running already, and where nothing is sampled."""
     cores: CoreShares
     """How ranks and engines share a CPU."""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.resolve().name
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates of the whole run."""
+        assert self.training.train_iters is not None
+        return self.training.train_iters * self.sizes.plan.num_updates
 
 
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
@@ -78,8 +89,10 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
     except UsageError as error:
         problems += error.problems
     cores = _share_cores(settings)
-    sidecar = None if settings.service.endpoint is not None else _resolve_sidecar(settings, folder, cores)
-    if is_first:
+    is_sampled = settings.run.stage == "grpo"
+    has_sidecar = is_sampled and settings.service.endpoint is None
+    sidecar = _resolve_sidecar(settings, folder, cores) if has_sidecar else None
+    if is_first and is_sampled:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
         problems += check_sidecar(settings, sidecar, longest)
     if sizes is None or folder is None:
@@ -92,7 +105,8 @@ def _share_cores(settings: Settings) -> CoreShares:
     """Share out this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
     num_ranks = _count_local_ranks(settings) if is_cpu else 0
-    has_engines = is_cpu and settings.service.endpoint is None and rollout.engine == "vllm"
+    is_started = settings.run.stage == "grpo" and settings.service.endpoint is None
+    has_engines = is_cpu and is_started and rollout.engine == "vllm"
     num_workers = rollout.num_engines * rollout.tensor_parallel_size if has_engines else 0
     return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
 
@@ -134,6 +148,8 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
 
     If the number of replicas is not known, sizes are those of one, and what depends on the number is not checked.
     """
+    if settings.run.stage == "sft":
+        return _resolve_demonstrations(settings, num_replicas)
     training = settings.training
     problems = [*_check_missing(settings), *_check_sampling(settings), *_check_lengths(settings)]
     division, of_division = _divide(settings, num_replicas or 1)
@@ -159,6 +175,39 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
     return sizes, problems
 
 
+def _resolve_demonstrations(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
+    """Resolve sizes where nothing is sampled: a demonstration is a group of one response, without a prompt apart."""
+    training = settings.training
+    problems = [*_check_missing(settings)]
+    if training.train_iters is not None:
+        problems += _check_updates(settings, training.train_iters)
+    if training.global_batch_size is None:
+        problems.append("--global-batch-size is missing: write the demonstrations of an update")
+    if training.seq_length is None:
+        problems.append("--seq-length is missing: write the most tokens of a demonstration")
+    if training.global_batch_size is None or training.seq_length is None:
+        return None, problems
+    uneven = [*check_division(settings, num_replicas or 1)]
+    if uneven:
+        return None, problems + uneven
+    plan = Plan(
+        num_prompts=training.global_batch_size,
+        group_size=1,
+        num_replicas=num_replicas or 1,
+        micro_batch_size=training.micro_batch_size,
+        num_updates=1,
+        order="prompt",
+    )
+    sizes = Sizes(divide(plan), 0, training.seq_length, True, find_pack_multiple(settings))
+    most = settings.loop.max_tokens_per_microbatch
+    if most is not None and sizes.largest_micro_batch > most:
+        problems.append(
+            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size {training.micro_batch_size} can "
+            f"have {sizes.largest_micro_batch} tokens: lower it, or --seq-length"
+        )
+    return sizes, problems
+
+
 def _check_missing(settings: Settings) -> Iterator[str]:
     """Yield flags that every run needs and that are missing."""
     if settings.training.train_iters is None:
@@ -166,7 +215,7 @@ def _check_missing(settings: Settings) -> Iterator[str]:
     if settings.optimizer.lr is None:
         yield "--lr is missing: training needs a learning rate"
     if settings.model.hf_model is None:
-        yield "--hf-model is missing: engines start from a Hugging Face folder, and prompts need its tokens"
+        yield "--hf-model is missing: a run starts from a Hugging Face folder, and its data need the folder's tokens"
 
 
 def _check_sampling(settings: Settings) -> Iterator[str]:
@@ -260,6 +309,8 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         num_updates=responses // of_update,
         order=settings.loop.consume_order,
         num_spare=_count_spare(settings, prompts),
+        tail=settings.sampling.tail,
+        num_tail=_count_tail(settings, prompts),
         least_reward=algorithm.reward_min if algorithm.reward_min > -math.inf else None,
         largest_reward=algorithm.reward_max if algorithm.reward_max < math.inf else None,
     )
@@ -275,6 +326,14 @@ def _count_spare(settings: Settings, num_prompts: int) -> int:
     if not algorithm.filter_groups:
         return 0
     return 2 * num_prompts if algorithm.spare_prompts is None else algorithm.spare_prompts
+
+
+def _count_tail(settings: Settings, num_prompts: int) -> int:
+    """Count the groups that the tail of an iteration has."""
+    sampling = settings.sampling
+    if sampling.tail == "stop":
+        return 0
+    return max(1, num_prompts // 8) if sampling.tail_groups is None else sampling.tail_groups
 
 
 def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:

@@ -131,6 +131,16 @@ class DataConfig:
     prompt_key: str = own_flag(
         "prompt", "The column with the prompt: text, or a list of chat messages.", "--prompt-key"
     )
+    completion_key: str = own_flag(
+        "completion",
+        "With `--stage sft`, the column with what follows the prompt: text, or a list of chat messages.",
+        "--completion-key",
+    )
+    messages_key: str = own_flag(
+        "messages",
+        "With `--stage sft`, the column with a whole chat; the assistant's messages are trained on.",
+        "--messages-key",
+    )
     answer_key: str = own_flag(
         "answer", "The column that reward functions know as `answer`; all others keep their names.", "--answer-key"
     )
@@ -144,6 +154,15 @@ class DataConfig:
         "--max-prompt-tokens",
     )
     shuffle: bool = own_flag(True, "Take prompts in the order of the files.", "--no-shuffle-prompts")
+    rest_below: float | None = own_flag(
+        None, "Let prompts rest whose group had a lower mean reward than this.", "--prompts-rest-below"
+    )
+    rest_above: float | None = own_flag(
+        None, "Let prompts rest whose group had a higher mean reward than this.", "--prompts-rest-above"
+    )
+    rest_epochs: int = own_flag(
+        1, "How many epochs a prompt that rests is left out of.", "--prompts-rest-epochs", bound="at least 1"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +184,19 @@ class SamplingConfig:
         None, "Tokens that end a response, besides the model's own.", "--rollout-stop-tokens"
     )
     ignore_eos: bool = own_flag(False, "Keep sampling after the end-of-text token.", "--rollout-ignore-eos")
+    tail: Literal["stop", "truncate", "carry"] = own_flag(
+        "stop",
+        "What becomes of an iteration's last groups: `stop` waits for them until `--rollout-deadline-minutes`, "
+        "`truncate` ends their responses where they are, `carry` puts their prompts off until they are an iteration of "
+        "their own.",
+        "--rollout-tail",
+    )
+    tail_groups: int | None = own_flag(
+        None,
+        "How many groups are the last, with `--rollout-tail`; an eighth of `--grpo-prompts-per-step` if not given.",
+        "--rollout-tail-groups",
+        bound="at least 1",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

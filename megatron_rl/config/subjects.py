@@ -14,8 +14,11 @@ from megatron_rl.config.flag import megatron_flag, own_flag
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Where the run happens."""
+    """What the run does, and where it happens."""
 
+    stage: Literal["grpo", "sft"] = own_flag(
+        "grpo", "Train on responses that the policy samples, or (supervised fine-tuning) on those of the data."
+    )
     platform: Literal["auto", "cpu", "cuda", "npu"] = own_flag(
         "auto", "The kind of device; `auto` takes the best of this machine."
     )

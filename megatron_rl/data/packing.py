@@ -36,6 +36,10 @@ class Pack:
         """The length of the buffer, padding counted in."""
         return self.layout.num_tokens
 
+    @property
+    def num_targets(self) -> int:
+        return len(self.target_tokens_N)
+
     def to(self, device: torch.device) -> "Pack":
         """The same pack on a device."""
         return Pack(
@@ -78,7 +82,28 @@ def pack_groups(
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)
     segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
-    rows, tokens, sequences = _targets(layout, segments)
+    are_responses = [parent != ROOT for parent in layout.parents]
+    return _pack(layout, segments, are_responses, multiple_of, padding_token, vocab_size)
+
+
+def pack_turns(sequences: Sequence[Sequence[Tokens]], multiple_of: int = 1, vocab_size: int | None = None) -> Pack:
+    """Lay out sequences of turns, of which every second is a response to all before it, and a target as in groups."""
+    segments = [turn for turns in sequences for turn in turns]
+    numbers = [number for turns in sequences for number in range(len(turns))]
+    parents = [segment - 1 if number else ROOT for segment, number in enumerate(numbers)]
+    layout = Layout(tuple(len(segment) for segment in segments), tuple(parents))
+    return _pack(layout, segments, [number % 2 == 1 for number in numbers], multiple_of, 0, vocab_size)
+
+
+def _pack(
+    layout: Layout,
+    segments: list[Tokens],
+    are_responses: Sequence[bool],
+    multiple_of: int,
+    padding_token: int,
+    vocab_size: int | None,
+) -> Pack:
+    rows, tokens, sequences = _targets(layout, segments, are_responses)
     # Padding is a segment that no token attends to. A buffer is never empty: every rank has a row to compute.
     padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
     if padding:
@@ -103,14 +128,16 @@ def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_to
     return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
 
 
-def _targets(layout: Layout, segments: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, tokens and response numbers of the targets: all tokens of the segments that have a parent."""
+def _targets(
+    layout: Layout, segments: Sequence[Tokens], are_responses: Sequence[bool]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, tokens and response numbers of the targets: all tokens of responses."""
     rows: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     num_responses = 0
     for segment, parent in enumerate(layout.parents):
-        if parent == ROOT:
+        if not are_responses[segment]:
             continue
         start, length = int(layout.starts[segment]), layout.lengths[segment]
         before = layout.last_row(parent)

@@ -2,9 +2,10 @@
 
 import codecs
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from megatron_rl.protocol.wire import JSON
 from megatron_rl.rewards.types import ANSWER, GIVEN
 
 _PARQUET_ROWS_AT_A_TIME = 4096
+
+ASSISTANT = "assistant"
+"""The role of the messages that a model writes."""
 
 # Whatever handles a column after this, rewards included, recurses into it.
 _DEEPEST = 100
@@ -33,19 +37,38 @@ class Row:
     prompt: str | list[JSON]
     """Plain text, or chat messages."""
     columns: JSON
+    completion: str | list[JSON] | None = None
+    """What follows the prompt in a demonstration: text, or chat messages."""
 
     def error(self, reason: str) -> InputError:
         """Make an error that names this row."""
         return _error(self.path, self.line, reason)
 
 
+MakeRow = Callable[[Path, str, int, JSON, DataConfig, bool], Row]
+"""From a file, its name in identities, a line and its contents to a row; the last says whether it is the first one."""
+
+
 def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
     """Read the rows of all files, in the order given; `flag` is the one that named the files."""
     if config.prompt_key == config.answer_key:
         raise UsageError(f"--prompt-key and --answer-key are both {config.prompt_key}: they name two columns")
-    return [
-        row for path, name in zip(paths, _names(paths, flag), strict=True) for row in _file_rows(path, name, config)
-    ]
+    return _read(paths, config, flag, _row)
+
+
+def read_demonstrations(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
+    """Likewise rows that have a completion, or a whole chat, of which the first part is the prompt."""
+    keys = {"--prompt-key": config.prompt_key, "--completion-key": config.completion_key}
+    keys["--messages-key"] = config.messages_key
+    for (first, key), (second, other) in itertools.combinations(keys.items(), 2):
+        if key == other:
+            raise UsageError(f"{first} and {second} are both {key}: they name two columns")
+    return _read(paths, config, flag, _demonstration)
+
+
+def _read(paths: Sequence[Path], config: DataConfig, flag: str, make: MakeRow) -> list[Row]:
+    names = _names(paths, flag)
+    return [row for path, name in zip(paths, names, strict=True) for row in _file_rows(path, name, config, make)]
 
 
 def _names(paths: Sequence[Path], flag: str) -> list[str]:
@@ -63,12 +86,18 @@ def _names(paths: Sequence[Path], flag: str) -> list[str]:
     return names
 
 
-def _file_rows(path: Path, name: str, config: DataConfig) -> Iterator[Row]:
+def _file_rows(path: Path, name: str, config: DataConfig, make: MakeRow) -> Iterator[Row]:
     num_rows = 0
     try:
         for line, content in _contents(path):
             num_rows += 1
-            yield _row(path, name, line, content, config, is_first=num_rows == 1)
+            if not isinstance(content, dict):
+                raise _error(
+                    path,
+                    line,
+                    f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}",
+                )
+            yield make(path, name, line, content, config, num_rows == 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     if num_rows == 0:
@@ -121,18 +150,54 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         raise InputError(f"{path} cannot be read as Parquet: {reason}; write it anew") from None
 
 
-def _row(path: Path, name: str, line: int, content: object, config: DataConfig, is_first: bool) -> Row:
-    if not isinstance(content, dict):
-        raise _error(
-            path, line, f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}"
-        )
-    if config.prompt_key not in content:
-        # If earlier rows have the column, the flag is right.
-        remedy = "name the prompt's with --prompt-key" if is_first else "correct the row, or leave it out"
-        near = suggest_nearest(config.prompt_key, content) or f" (it has {', '.join(content) or 'no column'})"
-        raise _error(path, line, f"has no column {config.prompt_key}{near}; {remedy}")
-    prompt = _checked_prompt(path, line, content[config.prompt_key])
+def _row(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:
+    _require(path, line, content, config.prompt_key, "name the prompt's with --prompt-key", is_first)
+    prompt = _checked_text(path, line, content[config.prompt_key], "prompt")
     return Row(f"{name}:{line}", path, line, prompt, _columns(path, line, content, config))
+
+
+def _demonstration(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:
+    messages, completion = config.messages_key, config.completion_key
+    if messages in content and completion in content:
+        raise _error(
+            path, line,
+            f"has columns {messages} and {completion}, and either is a demonstration; name another column with "
+            f"--messages-key or --completion-key",
+        )  # fmt: skip
+    if messages in content:
+        prompt, answer = _divided_chat(path, line, content[messages])
+        return Row(f"{name}:{line}", path, line, prompt, {}, answer)
+    remedy = "name it with --completion-key, or a chat's with --messages-key"
+    _require(path, line, content, completion, remedy, is_first)
+    _require(path, line, content, config.prompt_key, "name the prompt's with --prompt-key", is_first)
+    given = _checked_text(path, line, content[config.prompt_key], "prompt")
+    follows = _checked_text(path, line, content[completion], "completion")
+    if not isinstance(follows, str) and not any(message["role"] == ASSISTANT for message in follows):
+        raise _error(
+            path, line, f"has no message of the {ASSISTANT} in its completion; write one, or leave the row out"
+        )
+    return Row(f"{name}:{line}", path, line, given, {}, follows)
+
+
+def _divided_chat(path: Path, line: int, value: object) -> tuple[list[JSON], list[JSON]]:
+    """Divide a chat before the assistant's first message."""
+    if not isinstance(value, list):
+        raise _error(path, line, f"has {_kind(value)} as its chat; write a list of messages")
+    chat = _checked_text(path, line, value, "chat")
+    assert not isinstance(chat, str)
+    first = next((number for number, message in enumerate(chat) if message["role"] == ASSISTANT), None)
+    if first is None:
+        raise _error(path, line, f"has no message of the {ASSISTANT} in its chat; write one, or leave the row out")
+    return chat[:first], chat[first:]
+
+
+def _require(path: Path, line: int, content: JSON, key: str, remedy: str, is_first: bool) -> None:
+    """Raise an InputError unless the row has the column."""
+    if key not in content:
+        # If earlier rows have the column, the flag is right.
+        remedy = remedy if is_first else "correct the row, or leave it out"
+        near = suggest_nearest(key, content) or f" (it has {', '.join(content) or 'no column'})"
+        raise _error(path, line, f"has no column {key}{near}; {remedy}")
 
 
 def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
@@ -181,25 +246,26 @@ def _first(values: Any, depth: int) -> str | None:
     return next((reason for value in values if (reason := _not_json(value, depth + 1))), None)
 
 
-def _checked_prompt(path: Path, line: int, prompt: object) -> str | list[JSON]:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise _error(path, line, "has an empty prompt; write one, or leave the row out")
-        return prompt
-    if not isinstance(prompt, list):
-        raise _error(path, line, f"has {_kind(prompt)} as its prompt; write text, or a list of chat messages")
-    if not prompt:
-        raise _error(path, line, "has a prompt without a message; write one, or leave the row out")
-    for number, message in enumerate(prompt, start=1):
+def _checked_text(path: Path, line: int, value: object, what: str) -> str | list[JSON]:
+    """Return the value if it is text or a list of messages; `what` says what it is for."""
+    if isinstance(value, str):
+        if not value:
+            raise _error(path, line, f"has an empty {what}; write one, or leave the row out")
+        return value
+    if not isinstance(value, list):
+        raise _error(path, line, f"has {_kind(value)} as its {what}; write text, or a list of chat messages")
+    if not value:
+        raise _error(path, line, f"has a {what} without a message; write one, or leave the row out")
+    for number, message in enumerate(value, start=1):
         for key in ("role", "content"):
-            value = message.get(key) if isinstance(message, dict) else None
-            if not isinstance(value, str):
+            text = message.get(key) if isinstance(message, dict) else None
+            if not isinstance(text, str):
                 raise _error(
                     path, line,
-                    f"has {_kind(value if isinstance(message, dict) else message)} where message {number} of its "
-                    f'prompt needs text as its {key}; write {{"role": "user", "content": "..."}}',
+                    f"has {_kind(text if isinstance(message, dict) else message)} where message {number} of its "
+                    f'{what} needs text as its {key}; write {{"role": "user", "content": "..."}}',
                 )  # fmt: skip
-    return prompt
+    return value
 
 
 def _kind(value: object) -> str:

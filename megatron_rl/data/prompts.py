@@ -2,38 +2,24 @@
 
 import hashlib
 import itertools
-import os
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.held_out import check_files, draw, leave_out
+from megatron_rl.data.order import Curriculum, RowOrder
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.protocol.wire import Prompt, decode_tokens
 
 
-class PromptState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many prompts a source has given, and what identifies the data and order that this number refers to."""
-
-    num_taken: int
-    seed: int
-    shuffle: bool
-    num_rows: int
-    fingerprint: str
-
-
 class PromptSource:
-    """The prompts to train on, taken in an order that is a function of data set, seed and epoch.
-
-    - Every row is taken exactly once per epoch; a take may end one epoch and begin the next.
-    - What is taken depends on how many prompts were taken before, and not on how many at a time.
-    - A source that is restored goes on as if it had never been stopped.
-    """
+    """The prompts to train on, in the order of `RowOrder`, and those held out."""
 
     def __init__(
         self,
@@ -44,20 +30,15 @@ class PromptSource:
         shuffle: bool = True,
         notes: Sequence[str] = (),
         num_read: int | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        assert prompts
         self._prompts = list(prompts)
         self._held_out = list(held_out)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._num_taken = 0
-        self._order = (-1, np.zeros(0, dtype=np.int64))
+        self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle, curriculum)
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
         """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
         """What a person should know about the data; each note is printed once."""
-        self.fingerprint = _fingerprint(self._prompts)
-        """Of the rows to train on: their identities and tokens, in order."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
         """The most tokens of a prompt, those held out included."""
 
@@ -79,12 +60,27 @@ class PromptSource:
     @property
     def num_taken(self) -> int:
         """Prompts taken so far, over all epochs."""
-        return self._num_taken
+        return self._order.num_taken
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows to train on: their identities and tokens, in order."""
+        return self._order.fingerprint
+
+    @property
+    def num_resting(self) -> int | None:
+        """How many prompts the curriculum passes over if they come next; None without one."""
+        return self._order.num_resting
+
+    @property
+    def num_put_off(self) -> int:
+        """How many prompts were taken before, and put off."""
+        return self._order.num_put_off
 
     @property
     def epochs(self) -> float:
         """How many passes over the data set have been made."""
-        return self._num_taken / self.num_rows
+        return self._order.epochs
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts, numbered from 0; they count as taken."""
@@ -92,18 +88,18 @@ class PromptSource:
         self.advance(count)
         return taken
 
-    def peek(self, count: int) -> list[Prompt]:
-        """The next prompts, numbered from 0; the same again until some are taken."""
-        taken = []
-        for index in range(count):
-            epoch, place = divmod(self._num_taken + index, self.num_rows)
-            row = int(self._order_of(epoch)[place])
-            taken.append(msgspec.structs.replace(self._prompts[row], index=index))
-        return taken
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
+        """The next prompts, numbered from 0, the first of them put off earlier; the same again until some are taken."""
+        return [
+            msgspec.structs.replace(self._prompts[row], index=index)
+            for index, row in enumerate(self._order.peek(count, num_carried))
+        ]
 
-    def advance(self, count: int) -> None:
-        """Count so many as taken."""
-        self._num_taken += count
+    def advance(
+        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
+    ) -> None:
+        """Count so many as taken: see `RowOrder.advance`."""
+        self._order.advance(count, num_carried, put_off, rewards)
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
@@ -111,54 +107,11 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Plain JSON from which `restore` goes on."""
-        state: dict[str, Any] = msgspec.to_builtins(self._state())
-        return state
+        return self._order.state()
 
     def restore(self, state: object) -> None:
-        """Go on from that state; raise an InputError that says what differs if data set or order are not the same."""
-        try:
-            saved = msgspec.convert(state, PromptState)
-        except msgspec.ValidationError as error:
-            raise InputError(
-                f"the checkpoint's place in the prompts cannot be read: {error}; load another one"
-            ) from None
-        own = self._state()
-        differences = []
-        if (saved.num_rows, saved.fingerprint) != (own.num_rows, own.fingerprint):
-            differences.append(
-                f"other prompts ({saved.num_rows} rows, fingerprint {saved.fingerprint}; now {own.num_rows} rows, "
-                f"fingerprint {own.fingerprint}): give the same files, --hf-model, keys, filters and held-out split"
-            )
-        if saved.seed != own.seed:
-            differences.append(f"seed {saved.seed} (now {own.seed}): give --seed {saved.seed}")
-        if saved.shuffle != own.shuffle:
-            given, todo = (
-                ("shuffled prompts", "leave out") if saved.shuffle else ("prompts in the files' order", "give")
-            )
-            differences.append(f"{given}: {todo} --no-shuffle-prompts")
-        if differences:
-            raise InputError(
-                f"the checkpoint was trained with {'; and with '.join(differences)}; or load its weights alone, with "
-                f"--finetune"
-            )
-        if saved.num_taken < 0:
-            raise InputError(f"the checkpoint has taken {saved.num_taken} prompts, which is below 0: load another one")
-        self._num_taken = saved.num_taken
-
-    def _state(self) -> PromptState:
-        return PromptState(
-            num_taken=self._num_taken,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            num_rows=self.num_rows,
-            fingerprint=self.fingerprint,
-        )
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if self._order[0] != epoch:
-            order = _shuffled(self.num_rows, self._seed, epoch) if self._shuffle else np.arange(self.num_rows)
-            self._order = (epoch, order)
-        return self._order[1]
+        """Go on from that state; raise an InputError if data set or order are not the same."""
+        self._order.restore(state)
 
 
 def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
@@ -166,7 +119,9 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
 
     `longest` is the most tokens of a prompt: the length of a sequence less the longest response.
     """
-    _check(config)
+    check_files(config)
+    if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
+        raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
     assert config.prompts is not None
     # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
     rows = read_rows(config.prompts, config)
@@ -177,29 +132,18 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
     if config.eval_prompts:
         held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
     else:
-        held_out = _drawn(prompts, config.held_out, seed)
-    trained = _not_held_out(prompts, held_out, config, notes)
+        held_out = draw(prompts, config.held_out, seed)
+    trained = leave_out(prompts, held_out, config, notes)
     num_read = len(rows) + len(eval_rows)
-    return PromptSource(trained, held_out, seed=seed, shuffle=config.shuffle, notes=notes, num_read=num_read)
-
-
-def _check(config: DataConfig) -> None:
-    if not config.prompts:
-        raise UsageError("no prompts are given: write --prompts FILE.jsonl")
-    if config.held_out < 0:
-        raise UsageError(f"--prompts-held-out {config.held_out} is below 0: write how many to hold out")
-    if config.held_out and config.eval_prompts:
-        raise UsageError(
-            f"--prompts-held-out {config.held_out} and --eval-prompts both say what is evaluated: leave one out"
-        )
-    if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
-        raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
-    trained = {os.path.realpath(path) for path in config.prompts}
-    for path in config.eval_prompts or ():
-        if os.path.realpath(path) in trained:
-            raise UsageError(
-                f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
-            )
+    return PromptSource(
+        trained,
+        held_out,
+        seed=seed,
+        shuffle=config.shuffle,
+        notes=notes,
+        num_read=num_read,
+        curriculum=_build_curriculum(config),
+    )
 
 
 def _fitting(
@@ -231,35 +175,12 @@ def _fitting(
     return prompts
 
 
-def _drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """Draw `count` prompts by seed and row identity alone: filters and other rows hardly change which are drawn."""
-    return sorted(prompts, key=lambda prompt: _digest(f"held out\0{seed}\0{prompt.row}"))[:count]
-
-
-def _not_held_out(
-    prompts: Sequence[Prompt], held_out: Sequence[Prompt], config: DataConfig, notes: list[str]
-) -> list[Prompt]:
-    """Return the prompts to train on: those whose tokens differ from every held-out prompt's."""
-    tokens = {prompt.tokens for prompt in held_out}
-    kept = [prompt for prompt in prompts if prompt.tokens not in tokens]
-    num_drawn = 0 if config.eval_prompts else len(held_out)
-    num_same = len(prompts) - num_drawn - len(kept)
-    if not kept:
-        split = "--eval-prompts" if config.eval_prompts else f"--prompts-held-out {config.held_out}"
-        raise InputError(
-            f"{split} of {len(prompts)} prompts leaves none to train on, where prompts of the same tokens count as "
-            f"one; hold out fewer"
-        )
-    if num_same:
-        are = "is" if num_same == 1 else "are"
-        notes.append(f"{num_same} of {len(prompts)} prompts {are} the same as held-out ones and left out")
-    return kept
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch. Of numpy's generators only RandomState gives the same numbers in every version."""
-    words = np.frombuffer(_digest(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
-    return np.random.RandomState(words).permutation(count)
+def _build_curriculum(config: DataConfig) -> Curriculum | None:
+    if config.rest_below is None and config.rest_above is None:
+        return None
+    least = -math.inf if config.rest_below is None else config.rest_below
+    largest = math.inf if config.rest_above is None else config.rest_above
+    return Curriculum(least, largest, config.rest_epochs)
 
 
 def _fingerprint(prompts: Iterable[Prompt]) -> str:
@@ -268,7 +189,3 @@ def _fingerprint(prompts: Iterable[Prompt]) -> str:
         digest.update(f"{prompt.row}\0{len(prompt.tokens)}\0".encode())
         digest.update(prompt.tokens)
     return digest.hexdigest()
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()

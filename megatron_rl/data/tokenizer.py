@@ -49,15 +49,21 @@ class PromptTokenizer:
             )
         return cls(folder, tokenizer, vocab_size, config)
 
+    @property
+    def end(self) -> int | None:
+        """The token that ends a response; None for a tokenizer that has none."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
     def prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:
         """Yield the rows as prompts, in their order, each with index 0."""
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
             batch = rows[start : start + _ROWS_AT_A_TIME]
-            texts = [self._text(row) for row in batch]
+            texts = [self.text(row) for row in batch]
             for row, text, tokens in zip(batch, texts, self._tokens(batch, texts), strict=True):
                 yield Prompt(index=0, row=row.identity, tokens=encode_tokens(tokens), text=text, columns=row.columns)
 
-    def _text(self, row: Row) -> str | list[JSON]:
+    def text(self, row: Row) -> str | list[JSON]:
         """The prompt as the model gets it: text, or all messages of a chat."""
         system = self.config.system_message
         if isinstance(row.prompt, str) and not self.config.chat:
@@ -81,19 +87,25 @@ class PromptTokenizer:
         # A template's output already has its special tokens.
         for numbers, written, adds_special_tokens in (
             (plain, [texts[number] for number in plain], True),
-            (chats, [self._rendered(rows[number], texts[number]) for number in chats], False),
+            (chats, [self.render(rows[number], texts[number]) for number in chats], False),
         ):
-            if numbers:
-                ids = self.tokenizer(
-                    written, add_special_tokens=adds_special_tokens, return_attention_mask=False,
-                    return_token_type_ids=False, verbose=False,
-                )["input_ids"]  # fmt: skip
-                for number, sequence in zip(numbers, ids, strict=True):
-                    tokens[number] = np.asarray(sequence, dtype=np.int64)
+            for number, sequence in zip(numbers, self.encode(written, adds_special_tokens), strict=True):
+                tokens[number] = sequence
         self._check(rows, tokens)
         return tokens
 
-    def _rendered(self, row: Row, messages: str | list[JSON]) -> str:
+    def encode(self, texts: Sequence[Any], adds_special_tokens: bool) -> list[np.ndarray]:
+        """Return the tokens of each text."""
+        if not texts:
+            return []
+        ids = self.tokenizer(
+            list(texts), add_special_tokens=adds_special_tokens, return_attention_mask=False,
+            return_token_type_ids=False, verbose=False,
+        )["input_ids"]  # fmt: skip
+        return [np.asarray(sequence, dtype=np.int64) for sequence in ids]
+
+    def render(self, row: Row, messages: str | list[JSON], is_open: bool = True) -> str:
+        """Write the row's messages as the chat template does; `is_open` opens the assistant's turn after them."""
         try:
             self.tokenizer.get_chat_template()
         except ValueError:
@@ -102,7 +114,7 @@ class PromptTokenizer:
                 f"one, or give plain text without --prompt-chat"
             ) from None
         try:
-            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
         # A template is a program: it may refuse a chat with its own error, or fail with any other.
         except Exception as error:
             raise row.error(
@@ -117,11 +129,15 @@ class PromptTokenizer:
         if np.concatenate(tokens).max() < self.vocab_size:
             return
         for row, sequence in zip(rows, tokens, strict=True):
-            if sequence.max() >= self.vocab_size:
-                raise row.error(
-                    f"has token {sequence.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "
-                    f"tokenizer in {self.folder} is another model's: put the right one there"
-                )
+            self.check_vocabulary(row, sequence)
+
+    def check_vocabulary(self, row: Row, tokens: np.ndarray) -> None:
+        """Raise an InputError that names the row if a token of it is outside the model's vocabulary."""
+        if tokens.max(initial=0) >= self.vocab_size:
+            raise row.error(
+                f"has token {tokens.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "
+                f"tokenizer in {self.folder} is another model's: put the right one there"
+            )
 
 
 def _one_line(error: Exception) -> str:

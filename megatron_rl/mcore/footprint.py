@@ -81,7 +81,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
     frozen = num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
-    is_shared = settings.rollout.transport == "shm"
+    is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
     num_parameters = sum(parameter.numel() for parameter in parameters)
     device = {
@@ -91,10 +91,10 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "frozen": layers if is_offloaded else frozen,
         "activations": _count_in_flight(settings, work, stage) * sum(kept) // len(kept),
         "workspace": of_layer + (_LOGITS_BYTES if is_last else 0),
-        "publish": 0 if is_shared else _STREAM_BYTES,
+        "publish": _STREAM_BYTES if is_published and not is_shared else 0,
     }
     host = {
-        "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_shared else 0,
+        "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_published and is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
         # In the background, from a copy of all that the rank writes.

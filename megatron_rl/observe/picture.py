@@ -50,13 +50,23 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
     """Draw reward and evaluation over the iterations, all runs in one picture, and beside it where an iteration's
     seconds went. `out` appears only when it is complete.
     """
-    if out.suffix not in _FORMATS:
-        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
+    check_format(out)
     runs = {label: metrics.read(path) for label, path in metrics_files.items()}
-    figure = _figure()
+    figure = make_figure()
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
     _draw_curves(figure.add_subplot(grid[0, 0]), runs)
     _draw_times(figure.add_subplot(grid[0, 1]), runs)
+    save_figure(figure, out)
+
+
+def check_format(out: Path) -> None:
+    """Raise a UsageError for a picture of a kind that is not drawn."""
+    if out.suffix not in _FORMATS:
+        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """Write a picture, which appears only when it is complete."""
     unfinished = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +77,8 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
         raise InputError(f"--out {out} cannot be written: {error.strerror}") from None
 
 
-def _figure() -> Any:
+def make_figure() -> Any:
+    """Make an empty picture, which needs no display."""
     try:
         module = importlib.import_module("matplotlib.figure")
         # This canvas needs no display.

@@ -259,11 +259,12 @@ def display(shown: Shown, now: float) -> RenderableType:
         ProgressBar(total=max(shown.total, 1), completed=shown.version),
         Text(f"{_clock(_left(shown, now))} left" if shown.seconds is not None else ""),
     )
-    bars.add_row(
-        Text(f"{shown.trained} of {shown.num_groups} groups trained"),
-        ProgressBar(total=max(shown.num_groups, 1), completed=shown.trained),
-        Text(f"{shown.finished} finished"),
-    )
+    if shown.num_groups:
+        bars.add_row(
+            Text(f"{shown.trained} of {shown.num_groups} groups trained"),
+            ProgressBar(total=shown.num_groups, completed=shown.trained),
+            Text(f"{shown.finished} finished"),
+        )
     doing = [f"{shown.phase} {_clock(now - shown.phase_begun)}"] if shown.phase else []
     doing += [f"waiting for {shown.waiting_for}"] if shown.waiting_for else []
     reward = number_at(shown.metrics, "reward", "mean")
@@ -278,15 +279,19 @@ def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
     if version >= total:
         return "  ".join((f"    after {total}/{total}", *_remarks(metrics)))
     iteration = number_at(metrics, "time", "iteration")
+    loss = f"loss {_number(number_at(metrics, 'loss'), '10.3e')}"
+    trained = f"{_number(number_at(metrics, 'time', 'trained_tokens_per_second'), '8,.0f')} trained"
+    if "demonstrations" in metrics:
+        begin = f"iteration {version + 1:>{width}}/{total}"
+        return "  ".join((begin, loss, f"tokens/s {trained}", f"{_number(iteration, '8.2f')} s", *_remarks(metrics)))
     wait = number_at(metrics, "time", "wait")
     share = None if wait is None or not iteration else 100 * wait / iteration
     truncated = number_at(metrics, "responses", "truncated")
     columns = [
         f"iteration {version + 1:>{width}}/{total}",
         f"reward {_number(number_at(metrics, 'reward', 'mean'), '7.3f')}",
-        f"loss {_number(number_at(metrics, 'loss'), '10.3e')}",
-        f"tokens/s {_number(number_at(metrics, 'time', 'generated_tokens_per_second'), '8,.0f')} generated "
-        f"{_number(number_at(metrics, 'time', 'trained_tokens_per_second'), '8,.0f')} trained",
+        loss,
+        f"tokens/s {_number(number_at(metrics, 'time', 'generated_tokens_per_second'), '8,.0f')} generated {trained}",
         f"{_number(iteration, '8.2f')} s",
         f"waited {_number(share, '3.0f')}%",
         f"truncated {_number(None if truncated is None else 100 * truncated, '3.0f')}%",
@@ -306,6 +311,9 @@ def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     passed, reward = (number_at(metrics, "evaluation", name) for name in ("pass", "mean"))
     if passed is not None:
         remarks.append(f"evaluation {pass_name([metrics])} {passed:.3f} reward {_number(reward, '.3f')}")
+    held_out = number_at(metrics, "evaluation", "loss")
+    if held_out is not None:
+        remarks.append(f"held-out loss {held_out:.3f}")
     all_equal = number_at(metrics, "reward", "all_equal_groups")
     if all_equal:
         remarks.append(f"groups of equal rewards {all_equal:.0f}")

@@ -40,10 +40,10 @@ class Startup:
                 self._stream = None
 
 
-def describe_prompts(num_trained: int, num_held_out: int, num_read: int) -> str:
-    """Say how many prompts there are of each kind."""
+def describe_prompts(num_trained: int, num_held_out: int, num_read: int, what: str = "prompts") -> str:
+    """Say how many prompts, or what else the rows are, there are of each kind."""
     num_left_out = num_read - num_trained - num_held_out
-    return f"prompts: {num_trained:,} to train on, {num_held_out:,} held out, {num_left_out:,} left out"
+    return f"{what}: {num_trained:,} to train on, {num_held_out:,} held out, {num_left_out:,} left out"
 
 
 def describe_model(settings: Settings, platform: str, world_size: int) -> str:

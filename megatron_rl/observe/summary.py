@@ -167,6 +167,8 @@ def _points(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> Point
 def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     curves = {"reward": rewards_of(records)}
+    if not curves["reward"]:
+        curves = {"loss": _points(records, ("loss",)), "held-out loss": _points(records, ("evaluation", "loss"))}
     curves |= {f"evaluation, {name}": points for name, points in evaluations_of(records).items()}
     for title, points in curves.items():
         if points:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megatron_rl.protocol.arrivals import Arrivals
 from megatron_rl.protocol.slots import Claim, Division, Place
 from megatron_rl.protocol.wire import Plan
 
@@ -59,6 +60,10 @@ class Places:
     def num_open(self) -> int:
         """Prompts that are not finished and will be trained on if they and all other open ones have a signal."""
         return int(np.count_nonzero(self._is_open & (self._most < self._num_wanted)))
+
+    def put_off(self) -> list[int]:
+        """None: what has no number was considered, and is over."""
+        return []
 
     def chosen(self) -> list[int]:
         """What is trained on, in the order of the numbers; once all is settled."""
@@ -117,6 +122,11 @@ class Places:
         behind = np.count_nonzero(is_with) + np.cumsum(is_without) - is_without
         self._least[is_without] = (behind + num_open_before)[is_without]
         self._most[is_without] = (behind + np.count_nonzero(self._is_open))[is_without]
+
+
+def open_places(division: Division, num_carried: int = 0) -> Places | Arrivals:
+    """Return the rule by which the plan's groups are trained on; nothing is known yet."""
+    return Arrivals(division, num_carried) if division.plan.tail == "carry" else Places(division)
 
 
 def bound(rewards: Sequence[float], plan: Plan) -> list[float]:

@@ -30,6 +30,11 @@ Asked = Submission | Evaluation
 FINISH_REASONS = frozenset(get_args(FinishReason))
 
 
+def may_be_cut(asked: Asked) -> bool:
+    """Whether responses may be ended where they are."""
+    return isinstance(asked, Submission) and asked.plan.tail == "truncate"
+
+
 class GroupRefused(MegatronRLError):
     """A group is not what was submitted: it must be sampled again and not trained on."""
 
@@ -104,6 +109,8 @@ def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
         yield f"its spans end at token {position} of {num_tokens}"
     if response.finish_reason not in FINISH_REASONS:
         yield f"its finish reason is {response.finish_reason!r}"
+    if response.finish_reason == "cut" and not may_be_cut(asked):
+        yield "it was cut off, and --rollout-tail does not say that it may"
     if response.finish_reason == "length" and num_tokens != asked.sampling.max_tokens:
         yield f"it was cut off after {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
     if num_tokens > asked.sampling.max_tokens:

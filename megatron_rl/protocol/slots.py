@@ -120,6 +120,7 @@ def divide(plan: Plan) -> Division:
             raise InputError(f"{name} of the plan must be at least 1, not {getattr(plan, name)}")
     if plan.num_spare < 0:
         raise InputError(f"num_spare of the plan must be at least 0, not {plan.num_spare}")
+    _check_tail(plan)
     prompts, group_size, micro_batch = plan.num_prompts, plan.group_size, plan.micro_batch_size
     if micro_batch % group_size and group_size % micro_batch:
         raise InputError(
@@ -148,3 +149,28 @@ def divide(plan: Plan) -> Division:
         slots_per_unit=max(1, group_size // micro_batch),
         units_per_update=units,
     )
+
+
+def _check_tail(plan: Plan) -> None:
+    if plan.tail == "stop":
+        return
+    if not 1 <= plan.num_tail <= plan.num_prompts:
+        raise InputError(
+            f"--rollout-tail-groups {plan.num_tail} must be from 1 to --grpo-prompts-per-step, which is "
+            f"{plan.num_prompts}"
+        )
+    if plan.order == "prompt":
+        raise InputError(
+            f"--rollout-tail {plan.tail} depends on which groups finish last, and --consume-order prompt must not: "
+            "write --consume-order completion, or --rollout-tail stop"
+        )
+    if plan.num_spare:
+        raise InputError(
+            f"--rollout-tail {plan.tail} depends on which groups finish last, and "
+            "--grpo-filter-groups-with-same-reward must not: leave one out"
+        )
+    if plan.tail == "carry" and plan.num_updates > 1:
+        raise InputError(
+            f"--rollout-tail carry must have one update an iteration, not {plan.num_updates}: short responses would "
+            f"fill the first; set --global-batch-size to {plan.num_prompts * plan.group_size}"
+        )

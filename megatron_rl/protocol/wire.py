@@ -20,8 +20,11 @@ T = TypeVar("T")
 # vLLM raises a lower temperature to this one, and says so only in its log.
 LEAST_TEMPERATURE = 0.01
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cut"]
+"""`cut`: the response was ended where it was, by `Plan.tail`."""
 Order = Literal["completion", "prompt"]
+Tail = Literal["stop", "truncate", "carry"]
+"""What becomes of the last groups of an iteration, docs/rollout.md."""
 JSON = dict[str, Any]
 
 
@@ -62,6 +65,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     least_reward: float | None = None
     """A reward below it counts as this one."""
     largest_reward: float | None = None
+    tail: Tail = "stop"
+    num_tail: int = 0
+    """The most groups that are cut off, or the number of those that are put off."""
+
+    def count_submitted(self, num_carried: int = 0) -> int:
+        """Count the prompts that are submitted: those that are trained on and what may take their places."""
+        is_tailed = self.tail == "carry" and not num_carried
+        return self.num_prompts + self.num_spare + (self.num_tail if is_tailed else 0)
+
+    def count_carried(self, num_put_off: int) -> int:
+        """Count the prompts that an iteration must begin with, of those that earlier ones have put off.
+
+        Where the last groups are put off they are gathered, until they are an iteration of their own.
+        """
+        if self.tail == "carry" and num_put_off < self.num_prompts:
+            return 0
+        return min(num_put_off, self.num_prompts)
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,8 +94,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plan: Plan
     sampling: Sampling
     prompts: list[Prompt]
-    """Those of the plan and then the spare ones."""
+    """Those that earlier iterations put off, those of the plan, and then the spare ones."""
     deadline_seconds: float
+    num_carried: int = 0
+    """How many earlier iterations put off: they are trained on now."""
 
     def __post_init__(self) -> None:
         _check_sampling(self.sampling, self.deadline_seconds, is_greedy_allowed=False)
@@ -249,6 +271,10 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Among these, groups whose rewards are all equal."""
     reward: float
     """The mean reward of the groups that were considered, as it counts: those without a signal are among them."""
+    put_off: list[int] = []
+    """Among the considered, prompts that a later iteration is to train on."""
+    rewards: list[float | None] = []
+    """Of each of the considered the mean reward, as it counts; None of one that was put off."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

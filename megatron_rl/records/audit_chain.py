@@ -47,6 +47,7 @@ class BreachName(enum.StrEnum):
     CLAIMED_TWICE = "group claimed twice"
     NEVER_FINISHED = "group never finished"
     NEVER_CLAIMED = "group never claimed"
+    NOT_CARRIED = "prompt that was put off is not carried on"
     WRONG_COUNT = "wrong count"
     COMPLETE_OUTSIDE = "completion outside of an iteration"
     OTHER_JOURNAL = "journal holds other responses"

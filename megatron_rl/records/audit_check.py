@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.places import Places, has_signal
+from megatron_rl.protocol.arrivals import Arrivals
+from megatron_rl.protocol.places import Places, has_signal, open_places
 from megatron_rl.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.records import audit_log
@@ -93,10 +94,12 @@ class _Attempt:
         self.submit = submit
         self.engines = engines
         self.summary = IterationSummary(submit.version, submit.fingerprint, line)
-        self.places: Places | None = None
+        self.places: Places | Arrivals | None = None
         self.groups: dict[int, int] = {}
         self.claimed: set[int] = set()
         self.units: set[Place] = set()
+        self.num_cut = 0
+        """Groups of which responses were ended where they were."""
 
 
 class _Meaning:
@@ -113,6 +116,8 @@ class _Meaning:
         self._engines: set[str] = set()
         self._attempt: _Attempt | None = None
         self._highest: int | None = None
+        # After each version that is complete, the hashes of the prompts that are put off.
+        self._put_off: dict[int, list[str]] = {}
 
     def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
         match event:
@@ -182,13 +187,19 @@ class _Meaning:
             division = divide(event.plan)
         except InputError as error:
             yield BreachName.WRONG_SLOT, str(error)
-        num_prompts = event.plan.num_prompts + event.plan.num_spare
+        num_prompts = event.plan.count_submitted(event.num_carried)
         if num_prompts == len(event.prompts) == len(event.seeds):
             # Only of a number that is proved by the prompts: a forged one may be larger than the memory.
-            attempt.places = None if division is None else Places(division)
+            attempt.places = None if division is None else open_places(division, event.num_carried)
         else:
             counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
+        put_off = self._put_off.get(event.version - 1)
+        if put_off is not None:
+            due = put_off[: event.plan.count_carried(len(put_off))]
+            if event.prompts[: event.num_carried] != due:
+                detail = f"version {event.version} takes {event.num_carried} of the {len(put_off)}, {len(due)} are due"
+                yield BreachName.NOT_CARRIED, detail
         for prompt, seed in enumerate(event.seeds):
             wanted = derive_group_seed(self.run or "", event.version, prompt)
             if seed != wanted:
@@ -217,6 +228,10 @@ class _Meaning:
             rewards = [response.reward for response in event.responses]
             attempt.places.learn(event.prompt, has_signal(rewards, attempt.submit.plan))
         _count(attempt.summary, event)
+        attempt.num_cut += any(response.finish_reason == "cut" for response in event.responses)
+        if attempt.num_cut > attempt.submit.plan.num_tail:
+            count = f"{attempt.num_cut} of at most {attempt.submit.plan.num_tail} groups"
+            yield BreachName.CUT_OFF, f"version {event.version} has cut off {count}"
         if event.prompt_hash != attempt.submit.prompts[event.prompt]:
             yield BreachName.WRONG_PROMPT, f"prompt {event.prompt} of version {event.version} has other tokens"
         if len(event.responses) != attempt.submit.plan.group_size:
@@ -275,7 +290,9 @@ class _Meaning:
             elif prompt not in attempt.claimed:
                 yield BreachName.NEVER_CLAIMED, f"prompt {prompt} of version {event.version}"
         said = (event.num_groups, event.num_responses)
-        trained = attempt.claimed & attempt.groups.keys() if attempt.submit.plan.num_spare else attempt.groups
+        plan = attempt.submit.plan
+        is_all = plan.count_submitted(attempt.submit.num_carried) == plan.num_prompts
+        trained = attempt.groups if is_all else attempt.claimed & attempt.groups.keys()
         found = (len(trained), sum(attempt.groups[prompt] for prompt in trained))
         if said != found:
             yield (
@@ -283,7 +300,18 @@ class _Meaning:
                 f"version {event.version}: the trainer reports {said[0]} groups and {said[1]} responses, the log has "
                 f"{found[0]} and {found[1]}",
             )
+        if attempt.places is not None:
+            self._gather(attempt, attempt.places.put_off())
         self._end(event.version, "complete")
+
+    def _gather(self, attempt: _Attempt, put_off: Sequence[int]) -> None:
+        """Note which prompts are put off after a version; unknown if the log begins in the midst of a run."""
+        submit = attempt.submit
+        before = self._put_off.get(submit.version - 1) if submit.version else []
+        if before is not None:
+            self._put_off[submit.version] = before[submit.num_carried :] + [
+                submit.prompts[prompt] for prompt in put_off
+            ]
 
     def _current(self, version: int) -> _Attempt | None:
         attempt = self._attempt
@@ -374,6 +402,10 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
         yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"
     if response.finish_reason not in FINISH_REASONS:
         yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
+    if response.finish_reason == "cut":
+        is_allowed = submit.plan.tail == "truncate" and 0 < response.num_tokens < submit.sampling.max_tokens
+        if not is_allowed:
+            yield BreachName.CUT_OFF, f"is cut off after {response.num_tokens} tokens"
     limit = submit.sampling.max_tokens
     if response.num_tokens > limit or (response.finish_reason == "length" and response.num_tokens != limit):
         yield BreachName.CUT_OFF, f"ends by {response.finish_reason} after {response.num_tokens} tokens of {limit}"

@@ -156,6 +156,8 @@ class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
     sampling: Sampling
     prompts: list[str]
     seeds: list[int]
+    num_carried: int = 0
+    """The first so many were put off by earlier iterations."""
 
 
 class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -314,6 +316,7 @@ class AuditLog:
                 seeds=[
                     derive_group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts
                 ],
+                num_carried=submission.num_carried,
             )
         )
 

@@ -7,7 +7,7 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
    order "prompt" it takes the groups that are bound to it, in the order of their numbers, however they finished.
 3. A slot takes only groups that `Places` has bound to its update, or to itself: with spare prompts, what is trained on
-   does not depend on what finished first.
+   does not depend on what finished first. Only where the last groups are put off it does (`Arrivals`).
 4. No slot waits while the groups that it would take are finished and bound.
 5. A slot that was answered is always answered with the same bytes.
 6. No group is claimed twice; when every slot has been answered, every group that is trained on has been claimed.
@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.places import Places, Pool, bound, has_signal
+from megatron_rl.protocol.places import Pool, bound, has_signal, open_places
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
@@ -101,12 +101,17 @@ class Iteration:
         self._record_group = record_group
         self._record_claim = record_claim
         self._record_end = record_end
-        num_prompts = submission.plan.num_prompts + submission.plan.num_spare
+        num_prompts = submission.plan.count_submitted(submission.num_carried)
         if [prompt.index for prompt in submission.prompts] != list(range(num_prompts)):
             raise InputError(
                 f"the {num_prompts} prompts of the plan must have indices 0 to {num_prompts - 1}, in order"
             )
-        self._places = Places(self.division)
+        if submission.num_carried > submission.plan.num_prompts:
+            raise InputError(
+                f"{submission.num_carried} prompts that were put off are more than the "
+                f"{submission.plan.num_prompts} of an iteration"
+            )
+        self._places = open_places(self.division, submission.num_carried)
         self._before = before
         self._next = 0
         # Finished groups that are not bound yet, in the order in which they finished: as keys.
@@ -166,7 +171,8 @@ class Iteration:
 
     def is_wanted(self, prompt: int) -> bool:
         """Whether a prompt that is running may still be trained on; if not, it no longer counts as running."""
-        is_wanted = not self.submission.plan.num_spare or self._places.is_wanted(prompt)
+        is_all = len(self._states) == self.submission.plan.num_prompts
+        is_wanted = is_all or self._places.is_wanted(prompt)
         if not is_wanted and self._states[prompt] is GroupState.RUNNING:
             self._move(prompt, GroupState.WAITING)
         return is_wanted
@@ -206,11 +212,16 @@ class Iteration:
 
     def census(self) -> Census:
         """Say what became of the prompts, once all is settled."""
-        seen = [self._seen[prompt] for prompt in range(self._places.num_considered)]
+        num_considered, put_off = self._places.num_considered, self._places.put_off()
+        late = set(put_off)
+        all_seen = [None if prompt in late else self._seen[prompt] for prompt in range(num_considered)]
+        seen = [one for one in all_seen if one is not None]
         return Census(
-            num_considered=len(seen),
+            num_considered=num_considered,
             num_without_signal=sum(not has for _, has in seen),
             reward=math.fsum(reward for reward, _ in seen) / len(seen),
+            put_off=put_off,
+            rewards=[None if one is None else one[0] for one in all_seen],
         )
 
     def prompts_in(self, state: GroupState) -> list[int]:
@@ -233,13 +244,14 @@ class Iteration:
             for prompt in self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
             if self._places.is_wanted(prompt, 0)
         ]
+        num_unfinished = min(len(unfinished), num_prompts)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
         num_without = self._num_without() if self.submission.plan.num_spare else 0
         without = f", {num_without} had no signal" if num_without else ""
         num_ready = sum(len(pool.finished) for pool in self._pools.values())
         return (
-            f"{len(unfinished)} of {num_prompts} groups are not finished{which}{without}, "
+            f"{num_unfinished} of {num_prompts} groups are not finished{which}{without}, "
             f"{num_ready} finished ones are not claimed"
         )
 

@@ -13,7 +13,14 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.recorder import Recorder
 from megatron_rl.observe.trace import GROUPS
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import Asked, GroupRefused, check_group, check_rewards, derive_first_seed
+from megatron_rl.protocol.provenance import (
+    Asked,
+    GroupRefused,
+    check_group,
+    check_rewards,
+    derive_first_seed,
+    may_be_cut,
+)
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.sidecar.engines import GroupRequest
@@ -68,6 +75,15 @@ class Counters:
     evaluations: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """What the groups of an iteration share."""
+
+    since: float
+    cut: asyncio.Event | None
+    """Set once the last groups are to end where they are."""
+
+
 class GroupMaker:
     """Makes the groups of iterations and of evaluations."""
 
@@ -93,12 +109,16 @@ class GroupMaker:
 
     async def _make_groups(self, asked: Asked, work: Work) -> int:
         """Make the groups and return how many were cancelled, which a task group does not report."""
-        changed, since = asyncio.Event(), self._recorder.now()
+        changed = asyncio.Event()
+        cut = asyncio.Event() if may_be_cut(asked) else None
+        begun = _Begun(self._recorder.now(), cut)
         running: dict[int, asyncio.Task[None]] = {}
         sampling: set[int] = set()
-        num_lost = 0
+        num_lost = num_finished = 0
 
         def end_sampling(prompt: int) -> None:
+            nonlocal num_finished
+            num_finished += 1
             sampling.discard(prompt)
             changed.set()
 
@@ -115,13 +135,18 @@ class GroupMaker:
                     while len(sampling) < self._engines.max_in_flight and (prompt := work.next_prompt()) is not None:
                         index = prompt.index
                         sampling.add(index)
-                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, since))
+                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, begun))
                         running[index].add_done_callback(functools.partial(end, index))
                     for index in [index for index in running if not work.is_wanted(index)]:
                         running.pop(index).cancel()
                         self._counters.called_off += 1
                     if not running:
                         break
+                    # Not before the first has finished: what a restart left to do may be as few.
+                    is_tail = num_finished and len(sampling) <= _count_tail(asked)
+                    if cut is not None and is_tail and len(sampling) < self._engines.max_in_flight:
+                        # All have begun.
+                        cut.set()
                     await changed.wait()
         except BaseExceptionGroup as group:
             # The first failure is the reason; it cancelled the others.
@@ -129,9 +154,9 @@ class GroupMaker:
         return num_lost
 
     async def _make_group(
-        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], since: float
+        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], begun: _Begun
     ) -> None:
-        group = await self._sample(asked, prompt, since)
+        group = await self._sample(asked, prompt, begun)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
         sampled = self._recorder.now()
@@ -148,7 +173,7 @@ class GroupMaker:
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
-    async def _sample(self, asked: Asked, prompt: wire.Prompt, since: float) -> wire.Group:
+    async def _sample(self, asked: Asked, prompt: wire.Prompt, begun: _Begun) -> wire.Group:
         is_evaluation = isinstance(asked, wire.Evaluation)
         request = GroupRequest(
             request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
@@ -157,11 +182,16 @@ class GroupMaker:
             seed=derive_first_seed(asked, prompt.index),
             sampling=asked.sampling,
             can_wait=is_evaluation,
+            cut=begun.cut,
             prompt=prompt.index,
-            since=since,
+            since=begun.since,
         )
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            group = wire.Group(prompt=prompt, responses=await self._engines.generate(request))
+            responses = await self._engines.generate(request)
+            if not all(response.tokens for response in responses):
+                # It was cut before it had begun.
+                responses = await self._engines.generate(dataclasses.replace(request, cut=None))
+            group = wire.Group(prompt=prompt, responses=responses)
             try:
                 check_group(asked, group)
                 return group
@@ -170,6 +200,10 @@ class GroupMaker:
                 self._counters.retried += 1
                 reason = str(refusal)
         raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
+
+
+def _count_tail(asked: Asked) -> int:
+    return asked.plan.num_tail if isinstance(asked, wire.Submission) else 0
 
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]

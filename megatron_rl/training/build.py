@@ -16,6 +16,7 @@ from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.demonstrations import DemonstrationSource
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.mcore.checkpoint import folders
@@ -48,8 +49,10 @@ from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import build_mismatch_bounds
 from megatron_rl.training.reporter import Reporter, reporter_of
 from megatron_rl.training.rollouts import SCHEDULES, Rollouts, Schedule, build_batcher
-from megatron_rl.training.saver import Saver
+from megatron_rl.training.saver import Saver, check_loaded_stage
 from megatron_rl.training.stop import StopRequest, build_exit_limits
+from megatron_rl.training.supervised.build import build_supervised, load_source
+from megatron_rl.training.supervised.trainer import SupervisedTrainer
 from megatron_rl.training.tracing import RankTrace, open_trace
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.watch import Watch, meets_in_an_agent
@@ -80,26 +83,35 @@ def train(
         if not settings.observe.verbose:
             path = settings.folder / warnings_file.FILE_NAME
             stack.enter_context(keep_warnings(path, _print_note if is_first else lambda text: None))
-        prompts, sidecar = None, None
+        prompts: PromptSource | None = None
+        demonstrations: DemonstrationSource | None = None
+        sidecar = None
         if is_first:
             if settings.observe.progress != "none":
                 startup.show(sys.stdout)
             # Mistakes in folders, data and weights are found before any process is started.
             check_folders(settings)
-            startup.say("prompts: they are read and tokenized")
-            prompts = _load_prompts(settings)
-            startup.say(describe_prompts(prompts.num_rows, prompts.num_held_out, prompts.num_read))
+            what = "demonstrations" if settings.run.stage == "sft" else "prompts"
+            startup.say(f"{what}: they are read and tokenized")
+            data: PromptSource | DemonstrationSource
+            if settings.run.stage == "sft":
+                data = demonstrations = load_source(settings)
+            else:
+                data = prompts = _load_prompts(settings)
+            _check_held_out(settings, data.num_held_out)
+            startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, what))
             _check_weights(settings)
-            check_loaded_schedule(settings, _num_updates(settings))
+            check_loaded_stage(settings)
+            check_loaded_schedule(settings, settings.num_updates)
             _check_continuation(settings)
-            for note in (*settings.notes, *prompts.notes):
+            for note in (*settings.notes, *data.notes):
                 _print_note(note)
             if settings.sidecar is not None:
+                assert prompts is not None
                 sidecar = OwnSidecar(settings.sidecar, prompts.list_kinds())
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
-        # A rank may wait for engines to start, and then for an iteration's last group.
-        waiting = datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
+        waiting = _find_waiting(settings)
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
@@ -107,7 +119,13 @@ def train(
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
                 if settings.platform == "cpu":
                     startup.say(describe_cores(settings.cores, torch.get_num_threads()))
-                trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
+                session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
+                trainer: Trainer | SupervisedTrainer
+                if settings.run.stage == "sft":
+                    say = functools.partial(_say, session)
+                    trainer = build_supervised(settings, session, demonstrations, stop, parts, startup, say, recipe)
+                else:
+                    trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
             watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
@@ -135,11 +153,10 @@ def build(
     """
     sizes, num_iterations = settings.sizes, settings.training.train_iters
     assert num_iterations is not None
-    session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
-    policy = build_policy(settings, session, _num_updates(settings), recipe)
+    policy = build_policy(settings, session, settings.num_updates, recipe)
     reference = _build_reference(settings, session, recipe)
     group_advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
-    saver = Saver(settings, session, policy, _name(settings), prompts, reference, recipe, group_advantages)
+    saver = Saver(settings, session, policy, settings.name, prompts, reference, recipe, group_advantages)
     version = saver.load(functools.partial(_say, session))
     startup.say("model: built, its weights are loaded")
     client = _connect(settings, session, sidecar, stack)
@@ -177,6 +194,13 @@ def build(
         num_iterations=num_iterations,
         trace=trace,
     )
+
+
+def _find_waiting(settings: Settings) -> datetime.timedelta:
+    """Return how long a rank may wait for engines to start, and then for an iteration's last group."""
+    if settings.run.stage == "sft":
+        return datetime.timedelta()
+    return datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
 
 
 def _try_attention(settings: Settings, device: torch.device) -> None:
@@ -237,14 +261,14 @@ def _connect(
     address = session.broadcast(session.run_or_raise_everywhere(find))
     assert address is not None
     client = stack.enter_context(address.client(settings.service.patience_seconds))
-    lease = session.run_or_raise_everywhere(lambda: client.take_lease(_name(settings)) if session.rank == 0 else 0)
+    lease = session.run_or_raise_everywhere(lambda: client.take_lease(settings.name) if session.rank == 0 else 0)
     client.use_lease(session.broadcast(lease))
     return client
 
 
 def _build_publisher(settings: RunSettings, session: Session, policy: Policy, client: RolloutClient) -> Publisher:
     receiver = client if session.rank == 0 else None
-    publish, run = settings.publish, _name(settings)
+    publish, run = settings.publish, settings.name
     transport, dtype = settings.rollout.transport, publish.dtype
     deadline = datetime.timedelta(minutes=publish.deadline_minutes)
     sizes = settings.sizes
@@ -276,7 +300,7 @@ def _build_rollouts(
     return Rollouts(
         client,
         session,
-        _name(settings),
+        settings.name,
         settings.sizes.division,
         _sampling(settings, settings.sampling.temperature),
         batcher,
@@ -312,7 +336,7 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
     return Evaluator(
         settings.evaluation,
         client,
-        _name(settings),
+        settings.name,
         prompts.held_out(settings.evaluation.num_prompts),
         _sampling(settings, settings.evaluation.temperature),
         settings.service.deadline_minutes * 60,
@@ -347,17 +371,6 @@ def _sampling(settings: RunSettings, temperature: float) -> Sampling:
     )
 
 
-def _num_updates(settings: RunSettings) -> int:
-    """Return the number of updates of the whole run."""
-    assert settings.training.train_iters is not None
-    return settings.training.train_iters * settings.sizes.plan.num_updates
-
-
-def _name(settings: RunSettings) -> str:
-    """Return the run's name."""
-    return settings.folder.resolve().name
-
-
 def _say(session: Session, text: str) -> None:
     if session.rank == 0:
         _print_note(text)
@@ -367,24 +380,25 @@ def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _leave(trainer: Trainer, watch: Watch, reason: MegatronRLError) -> None:
+def _leave(trainer: Trainer | SupervisedTrainer, watch: Watch, reason: MegatronRLError) -> None:
     try:
         trainer.tidy()
     finally:
         watch.tell(reason)
 
 
-def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
+def _print_summary(settings: RunSettings, trainer: Trainer | SupervisedTrainer) -> None:
     """Print the run's results and where its files are."""
     if trainer.reporter is None:
         return
     trainer.reporter.close()
+    is_sampled = settings.run.stage == "grpo"
     places = Places(
         checkpoint=trainer.saver.last_saved,
         hf_weights=trainer.saver.last_hf,
         metrics=settings.folder / metrics.FILE_NAME,
-        samples=settings.folder / samples.FILE_NAME,
-        audit_log=settings.folder / AUDIT_FILE,
+        samples=settings.folder / samples.FILE_NAME if is_sampled else None,
+        audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
         tensorboard=settings.observe.tensorboard_dir,
     )
     print_summary(read(settings.folder), places, sys.stdout)
@@ -392,19 +406,21 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
 
 def _load_prompts(settings: RunSettings) -> PromptSource:
     assert settings.model.hf_model is not None
-    prompts = load_prompts(
+    return load_prompts(
         settings.data,
         settings.model.hf_model,
         seed=settings.training.seed,
         longest=settings.sizes.longest_prompt,
         vocab_size=settings.architecture.vocab_size,
     )
-    if settings.evaluation.interval is not None and not prompts.num_held_out:
+
+
+def _check_held_out(settings: Settings, num_held_out: int) -> None:
+    if settings.evaluation.interval is not None and not num_held_out:
         raise UsageError(
             f"--eval-interval {settings.evaluation.interval} has no prompts to evaluate on: write --prompts-held-out "
             "or --eval-prompts, or drop it"
         )
-    return prompts
 
 
 def _check_weights(settings: Settings) -> None:

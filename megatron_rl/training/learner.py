@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -118,16 +119,10 @@ class Learner:
 
     def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
-        total = torch.tensor(sum(shares), dtype=torch.int64, device=self._session.device)
-        dist.all_reduce(total, group=self._session.replicas_group)
-        denominator = float(total)
+        denominator = sum_over_replicas(self._session, sum(shares))
         if self._group_advantages.is_divided:
             denominator *= self._deviation(slots, update)
-        with self._timeline.span("update"):
-            result = self._policy.update(1.0 / denominator)
-        return UpdateOutcome(
-            result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros
-        )
+        return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
 
     def _deviation(self, slots: IterationSlots, update: int) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""
@@ -137,6 +132,22 @@ class Learner:
         of_replica = spread(map(self._group_advantages, groups)) if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
         return deviation(part for part in found if part is not None)
+
+
+def sum_over_replicas(session: Session, share: int) -> float:
+    """Sum the replicas' shares of an update's denominator."""
+    total = torch.tensor(share, dtype=torch.int64, device=session.device)
+    dist.all_reduce(total, group=session.replicas_group)
+    return float(total)
+
+
+def make_update(
+    policy: Policy, denominator: float, updating: Callable[[], AbstractContextManager] = nullcontext
+) -> UpdateOutcome:
+    """Divide the gradients that were accumulated by the denominator, and step; `updating` is entered meanwhile."""
+    with updating():
+        result = policy.update(1.0 / denominator)
+    return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros)
 
 
 def _check(statistics: list[Statistics]) -> Part | None:

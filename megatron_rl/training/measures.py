@@ -61,7 +61,7 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
         measures.add("responses", 1)
         measures.add("tokens.response", length)
         measures.bound("length", length)
-        measures.add("truncated", response.finish_reason == "length")
+        measures.add("truncated", response.finish_reason != "stop")
         measures.add("reward", response.reward)
         measures.add("reward.square", response.reward**2)
         measures.bound("reward", response.reward)
@@ -138,10 +138,13 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "bounded": sums["correction.bounded"] / targets,
             "rejected": sums["correction.rejected"] / targets,
         }
-    for name in ("moe_load_balancing_loss", "moe_z_loss"):
-        if name in sums:
-            metrics[name] = sums[name] / sums["micro_batches"]
-    return metrics
+    return metrics | describe_auxiliary(sums)
+
+
+def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute the means of the auxiliary losses that routers have."""
+    names = ("moe_load_balancing_loss", "moe_z_loss")
+    return {name: sums[name] / sums["micro_batches"] for name in names if name in sums}
 
 
 def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:

@@ -20,6 +20,7 @@ from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
+from megatron_rl.records.append_file import LineFile
 from megatron_rl.training.mismatch import find_warning_bound
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -29,8 +30,35 @@ _FOLLOW_SECONDS = 0.5
 _DECIMALS = 5
 
 
-class Reporter:
-    """Writes down the results of each iteration."""
+class MetricsReporter:
+    """Writes down the metrics of each iteration, and shows how the run gets on."""
+
+    def __init__(self, num_groups: int, metrics: MetricsFile, sinks: Sinks, progress: Progress):
+        """`num_groups` are the groups of an iteration that a display counts; 0 for none."""
+        self._num_groups = num_groups
+        self._metrics = metrics
+        self._sinks = sinks
+        self._progress = progress
+
+    def begin(self, version: int) -> None:
+        self._progress.begin(version, self._num_groups)
+
+    def phase(self, name: str) -> None:
+        self._progress.phase(name)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._sinks.close()
+        self._metrics.close()
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        self._metrics.write(metrics)
+        self._sinks.write(version, metrics)
+        self._progress.end(version, metrics)
+
+
+class Reporter(MetricsReporter):
+    """Writes down what was sampled, too."""
 
     def __init__(
         self,
@@ -43,12 +71,9 @@ class Reporter:
         decode: Decode,
         group_advantages: GroupAdvantages,
     ):
-        self._num_groups = num_groups
+        super().__init__(num_groups, metrics, sinks, progress)
         self._closed = threading.Event()
-        self._metrics = metrics
         self._samples = samples
-        self._sinks = sinks
-        self._progress = progress
         self._decode = decode
         self._group_advantages = group_advantages
         self._mismatch_warning = find_warning_bound(settings)
@@ -75,18 +100,10 @@ class Reporter:
                     waiting_for=f"slot {waiting[0]}" if waiting else "",
                 )
 
-    def begin(self, version: int) -> None:
-        self._progress.begin(version, self._num_groups)
-
-    def phase(self, name: str) -> None:
-        self._progress.phase(name)
-
     def close(self) -> None:
         self._closed.set()
-        self._progress.close()
-        self._sinks.close()
+        super().close()
         self._samples.close()
-        self._metrics.close()
 
     def iteration(
         self, version: int, metrics: dict[str, Any], slots: IterationSlots, log_probs: Mapping[int, np.ndarray]
@@ -107,11 +124,6 @@ class Reporter:
             responses = [(response, None) for response in group.responses[:left]]
             sampled = self._decode_group(group.prompt.row, group.prompt.tokens, responses)
             self._samples.write(version, [sampled], "evaluation")
-
-    def write(self, version: int, metrics: dict[str, Any]) -> None:
-        self._metrics.write(metrics)
-        self._sinks.write(version, metrics)
-        self._progress.end(version, metrics)
 
     def _warn(self, metrics: dict[str, Any]) -> None:
         difference = metrics["mismatch"]["mean"]
@@ -215,12 +227,31 @@ def reporter_of(
     progress = progress_of(settings.observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)
     samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
-    for file in (metrics, samples):
+    _restart(settings, (metrics, samples), version, progress)
+    sinks = _open_sinks(settings, folder, version, progress, others)
+    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode, group_advantages)
+
+
+def metrics_reporter_of(
+    settings: Settings, folder: Path, version: int, num_iterations: int, others: Sequence[Sink] | None = None
+) -> MetricsReporter:
+    """Build likewise a reporter of a run that samples nothing."""
+    progress = progress_of(settings.observe, num_iterations, sys.stdout)
+    metrics = MetricsFile(folder / metrics_file.FILE_NAME)
+    _restart(settings, (metrics,), version, progress)
+    return MetricsReporter(0, metrics, _open_sinks(settings, folder, version, progress, others), progress)
+
+
+def _restart(settings: Settings, files: Sequence[LineFile], version: int, progress: Progress) -> None:
+    for file in files:
         if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
             progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
         file.restart(version)
+
+
+def _open_sinks(
+    settings: Settings, folder: Path, version: int, progress: Progress, others: Sequence[Sink] | None
+) -> Sinks:
     if others is None:
-        sinks = sinks_of(settings.observe, folder.resolve().name, version, progress.say)
-    else:
-        sinks = Sinks(others, progress.say)
-    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode, group_advantages)
+        return sinks_of(settings.observe, folder.resolve().name, version, progress.say)
+    return Sinks(others, progress.say)

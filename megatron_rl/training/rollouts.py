@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,9 +25,17 @@ from megatron_rl.training.mismatch import MismatchBeyond
 class TakesPrompts(Protocol):
     """Where prompts come from."""
 
-    def peek(self, count: int) -> list[Prompt]: ...
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]: ...
 
-    def advance(self, count: int) -> None: ...
+    def advance(
+        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
+    ) -> None: ...
+
+    @property
+    def num_resting(self) -> int | None: ...
+
+    @property
+    def num_put_off(self) -> int: ...
 
 
 Schedule = Callable[[IterationSlots, Session], None]
@@ -115,23 +123,26 @@ class Rollouts:
             assert self._prompts is not None
             ended = self._client.complete(version, mismatch)
             self.audit_head, self._census = ended.head, ended.census
-            self._prompts.advance(ended.census.num_considered)
+            num_carried = self._division.plan.count_carried(self._prompts.num_put_off)
+            census = ended.census
+            self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
         if self._group_advantages is not None and self._group_advantages.has_baseline:
             mean = None if self._census is None else self._census.reward
             self._group_advantages.baseline = self._session.broadcast(mean)
 
     def describe_prompts(self) -> dict[str, Any]:
-        """Return metrics of what became of the last iteration's prompts; on rank 0, if others took places of some."""
+        """Return metrics of what became of the last iteration's prompts; on rank 0, if flags choose among them."""
         census = self._census
-        if census is None or not self._division.plan.num_spare:
-            return {}
-        return {
-            "prompts": {
+        described: dict[str, Any] = {}
+        if census is not None and self._division.plan.num_spare:
+            described = {
                 "considered": census.num_considered,
                 "without_signal": census.num_without_signal,
                 "reward_mean": census.reward,
             }
-        }
+        if self._prompts is not None and self._prompts.num_resting is not None:
+            described["resting"] = self._prompts.num_resting
+        return {"prompts": described} if described else {}
 
     def _open_slots(self, identity: Identity) -> IterationSlots:
         replica, num_slots = self._session.replica, self._division.slots_per_replica
@@ -156,15 +167,18 @@ class Rollouts:
         if self._session.rank != 0:
             return
         assert self._prompts is not None
+        plan = self._division.plan
+        num_carried = plan.count_carried(self._prompts.num_put_off)
         self._client.submit(
             Submission(
                 run=identity.run,
                 version=identity.version,
                 fingerprint=identity.fingerprint,
-                plan=self._division.plan,
+                plan=plan,
                 sampling=self._sampling,
-                prompts=self._prompts.peek(self._division.plan.num_prompts + self._division.plan.num_spare),
+                prompts=self._prompts.peek(plan.count_submitted(num_carried), num_carried),
                 deadline_seconds=self._deadline_seconds,
+                num_carried=num_carried,
             )
         )
 

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.prompts import PromptSource
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
+from megatron_rl.mcore.checkpoint import folders, serialization
+from megatron_rl.mcore.checkpoint.checkpointer import EXTRA, Checkpointer
 from megatron_rl.mcore.checkpoint.folders import iteration_folder, withdraw
 from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
+
+
+class Data(Protocol):
+    """The data of a run, with a place in it."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: object) -> None: ...
 
 
 class Saver:
@@ -24,7 +32,7 @@ class Saver:
         session: Session,
         policy: Policy,
         run: str,
-        prompts: PromptSource | None,
+        prompts: Data | None,
         reference: Reference | None,
         recipe: Recipe = STAND_ALONE,
         group_advantages: GroupAdvantages | None = None,
@@ -59,7 +67,7 @@ class Saver:
         interval = self._settings.checkpoint.save_interval
         return version > 0 and (is_last or (interval is not None and version % interval == 0))
 
-    def save_if_due(self, version: int, is_last: bool, audit_head: str) -> None:
+    def save_if_due(self, version: int, is_last: bool, audit_head: str = "") -> None:
         """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
         config = self._settings.checkpoint
         self._checkpointer.poll()
@@ -98,6 +106,7 @@ class Saver:
     def _extra(self, audit_head: str) -> dict[str, Any]:
         return {
             "run": self._run,
+            "stage": self._settings.run.stage,
             "prompts": self._prompts.state() if self._prompts is not None else {},
             "reference": self._start,
             "audit_head": audit_head,
@@ -119,3 +128,20 @@ class Saver:
             self._group_advantages.baseline = extra.get("baseline")
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
+
+
+def check_loaded_stage(settings: Settings) -> None:
+    """Raise an InputError if the checkpoint that --load names was saved by another stage."""
+    config = settings.checkpoint
+    if config.load is None or config.finetune:
+        return
+    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+        return
+    _, source = folders.find(config.load, config.ckpt_step)
+    extra = serialization.read_common(source).get(EXTRA)
+    stage = settings.run.stage if extra is None else extra.get("stage", "grpo")
+    if stage != settings.run.stage:
+        raise InputError(
+            f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
+            f"begin with its weights, or --stage {stage} to go on"
+        )

@@ -342,7 +342,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         saver.save(1, EXTRA)
         checkpointer(trained, save=out / "weights", no_save_optim=True, no_save_rng=True).save(1, EXTRA)
         # As Megatron's own training script writes one: without what is ours.
-        with mock.patch.object(checkpointing, "_EXTRA", "args"):
+        with mock.patch.object(checkpointing, "EXTRA", "args"):
             checkpointer(trained, save=out / "pretrained", save_interval=1).save(1, EXTRA)
         told["pretrained"] = error_of(checkpointer(trained, load=out / "pretrained").load)
         updated = trained.weights.fingerprint()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.observe import config_file
 from megatron_rl.observe.metrics import read, seconds_by_span, without_times
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_check import verify
@@ -52,6 +53,7 @@ def run_to_its_end(
     words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     loop.run(folder, world_size, words, OMP_NUM_THREADS=str(num_threads))
     assert_the_start_is_told(folder, world_size)
+    assert config_file.read(folder / "run" / config_file.FILE_NAME).num_devices == world_size
     return folder
 
 
@@ -161,6 +163,15 @@ def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal
     assert len(rows) > 8
     for folder in folders:
         assert verify(folder).breaches == []
+
+
+@pytest.mark.slow
+def test_periodic_and_sync_let_the_same_prompts_rest(world):
+    """Over two epochs, with the mean rewards of the first one."""
+    changes = {"grpo_prompts_per_step": 16, "prompts_rest_below": 0.9, "prompts_rest_above": 1.1}
+    compare_schedules(world, "resting", 2, [51], **changes)
+    resting = [line["prompts"]["resting"] for line in read(world.folder / "resting-51" / "run")]
+    assert 0 < max(resting) < 40
 
 
 @pytest.mark.slow

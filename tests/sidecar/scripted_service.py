@@ -125,7 +125,7 @@ class Memory:
 def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
     prompts = [
         wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
-        for index in range(plan.num_prompts + plan.num_spare)
+        for index in range(plan.count_submitted())
     ]
     return wire.Submission(
         run="run", version=version, fingerprint=f"weights-{version}", plan=plan,

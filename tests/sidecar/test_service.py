@@ -507,3 +507,61 @@ def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_comple
             service.complete(0, FAR_OFF)
 
     assert serve(check).events[-2:] == [("judged", 0, FAR_OFF), ("failed", 0)]
+
+
+def test_the_last_groups_are_put_off_and_called_off() -> None:
+    plan = msgspec.structs.replace(PLAN, tail="carry", num_tail=2)
+    hang = {f"run-0-{index}": "hang" for index in (2, 7)}
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        assert trained(await all_slots(service)) == [0, 1, 3, 4, 5, 6, 8, 9]
+        census = service.complete(0).census
+        assert (census.num_considered, census.put_off) == (10, [2, 7])
+        await service.publish(weights(1))
+        # An iteration of what was put off has nothing else, and waits for all of it.
+        fresh = submission(1, plan=plan)
+        await service.submit(msgspec.structs.replace(fresh, prompts=fresh.prompts[:8], num_carried=8))
+        assert trained(await all_slots(service, 1)) == list(range(8))
+        assert service.complete(1).census.put_off == []
+
+    slow = {"run-1-0": 0.05, "run-1-1": 0.05}
+    slow_engine = engine("0", group_faults=hang, delay=lambda r: slow.get(r.request_id, 0.0))
+    serve(check, slow_engine, memory=Memory(keeps=False))
+
+
+def test_the_last_groups_end_where_they_are_and_no_others() -> None:
+    plan = msgspec.structs.replace(PLAN, tail="truncate", num_tail=2)
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        slots = await all_slots(service)
+        assert trained(slots) == list(range(8))
+        reasons: dict[int, set[str]] = {}
+        for slot in slots.values():
+            for part in slot.parts:
+                reasons.setdefault(part.prompt_index, set()).update(one.finish_reason for one in part.responses)
+                assert all(one.tokens and one.spans[0].end == len(one.tokens) // 4 for one in part.responses)
+        assert {index for index, of_group in reasons.items() if "cut" in of_group} == {2, 6}
+
+    # Their time would be over long after the test's.
+    serve(check, engine("0", lengths=(8, 8), delay=lambda r: 3600.0 if r.request_id in ("run-0-2", "run-0-6") else 0.0))
+
+
+def test_a_single_group_that_a_restart_left_to_do_is_not_cut_off() -> None:
+    plan = msgspec.structs.replace(PLAN, tail="truncate", num_tail=2)
+    memory = Memory()
+
+    async def first(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        await all_slots(service)
+
+    serve(first, engine("0"), memory=memory)
+    memory.groups, memory.claims = memory.groups[:7], []
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission(plan=plan))
+        slots = await all_slots(service)
+        assert all(one.finish_reason != "cut" for slot in slots.values() for p in slot.parts for one in p.responses)
+
+    serve(check, engine("0", delay=lambda r: 0.02), memory=memory)

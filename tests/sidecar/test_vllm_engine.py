@@ -1,6 +1,7 @@
 """One real vLLM server: it samples from what was published, says so, and refuses what it cannot load."""
 
 import asyncio
+import dataclasses
 import os
 import re
 import shutil
@@ -35,6 +36,13 @@ _GENERATED = "vllm:generation_tokens_total"
 def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
     with in_shared_memory(model, version) as weights:
         return run(publish(engine, weights))
+
+
+async def read_metric(engine: VllmEngine, name: str) -> float:
+    transport = httpx.AsyncHTTPTransport(uds=engine.address)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def generate(run: Run, engine: VllmEngine, *requests):
@@ -124,19 +132,15 @@ def test_a_request_that_vllm_would_clamp_is_an_error(run, engine, bad, message):
 def test_a_cancelled_group_is_aborted_in_the_engine(run, engine, models):
     put(run, engine, models.first, 11)
 
-    async def metric(name: str) -> float:
-        transport = httpx.AsyncHTTPTransport(uds=engine.address)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            lines = (await client.get("/metrics")).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-
     async def until(condition) -> None:
         async with asyncio.timeout(60):
-            while not condition(await metric("vllm:num_requests_running"), await metric(_GENERATED)):
+            while not condition(
+                await read_metric(engine, "vllm:num_requests_running"), await read_metric(engine, _GENERATED)
+            ):
                 await asyncio.sleep(0.02)
 
     async def cancel() -> float:
-        before = await metric(_GENERATED)
+        before = await read_metric(engine, _GENERATED)
         # More than it can finish before the cancellation is seen, however busy the machine.
         groups = (engine.generate(request(6 + number, 64, max_tokens=500, ignore_eos=True)) for number in range(4))
         tasks = [asyncio.create_task(group) for group in groups]
@@ -145,9 +149,46 @@ def test_a_cancelled_group_is_aborted_in_the_engine(run, engine, models):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda running, generated: running == 0)
-        return await metric(_GENERATED) - before
+        return await read_metric(engine, _GENERATED) - before
 
     assert run(cancel()) < 4 * 64 * 500
+
+
+def test_a_group_that_is_cut_ends_where_it_is_and_others_go_on(run, engine, models):
+    put(run, engine, models.first, 13)
+    whole = request(20, 8, max_tokens=500, ignore_eos=True)
+    (expected,) = generate(run, engine, whole)
+
+    async def cut() -> tuple[list, list]:
+        event = asyncio.Event()
+        tasks = [
+            asyncio.create_task(engine.generate(one))
+            for one in (dataclasses.replace(whole, cut=event), request(21, 4, max_tokens=300, ignore_eos=True))
+        ]
+        before = await read_metric(engine, _GENERATED)
+        while await read_metric(engine, _GENERATED) == before and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.005)
+        event.set()
+        return await tasks[0], await tasks[1]
+
+    num_cut = 0
+    # How far they come until they are cut depends on the machine: until some are in the middle.
+    for _ in range(20):
+        group, other = run(cut())
+        for response, of_whole in zip(group, expected, strict=True):
+            length = len(response.tokens)
+            assert response.finish_reason == ("cut" if length < len(of_whole.tokens) else "length")
+            assert response.tokens == of_whole.tokens[:length]
+            assert len(response.log_probs) == length
+            spans = [("13", 0, length // 4)] if length else []
+            assert [(span.version, span.start, span.end) for span in response.spans] == spans
+            num_cut += 0 < length < len(of_whole.tokens)
+        assert {(response.finish_reason, len(response.tokens) // 4) for response in other} == {("length", 300)}
+        sampled = [response for response in group if response.tokens]
+        assert Reference(models.first).error_over_bound((whole, response) for response in sampled) <= 1
+        if num_cut:
+            return
+    raise AssertionError("no response was cut in its middle in 20 attempts")
 
 
 def test_a_published_engine_probes_the_same_for_the_same_weights_only(run, engine, models):

@@ -100,6 +100,12 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
         "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
     },
+    "docs/plan.md": {
+        "megatron-rl plan RUN": Here(),
+        "megatron-rl plan RUN --rollout-num-engines": Here(),
+        "megatron-rl plan RUN1 RUN2": Here(),
+        "megatron-rl plan --hf-model MODEL": By("tests/unit/test_planner_search.py"),
+    },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(
@@ -109,6 +115,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
         "torchrun --nproc-per-node 1": Here(),
+        "torchrun --nproc-per-node 1 pretrain_grpo.py --stage sft": Here(),
         "torchrun --nproc-per-node 4": Parsed(4),
         "megatron-rl picture RUN": Here(),
         "megatron-rl audit RUN": Here(),
@@ -295,7 +302,8 @@ def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypa
 def folder(tmp_path_factory):
     """A folder with all that the commands name, after the smallest run."""
     folder = make_folder(tmp_path_factory.mktemp("documents"))
-    (command,) = [command for page, command in _commands(Here) if command.startswith("torchrun")]
+    commands = [command for page, command in _commands(Here) if command.startswith("torchrun")]
+    (command,) = [command for command in commands if "--stage sft" not in command]
     run(f"{command} {REHEARSED}", folder)
     for name in ("RUN1", "RUN2"):
         (folder / name).symlink_to("RUN")
@@ -305,6 +313,11 @@ def folder(tmp_path_factory):
 @pytest.mark.each_change
 @pytest.mark.parametrize(("page", "command"), _commands(Here))
 def test_a_command_runs_as_it_stands(page, command, folder):
+    if "--stage sft" in command:
+        run(command, folder)
+        assert len((folder / "WARM" / "run" / "metrics.jsonl").read_text().splitlines()) == 8
+        assert (folder / "WARM" / "hf" / "iter_0000008" / "tokenizer.json").exists()
+        return
     if command.startswith("torchrun"):
         lines = (folder / "RUN" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["version"] for line in lines] == [0, 1, 2, 3]

@@ -1,24 +1,27 @@
 """`megatron-rl doctor --fit`, in a process of its own."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.errors import ExitCode
 from tests import hf_models
+from tests.command_lines import QWEN3, folder
 from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("fit")
-    model = hf_models.draw("qwen3", folder / "model", num_hidden_layers=4)
-    (folder / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}\n' * 8)
+    place = tmp_path_factory.mktemp("fit")
+    model = hf_models.draw("qwen3", place / "model", num_hidden_layers=4)
+    (place / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}\n' * 8)
     words = (
-        f"--platform cpu --hf-model {model} --prompts {folder / 'prompts.jsonl'} --reward exact --lr 1e-6 "
-        f"--train-iters 4 --seq-length 96 --rollout-max-tokens 64 --rollout-folder {folder / 'run'} "
+        f"--platform cpu --hf-model {model} --prompts {place / 'prompts.jsonl'} --reward exact --lr 1e-6 "
+        f"--train-iters 4 --seq-length 96 --rollout-max-tokens 64 --rollout-folder {place / 'run'} "
         f"--rollout-engine scripted --grpo-prompts-per-step 8 --grpo-group-size 4 --micro-batch-size 4"
     )
     return words.split()
@@ -46,6 +49,23 @@ def test_what_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> N
     result = fit("--device-gib", "0.001", "--fit", "1", *flags)
     assert result.returncode == ExitCode.RUN
     assert "does not fit: stage 0 takes 0.0 GiB of 0.001, most of it activations" in result.stdout
+
+
+@pytest.mark.each_change
+def test_demonstrations_take_no_memory_for_a_publish(tmp_path: Path) -> None:
+    large = dataclasses.replace(QWEN3, hidden_size=1024, vocab_size=150_000)
+    words = (
+        f"--stage sft --platform cpu --hf-model {folder(tmp_path, large)} --lr 1e-6 --train-iters 4 --seq-length 96 "
+        f"--global-batch-size 8 --micro-batch-size 2 --rollout-folder {tmp_path / 'run'} --async-save --save out"
+    )
+    result = fit("--fit", "2", *words.split())
+    assert result.returncode == ExitCode.OK, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("DP 2; micro-batches of up to 192 tokens, 2 a schedule")
+    (title,) = (place for place, line in enumerate(lines) if line.startswith("GiB of a rank on the host"))
+    of_stage = dict(zip(lines[title + 1].split(), lines[title + 2].split(), strict=True))
+    assert (of_stage["publish"], of_stage["frozen"]) == ("0.00", "0.00")
+    assert float(of_stage["save"]) > 1
 
 
 def test_mistakes_are_said_as_a_run_says_them(flags: list[str]) -> None:

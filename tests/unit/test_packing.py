@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.packing import pack_groups, pack_sequences
+from megatron_rl.data.packing import pack_groups, pack_sequences, pack_turns
 from megatron_rl.errors import InputError
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
@@ -40,6 +40,24 @@ def test_each_response_token_is_predicted_by_the_row_before_it_in_its_sequence(d
         seen = pack.tokens_T[torch.from_numpy(visible[row])].tolist()
         found.append((number, seen, token))
     assert found == expected
+
+
+@given(st.lists(st.lists(tokens, max_size=6), max_size=4), st.integers(1, 6))
+def test_every_second_turn_is_predicted_from_all_before_it_and_nothing_else_is(drawn, multiple: int) -> None:
+    pack = pack_turns(drawn, multiple)
+    visible = pack.layout.visible()
+    expected = []
+    for turns in drawn:
+        before: list[int] = []
+        for number, turn in enumerate(turns):
+            for token in turn:
+                if number % 2 and before:
+                    expected.append((list(before), token))
+                before.append(token)
+    rows = [pack.tokens_T[torch.from_numpy(visible[row])].tolist() for row in pack.target_rows_N.tolist()]
+    assert [*zip(rows, pack.target_tokens_N.tolist(), strict=True)] == expected
+    assert pack.num_targets == len(expected)
+    assert pack.num_tokens % multiple == 0
 
 
 def test_a_sequence_without_a_prompt_predicts_all_its_tokens_but_the_first() -> None:

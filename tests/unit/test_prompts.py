@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.order import Curriculum, RowOrder
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.protocol import wire
@@ -461,3 +462,99 @@ def test_flags_that_contradict_each_other_are_refused(model, values, message):
     config = dataclasses.replace(DataConfig(prompts=[Path("a.jsonl")]), **values)
     with pytest.raises(UsageError, match=re.escape(message)):
         load_prompts(config, model, seed=0, longest=9, vocab_size=VOCAB_SIZE)
+
+
+def test_prompts_that_are_put_off_are_kept_until_they_are_asked_for_also_once_restored(tmp_path):
+    whole, again = source(10), source(10)
+    first = whole.peek(6)
+    whole.advance(6, put_off=[1, 4])
+    assert whole.num_put_off == 2
+    again.restore(json.loads(json.dumps(whole.state())))
+    for one in (whole, again):
+        taken = one.peek(5, 2)
+        assert [prompt.row for prompt in taken[:2]] == [first[1].row, first[4].row]
+        assert [prompt.index for prompt in taken] == list(range(5))
+        one.advance(5, 2, [3])
+        assert (one.num_put_off, one.num_taken) == (1, 9)
+    rest = one.peek(2, 1)
+    assert rest[0].row == taken[3].row
+    # With what follows, each row has come once.
+    assert len({prompt.row for prompt in [*first, *taken, *rest]}) == 10
+
+
+def test_a_place_with_a_row_that_is_not_there_is_refused():
+    one = source(10)
+    with pytest.raises(InputError, match="has put off row 10 of 10"):
+        one.restore({**one.state(), "put_off": [3, 10]})
+
+
+class NaiveCurriculum:
+    """The same rule, row by row, with a list of epochs in place of a position."""
+
+    def __init__(self, orders, least, largest, num_epochs):
+        self.orders, self.bounds, self.num_epochs = orders, (least, largest), num_epochs
+        self.epoch, self.left, self.rests = 0, list(orders(0)), {}
+
+    def next(self):
+        while True:
+            if not self.left:
+                self.epoch += 1
+                self.left = list(self.orders(self.epoch))
+            row = self.left.pop(0)
+            if self.rests.get(row, -1) < self.epoch:
+                return row
+
+    def learn(self, row, reward):
+        if self.bounds[0] <= reward <= self.bounds[1]:
+            self.rests.pop(row, None)
+        else:
+            self.rests[row] = self.epoch + self.num_epochs
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=1, max_size=25),
+    st.lists(st.sampled_from([0.0, 0.3, 0.7, 1.0]), min_size=12, max_size=12), st.data(),
+)  # fmt: skip
+def test_rows_outside_of_the_bounds_rest_and_are_tried_again_also_by_an_order_that_is_restored(
+    num_rows, num_epochs, takes, rewards, data
+):
+    curriculum = Curriculum(0.1, 0.9, num_epochs)
+    order = RowOrder(num_rows, "rows", 3, True, curriculum)
+    plain = RowOrder(num_rows, "rows", 3, True)
+    everything = plain.peek(num_rows * 400)
+    naive = NaiveCurriculum(lambda epoch: everything[epoch * num_rows : (epoch + 1) * num_rows], 0.1, 0.9, num_epochs)
+    restored_at = data.draw(st.integers(0, len(takes)))
+    for number, count in enumerate(takes):
+        count = min(count, num_rows)
+        if number == restored_at:
+            state = json.loads(json.dumps(order.state()))
+            order = RowOrder(num_rows, "rows", 3, True, curriculum)
+            order.restore(state)
+        rows = order.peek(count)
+        assert rows == [naive.next() for _ in range(count)]
+        of_rows = [rewards[(row + number // 3) % 12] for row in rows]
+        order.advance(count, rewards=of_rows)
+        for row, reward in zip(rows, of_rows, strict=True):
+            naive.learn(row, reward)
+        assert order.num_resting == sum(last >= order._place_of_next // num_rows for last in naive.rests.values())
+
+
+def test_where_all_rows_rest_an_epoch_is_passed_over():
+    order = RowOrder(4, "rows", 0, False, Curriculum(0.1, 0.9, 1))
+    order.advance(4, rewards=[1.0, 0.0, 1.0, 0.0])
+    assert order.num_resting == 4
+    assert order.peek(3) == [0, 1, 2]
+    order.advance(3, rewards=[0.5, None, 1.0])
+    assert order.epochs == 2.75
+    # The fourth has had its rest.
+    assert order.peek(4) == [3, 0, 1, 3]
+
+
+def test_without_a_curriculum_rewards_change_nothing_and_what_rested_is_forgotten():
+    rested = RowOrder(4, "rows", 0, False, Curriculum(0.1, 0.9, 1))
+    rested.advance(4, rewards=[1.0] * 4)
+    order = RowOrder(4, "rows", 0, False)
+    order.restore(rested.state())
+    order.advance(2, rewards=[1.0, 1.0])
+    assert order.peek(4) == [2, 3, 0, 1]
+    assert order.num_resting is None

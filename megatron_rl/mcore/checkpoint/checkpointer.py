@@ -22,7 +22,8 @@ from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
-_EXTRA = "megatron_rl"
+EXTRA = "megatron_rl"
+"""Where the trainer's own state lies in a checkpoint."""
 # The version of the policy that the saved reference's weights are of, if they were saved.
 _REFERENCE_VERSION = "megatron_rl_reference"
 # Settings of strictness with which the model keeps what the checkpoint lacks.
@@ -117,7 +118,7 @@ class Checkpointer:
         found, common = session.run_or_raise_everywhere(
             lambda: (serialization.read_metadata(source), serialization.read_common(source))
         )
-        if _EXTRA not in common and not config.finetune:
+        if EXTRA not in common and not config.finetune:
             raise InputError(
                 f"{source} was not written by this package: write --finetune to begin at version 0 with its weights"
             )
@@ -154,11 +155,11 @@ class Checkpointer:
             state_dict.apply_reference(reference.models, loaded, strict=not is_lenient)
             reference.resume(moved)
         notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
-        return Loaded(version, {} if config.finetune else common.get(_EXTRA, {}), notes, source)
+        return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
 
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the state under Megatron's names, except for our own."""
-        state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, _EXTRA: dict(extra)}
+        state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
         state |= self._recipe.saved
         reference = self._reference
         if reference is not None and reference.version is not None:

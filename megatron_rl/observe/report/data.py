@@ -53,7 +53,7 @@ class RunFiles:
         return {
             "label": self.label,
             "folder": str(self._metrics.parent),
-            "num_iterations": sum("reward" in record for record in records),
+            "num_iterations": sum("reward" in record or "loss" in record for record in records),
             "pass_name": metrics.pass_name(records),
             "start_seconds": metrics.start_seconds(records),
             "nonfinite": _list_nonfinite(records),

@@ -1,5 +1,6 @@
 """What the sidecar asks of an engine. The other modules: the scripted engine, and the pool that spreads groups."""
 
+import asyncio
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class GroupRequest:
     sampling: Sampling
     can_wait: bool = False
     """Whether other groups go first: an evaluation uses what training leaves free."""
+    cut: asyncio.Event | None = dataclasses.field(default=None, compare=False)
+    """Once it is set, responses end where they are, some perhaps before their first token."""
     prompt: int = 0
     """The prompt's index, for the trace."""
     since: float | None = None

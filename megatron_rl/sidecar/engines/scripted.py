@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -85,11 +86,10 @@ class ScriptedEngine:
             if self.script.tokens_per_second:
                 num_tokens = sum(len(response.tokens) // 4 for response in responses)
                 seconds += num_tokens * self._num_in_flight / self.script.tokens_per_second
-            if seconds:
-                await asyncio.sleep(seconds)
+            share = await _sleep(seconds, request.cut)
             self._must_live()
             self.num_served += 1
-            return responses
+            return responses if share is None else [_cut(response, share) for response in responses]
         finally:
             self._num_in_flight -= 1
 
@@ -184,6 +184,36 @@ class ScriptedFactory:
 
     def release(self, name: str) -> None:
         """It holds nothing."""
+
+
+async def _sleep(seconds: float, cut: asyncio.Event | None) -> float | None:
+    """Sleep so long, or until the responses are to be cut; then return which share of the time has gone."""
+    if not seconds:
+        return None
+    if cut is None:
+        await asyncio.sleep(seconds)
+        return None
+    start = time.monotonic()
+    try:
+        await asyncio.wait_for(cut.wait(), seconds)
+    except TimeoutError:
+        return None
+    return (time.monotonic() - start) / seconds
+
+
+def _cut(response: Response, share: float) -> Response:
+    """Leave this share of the tokens, rounded up."""
+    length = math.ceil(share * len(response.tokens) / 4)
+    if 4 * length >= len(response.tokens):
+        return response
+    spans = [msgspec.structs.replace(span, end=length) for span in response.spans]
+    return msgspec.structs.replace(
+        response,
+        tokens=response.tokens[: 4 * length],
+        log_probs=response.log_probs[: 4 * length],
+        finish_reason="cut",
+        spans=spans,
+    )
 
 
 def _stream(text: str) -> np.random.Generator:

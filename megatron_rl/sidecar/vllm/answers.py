@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import Response, Sampling, Span, decode_log_probs, decode_tokens, encode_tokens
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, GroupChoice
+from megatron_rl.sidecar.vllm.routes import CUT, GroupAnswer, GroupCall, GroupChoice
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ def _response(
     return Response(
         tokens=choice.tokens,
         log_probs=choice.log_probs,
-        finish_reason=choice.finish_reason,  # type: ignore[arg-type]
+        finish_reason="cut" if choice.finish_reason == CUT else choice.finish_reason,  # type: ignore[arg-type]
         seed=request.seed + choice.index,
         engine=engine,
         spans=[
@@ -94,9 +94,10 @@ def _response(
 def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
     """Say what is wrong with a choice; None if nothing is."""
     num_tokens, most = len(choice.tokens) // 4, request.sampling.max_tokens
-    if choice.finish_reason not in ("stop", "length"):
+    is_cut = choice.finish_reason == CUT and request.cut is not None
+    if choice.finish_reason not in ("stop", "length") and not is_cut:
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
-    if not num_tokens or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
+    if not (num_tokens or is_cut) or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
         return f"ended by {choice.finish_reason!r} after {num_tokens} tokens, with max_tokens {most}"
     if choice.log_prob_tokens != choice.tokens or len(choice.log_probs) != len(choice.tokens):
         return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its {num_tokens} tokens"

@@ -1,13 +1,14 @@
 """A vLLM server as an engine: requests over its unix socket, weights replaced in place."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,18 @@ from megatron_rl.sidecar.engines import (
 from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
-from megatron_rl.sidecar.vllm.routes import COMMIT, GENERATE, HELD, MIDDLEWARE, PAUSE, Commit, GroupAnswer, GroupCall
+from megatron_rl.sidecar.vllm.routes import (
+    COMMIT,
+    END,
+    GENERATE,
+    HELD,
+    MIDDLEWARE,
+    PAUSE,
+    Commit,
+    Cut,
+    GroupAnswer,
+    GroupCall,
+)
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
 
 _log = logging.getLogger(__name__)
@@ -110,7 +122,7 @@ class VllmEngine:
             self._progress = (-1.0, time.monotonic())
         self._num_in_flight += 1
         try:
-            async with asyncio.timeout(self._deadlines.group):
+            async with asyncio.timeout(self._deadlines.group), self._cutting(request):
                 answer = await self._ask("generate", call)
         except TimeoutError:
             raise EngineLost(
@@ -119,6 +131,25 @@ class VllmEngine:
         finally:
             self._num_in_flight -= 1
         return read_responses(answer, request, self.name, version, tag)
+
+    @contextlib.asynccontextmanager
+    async def _cutting(self, request: GroupRequest) -> AsyncIterator[None]:
+        """Once the request is to be cut, tell the server, which then answers it with what there is."""
+        if request.cut is None:
+            yield
+            return
+
+        async def cut(event: asyncio.Event) -> None:
+            await event.wait()
+            # If the server is gone, the request itself says so.
+            with contextlib.suppress(EngineLost, EngineRefused):
+                await self._send("cut", "POST", END, msgspec.msgpack.encode(Cut(request.request_id)))
+
+        task = asyncio.create_task(cut(request.cut))
+        try:
+            yield
+        finally:
+            task.cancel()
 
     async def pause(self) -> None:
         self.state = EngineState.PUBLISHING

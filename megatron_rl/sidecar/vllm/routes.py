@@ -22,9 +22,12 @@ import numpy as np
 
 GENERATE = "/megatron_rl/generate"
 PAUSE = "/megatron_rl/pause"
+END = "/megatron_rl/end"
 COMMIT = "/megatron_rl/commit"
 HELD = "/megatron_rl/held"
 MIDDLEWARE = f"{__name__}.Routes"
+CUT = "abort"
+"""The finish reason of a response that was ended where it was, as vLLM calls it."""
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -109,6 +112,12 @@ class Commit(msgspec.Struct, frozen=True):
     tag: str
 
 
+class Cut(msgspec.Struct, frozen=True):
+    """A request whose responses are to end where they are."""
+
+    request_id: str
+
+
 class GroupAnswer(msgspec.Struct, frozen=True):
     """What a server answers."""
 
@@ -176,6 +185,11 @@ async def _generate(client: Any, held: Held, body: bytes) -> GroupAnswer:
     return msgspec.structs.replace(answer, choices=choices)
 
 
+async def _end(client: Any, _: Held, body: bytes) -> None:
+    # vLLM answers an aborted request with the tokens that it has.
+    await client.abort(msgspec.msgpack.decode(body, type=Cut).request_id)
+
+
 async def _pause(client: Any, held: Held, _: bytes) -> None:
     await client.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
     held.tag = ""
@@ -194,7 +208,7 @@ async def _report(client: Any, held: Held, _: bytes) -> Commit:
     return Commit(await client.get_weight_version() if is_known else held.tag)
 
 
-_ROUTES: dict[str, Route] = {GENERATE: _generate, PAUSE: _pause, COMMIT: _commit, HELD: _report}
+_ROUTES: dict[str, Route] = {GENERATE: _generate, END: _end, PAUSE: _pause, COMMIT: _commit, HELD: _report}
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:

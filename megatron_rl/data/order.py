@@ -1,0 +1,199 @@
+"""In which order the rows of a data set are taken, and how far a run has come in it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.errors import InputError
+
+
+class PlaceInRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many rows were taken, and what identifies the data and order that this number refers to."""
+
+    num_taken: int
+    seed: int
+    shuffle: bool
+    num_rows: int
+    fingerprint: str
+    put_off: list[int] = []
+    """Rows that were taken and are to come again, in this order."""
+    num_rested: int = 0
+    """How many rows were passed over because they rested."""
+    resting: list[tuple[int, int]] = []
+    """Rows that rest, each with the last epoch in which it does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Rows whose mean reward is outside of these bounds rest: they are passed over in the next epochs."""
+
+    least: float
+    largest: float
+    num_epochs: int
+
+
+class RowOrder:
+    """The numbers of the rows to take, in an order that is a function of data set, seed and epoch.
+
+    - Every row is taken exactly once per epoch, unless it rests; a take may end one epoch and begin the next.
+    - A row rests after a reward outside of the curriculum's bounds, for so many epochs. Then it is tried again.
+    - What is taken depends on how many rows were taken before and on their rewards, and not on time.
+    - What was put off when it was taken is kept, in order, until it is asked for.
+    - An order that is restored goes on as if it had never been stopped.
+    """
+
+    def __init__(
+        self, num_rows: int, fingerprint: str, seed: int, shuffle: bool, curriculum: Curriculum | None = None
+    ) -> None:
+        """`fingerprint` is that of the rows."""
+        assert num_rows
+        self.num_rows = num_rows
+        self.fingerprint = fingerprint
+        self.num_taken = 0
+        """Rows taken so far, over all epochs."""
+        self._put_off: list[int] = []
+        self._curriculum = curriculum
+        self._num_rested = 0
+        self._resting: dict[int, int] = {}
+        self._seed = seed
+        self._shuffle = shuffle
+        self._of_epoch = (-1, np.zeros(0, dtype=np.int64))
+
+    @property
+    def epochs(self) -> float:
+        """How many passes over the data set have been made."""
+        return self._place_of_next / self.num_rows
+
+    @property
+    def num_resting(self) -> int | None:
+        """How many rows are passed over if they come next; None without a curriculum."""
+        if self._curriculum is None:
+            return None
+        epoch = self._place_of_next // self.num_rows
+        return sum(last >= epoch for last in self._resting.values())
+
+    @property
+    def num_put_off(self) -> int:
+        """How many rows were taken before, and put off."""
+        return len(self._put_off)
+
+    def peek(self, count: int, num_carried: int = 0) -> list[int]:
+        """The next rows, the first of them put off earlier; the same again until some are taken."""
+        fresh, _ = self._walk(count - num_carried)
+        return self._put_off[:num_carried] + fresh
+
+    def advance(
+        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
+    ) -> None:
+        """Count so many as taken; `put_off` are the places, among these, of rows that are to come again.
+
+        `rewards` are the mean rewards of those that were taken, in their order; None of one that has none.
+        """
+        fresh, num_rested = self._walk(count - num_carried)
+        rows = self._put_off[:num_carried] + fresh
+        self.num_taken += count - num_carried
+        self._num_rested += num_rested
+        self._put_off = self._put_off[num_carried:] + [rows[index] for index in put_off]
+        self._learn(rows, rewards)
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON from which `restore` goes on."""
+        state: dict[str, Any] = msgspec.to_builtins(self._place())
+        return state
+
+    def restore(self, state: object) -> None:
+        """Go on from that state; raise an InputError that says what differs if data set or order are not the same."""
+        try:
+            saved = msgspec.convert(state, PlaceInRows)
+        except msgspec.ValidationError as error:
+            raise InputError(
+                f"the checkpoint's place in the prompts cannot be read: {error}; load another one"
+            ) from None
+        own = self._place()
+        differences = []
+        if (saved.num_rows, saved.fingerprint) != (own.num_rows, own.fingerprint):
+            differences.append(
+                f"other prompts ({saved.num_rows} rows, fingerprint {saved.fingerprint}; now {own.num_rows} rows, "
+                f"fingerprint {own.fingerprint}): give the same files, --hf-model, keys, filters and held-out split"
+            )
+        if saved.seed != own.seed:
+            differences.append(f"seed {saved.seed} (now {own.seed}): give --seed {saved.seed}")
+        if saved.shuffle != own.shuffle:
+            given, todo = (
+                ("shuffled prompts", "leave out") if saved.shuffle else ("prompts in the files' order", "give")
+            )
+            differences.append(f"{given}: {todo} --no-shuffle-prompts")
+        if differences:
+            raise InputError(
+                f"the checkpoint was trained with {'; and with '.join(differences)}; or load its weights alone, with "
+                f"--finetune"
+            )
+        if saved.num_taken < 0:
+            raise InputError(f"the checkpoint has taken {saved.num_taken} prompts, which is below 0: load another one")
+        strangers = [row for row in saved.put_off if not 0 <= row < self.num_rows]
+        if strangers:
+            raise InputError(f"the checkpoint has put off row {strangers[0]} of {self.num_rows}: load another one")
+        self.num_taken, self._put_off = saved.num_taken, saved.put_off
+        self._num_rested = saved.num_rested
+        self._resting = {} if self._curriculum is None else dict(saved.resting)
+
+    def _place(self) -> PlaceInRows:
+        return PlaceInRows(
+            num_taken=self.num_taken,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            num_rows=self.num_rows,
+            fingerprint=self.fingerprint,
+            put_off=self._put_off,
+            num_rested=self._num_rested,
+            resting=sorted(self._resting.items()),
+        )
+
+    @property
+    def _place_of_next(self) -> int:
+        """The number of the next row over all epochs, those that rested counted too."""
+        return self.num_taken + self._num_rested
+
+    def _walk(self, count: int) -> tuple[list[int], int]:
+        """Find the next rows that do not rest, and how many are passed over until the last of them."""
+        rows: list[int] = []
+        number = self._place_of_next
+        while len(rows) < count:
+            epoch, place = divmod(number, self.num_rows)
+            row = int(self._find_order(epoch)[place])
+            if self._resting.get(row, -1) < epoch:
+                rows.append(row)
+            number += 1
+        return rows, number - self._place_of_next - count
+
+    def _learn(self, rows: Sequence[int], rewards: Sequence[float | None]) -> None:
+        if self._curriculum is None:
+            return
+        # Of the last row that was taken: a take that ends an epoch counts for the next one.
+        epoch = (self._place_of_next - 1) // self.num_rows
+        for row, reward in zip(rows, rewards, strict=False):
+            if reward is not None and not self._curriculum.least <= reward <= self._curriculum.largest:
+                self._resting[row] = epoch + self._curriculum.num_epochs
+            elif reward is not None:
+                self._resting.pop(row, None)
+
+    def _find_order(self, epoch: int) -> np.ndarray:
+        if self._of_epoch[0] != epoch:
+            order = _shuffled(self.num_rows, self._seed, epoch) if self._shuffle else np.arange(self.num_rows)
+            self._of_epoch = (epoch, order)
+        return self._of_epoch[1]
+
+
+def digest(text: str) -> bytes:
+    """Return 16 bytes that follow from a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of an epoch. Of numpy's generators only RandomState gives the same numbers in every version."""
+    words = np.frombuffer(digest(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
+    return np.random.RandomState(words).permutation(count)

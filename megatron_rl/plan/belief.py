@@ -1,0 +1,99 @@
+"""How far a prediction can be believed: how wrong others were, and what lies outside of what runs have shown."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from megatron_rl.plan.calibrate import MeasuredRun, calibrate
+from megatron_rl.plan.costs import BatchingCosts, Costs, EngineCosts, Setting
+from megatron_rl.plan.simulate import simulate
+
+# What a run has shown holds a little beyond it too.
+_MARGIN = 1.5
+_SIMULATED = 20
+NO_RUN = (
+    "do not believe the times: no run was measured, and they follow from data sheets and assumed shares of them; use "
+    "them to compare splits, and run one before you rely on it"
+)
+
+RANGES: Mapping[str, Callable[[Setting], float]] = {
+    "responses an iteration": lambda setting: setting.num_prompts * setting.group_size,
+    "responses a micro-batch": lambda setting: setting.micro_batch_size,
+    "tokens of a prompt": lambda setting: setting.prompts.mean,
+    "tokens of a response": lambda setting: setting.responses.mean,
+    "responses of an iteration for each engine": lambda setting: (
+        setting.num_prompts * setting.group_size / setting.num_engines
+    ),
+    "devices": lambda setting: setting.num_devices,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a run was predicted to take by the others, beside what it took."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def leave_one_out(runs: Sequence[MeasuredRun]) -> list[Prediction]:
+    """Predict each run from all others; nothing with one run, which cannot say how wrong it is."""
+    found = []
+    for place, run in enumerate(runs):
+        others = [*runs[:place], *runs[place + 1 :]]
+        if others:
+            costs = costs_for(run, calibrate(others))
+            predicted = simulate(run.setting, costs, _SIMULATED).seconds
+            found.append(Prediction(run.record.name, predicted, run.record.iteration_seconds))
+    return found
+
+
+def costs_for(run: MeasuredRun, costs: Costs) -> Costs:
+    """The costs with the run's own bounds of what its engines sample at once."""
+    engine: EngineCosts = dataclasses.replace(costs.engine, max_in_flight=run.layout.max_in_flight)
+    if isinstance(engine, BatchingCosts):
+        engine = dataclasses.replace(engine, max_running=run.layout.max_running)
+    return dataclasses.replace(costs, engine=engine)
+
+
+def find_doubts(setting: Setting, runs: Sequence[MeasuredRun]) -> Iterator[str]:
+    """Yield why a prediction for this setting must not be believed; nothing if the runs cover it."""
+    if not runs:
+        yield NO_RUN
+        return
+    seen = [run.setting for run in runs]
+    for name, read in RANGES.items():
+        values = [read(one) for one in seen]
+        value, least, most = read(setting), min(values), max(values)
+        if not least / _MARGIN <= value <= most * _MARGIN:
+            covered = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+            yield f"do not believe it: {value:g} {name}, and the runs cover {covered}: run one that is nearer"
+    stages = {one.num_stages for one in seen}
+    if setting.num_stages not in stages:
+        yield (
+            f"do not believe it: no run had {setting.num_stages} pipeline stages: they are taken to divide the "
+            "computing evenly"
+        )
+    schedules = {one.schedule for one in seen}
+    if setting.schedule not in schedules:
+        yield f"take care: no run had the schedule {setting.schedule}; it follows from how the parts fit together"
+    if len(runs) == 1:
+        yield "take care: one run cannot say how wrong it is about others: name a second one for a figure of that"
+
+
+def describe_errors(predictions: Sequence[Prediction]) -> list[str]:
+    """Say how wrong the runs are about each other."""
+    if not predictions:
+        return []
+    errors = sorted(abs(one.error) for one in predictions)
+    lines = ["each run, predicted from all others:"]
+    lines += [
+        f"  {one.name:<24}{one.predicted:>9.2f} s predicted{one.measured:>9.2f} s measured{one.error:>+8.1%}"
+        for one in predictions
+    ]
+    middle = errors[len(errors) // 2] if len(errors) % 2 else sum(errors[len(errors) // 2 - 1 :][:2]) / 2
+    return [*lines, f"  error: {middle:.1%} median, {errors[-1]:.1%} worst"]

@@ -1,0 +1,267 @@
+"""Simulated engines. Time is computed in closed form from one change of what runs to the next, not token by token.
+
+Invariants:
+
+- an engine works while it has a response to sample, and only then;
+- between two changes of its batch every running response gets as many tokens as any other;
+- nothing finishes before it was begun, and every group that is begun finishes once.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.plan.costs import BatchingCosts, EngineCosts, ScriptedCosts
+
+
+@dataclasses.dataclass(eq=False)
+class SimulatedGroup:
+    """A group of an iteration, and what became of it."""
+
+    index: int
+    """Of the iteration's groups."""
+    iteration: int
+    prompt: int
+    lengths: list[int]
+    begun: float = math.nan
+    """When an engine was given it."""
+    sampled: float = math.nan
+    finished: float = math.nan
+    """When its rewards were there too."""
+
+
+class SimulatedEngine(Protocol):
+    """What the pool asks of an engine."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds that it has sampled for, until it last changed or was settled."""
+        ...
+
+    num_events: int
+
+    def begin(self, group: SimulatedGroup, now: float) -> None:
+        """Take a group."""
+
+    def peek(self) -> float:
+        """When the next group will have been sampled if nothing is begun before; infinite if none is at work."""
+        ...
+
+    def take(self) -> SimulatedGroup:
+        """Return that group, at that time."""
+        ...
+
+    def pause(self, now: float, seconds: float) -> None:
+        """Sample nothing from now on for so long."""
+
+    def settle(self, now: float) -> None:
+        """Be at `now`; no group ends before."""
+
+
+def build_engine(costs: EngineCosts, generator: np.random.Generator) -> SimulatedEngine:
+    """Build an engine of the kind that the costs are of."""
+    if isinstance(costs, ScriptedCosts):
+        return SimulatedScripted(costs, generator)
+    return SimulatedBatching(costs)
+
+
+@dataclasses.dataclass
+class _State:
+    """Where a batching engine is."""
+
+    now: float = 0.0
+    stalled: float = 0.0
+    """Seconds that pass before the next token: prefill, or a pause."""
+    paused: float = 0.0
+    """Of these, a pause's."""
+    steps: float = 0.0
+    """Tokens that a response would have which has always been running."""
+    context: float = 0.0
+    """Tokens that all running responses see."""
+    busy: float = 0.0
+    running: list[tuple[float, int, int]] = dataclasses.field(default_factory=list)
+    """A heap: at how many steps a response ends, the number of its group, its length."""
+    waiting: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
+    """Responses that are not begun: the number of the group, and which response."""
+    left: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of a group, responses that are not ended."""
+
+    def copy(self) -> "_State":
+        return _State(
+            self.now, self.stalled, self.paused, self.steps, self.context, self.busy,
+            self.running.copy(), self.waiting.copy(), self.left.copy(),
+        )  # fmt: skip
+
+
+class SimulatedBatching:
+    """Batches continuously; satisfies `SimulatedEngine`.
+
+    It is computed up to the next group, and goes back to where it was if something happens before that.
+    """
+
+    def __init__(self, costs: BatchingCosts) -> None:
+        self._costs = costs
+        self._groups: dict[int, SimulatedGroup] = {}
+        self._num_begun = 0
+        self._state = self._ahead = _State()
+        self._next: int | None = None
+        self._is_computed = True
+        self.num_events = 0
+
+    @property
+    def busy(self) -> float:
+        return self._state.busy
+
+    def begin(self, group: SimulatedGroup, now: float) -> None:
+        self.settle(now)
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        self._groups[number] = group
+        group.begun = now
+        state = self._state
+        state.left[number] = len(group.lengths)
+        state.waiting.extend((number, place) for place in range(len(group.lengths)))
+
+    def peek(self) -> float:
+        if not self._is_computed:
+            self._ahead = self._state.copy()
+            self._next = self._run(self._ahead, math.inf)
+            self._is_computed = True
+        return math.inf if self._next is None else self._ahead.now
+
+    def take(self) -> SimulatedGroup:
+        self.peek()
+        assert self._next is not None, "no group is at work"
+        self._state, number = self._ahead, self._next
+        self._is_computed = False
+        return self._groups.pop(number)
+
+    def pause(self, now: float, seconds: float) -> None:
+        self.settle(now)
+        self._state.stalled += seconds
+        self._state.paused += seconds
+
+    def settle(self, now: float) -> None:
+        self._run(self._state, now)
+        self._state.now = now
+        self._is_computed = False
+
+    def _run(self, state: _State, until: float) -> int | None:
+        """Go on until a group ends, and return its number; or until that time, or until there is nothing to do."""
+        costs, running = self._costs, state.running
+        while True:
+            if state.waiting and len(running) < costs.max_running:
+                self._admit(state)
+            if not running:
+                self._wait_out(state, until)
+                return None
+            if state.stalled and not self._pass_stall(state, until):
+                return None
+            self.num_events += 1
+            number = len(running)
+            steps = running[0][0] - state.steps
+            rate = costs.step + number * costs.per_sequence + state.context * costs.per_context
+            growth = number * costs.per_context / 2
+            seconds = steps * (rate + growth * steps)
+            is_last = state.left[running[0][1]] == 1
+            if state.now + seconds > until or (is_last and not math.isinf(until)):
+                # A group's end is left to `take`: by rounding it may lie a little before `until`.
+                self._pass_steps(state, until - state.now, rate, growth)
+                return None
+            state.now += seconds
+            state.busy += seconds
+            end, group, length = heapq.heappop(running)
+            state.steps = end
+            state.context += number * steps - length - self._groups[group].prompt
+            left = state.left[group] - 1
+            if not left:
+                del state.left[group]
+                return group
+            state.left[group] = left
+
+    def _admit(self, state: _State) -> None:
+        costs = self._costs
+        while state.waiting and len(state.running) < costs.max_running:
+            number, place = state.waiting.popleft()
+            group = self._groups[number]
+            if place == 0:
+                state.stalled += costs.per_prompt + group.prompt * costs.per_prompt_token
+            length = group.lengths[place]
+            state.context += group.prompt
+            heapq.heappush(state.running, (state.steps + length, number, length))
+
+    @staticmethod
+    def _wait_out(state: _State, until: float) -> None:
+        """With nothing to sample, time passes until `until`; a pause ends in it, or goes on after it."""
+        if state.stalled and not math.isinf(until):
+            state.stalled = state.paused = max(0.0, state.stalled - (until - state.now))
+
+    @staticmethod
+    def _pass_stall(state: _State, until: float) -> bool:
+        """Let the stall pass, as far as there is time; return whether it is over."""
+        seconds = min(state.stalled, max(0.0, until - state.now))
+        state.now += seconds
+        of_pause = min(state.paused, seconds)
+        state.busy += seconds - of_pause
+        is_over = seconds == state.stalled
+        state.paused -= of_pause
+        state.stalled = 0.0 if is_over else state.stalled - seconds
+        return is_over
+
+    @staticmethod
+    def _pass_steps(state: _State, seconds: float, rate: float, growth: float) -> None:
+        """Let `seconds` pass, in which no response ends."""
+        if seconds <= 0:
+            return
+        steps = seconds / rate if not growth else (math.sqrt(rate**2 + 4 * growth * seconds) - rate) / (2 * growth)
+        steps = min(steps, state.running[0][0] - state.steps)
+        state.now += seconds
+        state.busy += seconds
+        state.steps += steps
+        state.context += len(state.running) * steps
+
+
+class SimulatedScripted:
+    """As `sidecar/engines/scripted.py` does it; satisfies `SimulatedEngine`."""
+
+    def __init__(self, costs: ScriptedCosts, generator: np.random.Generator) -> None:
+        self._costs = costs
+        self._generator = generator
+        self._ends: list[tuple[float, int, SimulatedGroup]] = []
+        self._since = 0.0
+        self._num_begun = 0
+        self._busy = 0.0
+        self.num_events = 0
+
+    @property
+    def busy(self) -> float:
+        return self._busy
+
+    def begin(self, group: SimulatedGroup, now: float) -> None:
+        self.settle(now)
+        group.begun = now
+        least, most = self._costs.delay
+        seconds = self._generator.uniform(least, most) if most > least else least
+        if self._costs.tokens_per_second:
+            seconds += sum(group.lengths) * (len(self._ends) + 1) / self._costs.tokens_per_second
+        self._num_begun += 1
+        self.num_events += 1
+        heapq.heappush(self._ends, (now + seconds, self._num_begun, group))
+
+    def peek(self) -> float:
+        return self._ends[0][0] if self._ends else math.inf
+
+    def take(self) -> SimulatedGroup:
+        self.settle(self._ends[0][0])
+        return heapq.heappop(self._ends)[2]
+
+    def pause(self, now: float, seconds: float) -> None:
+        """It answers at the time that was settled, whatever happens meanwhile."""
+
+    def settle(self, now: float) -> None:
+        if self._ends:
+            self._busy += now - self._since
+        self._since = now

@@ -1,0 +1,90 @@
+"""Whether a split fits the devices' memory, by formula: `megatron-rl doctor --fit` counts what is estimated here.
+
+The optimizer is Adam, divided over replicas; weights are bf16, gradients and states fp32.
+"""
+
+import dataclasses
+
+from megatron_rl.plan.figures import DeviceSplit, ModelSize, count_context_bytes, measure
+from megatron_rl.types import Architecture
+
+_GIB = 1 << 30
+_WEIGHT, _GRADIENT, _STATE = 2, 4, 12
+# A tensor that is on its way to engines, twice; logits of a block of the vocabulary, with their gradient.
+_PUBLISH = 2 << 28
+_LOGITS = 2 << 26
+# Of an engine's memory what vLLM takes by default, and what it needs besides weights and the cache.
+_ENGINE_SHARE, _ENGINE_OTHER = 0.9, 4 * _GIB
+# What the device itself, collectives and gaps between blocks take of a trainer's.
+_TRAINER_SHARE = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """The largest micro-batch."""
+
+    tokens: int
+    num_in_schedule: int
+    num_virtual: int = 1
+
+
+def count_trainer_bytes(
+    architecture: Architecture, split: DeviceSplit, micro: Micro, num_frozen: int = 0, recomputes: bool = False
+) -> int:
+    """Count what a rank of the first stage takes: it keeps more micro-batches than any other."""
+    size = measure(architecture)
+    weights = _count_parameters(size, split)
+    of_experts = size.num_layers * size.of_experts / (split.pipeline * split.expert)
+    owned = (weights - of_experts) / (split.replicas * split.context)
+    owned += of_experts * split.expert / (split.replicas * split.context * split.tensor)
+    of_layer = _count_kept_of_layer(architecture)
+    kept = 2 * architecture.hidden_size if recomputes else of_layer
+    rows = micro.tokens / (split.tensor * split.context)
+    in_flight = min(split.pipeline, micro.num_in_schedule)
+    if micro.num_virtual > 1:
+        ahead = 2 * (split.pipeline - 1) + (micro.num_virtual - 1) * split.pipeline + 1
+        in_flight = min(ahead, micro.num_in_schedule * micro.num_virtual) / micro.num_virtual  # type: ignore[assignment]
+    activations = in_flight * rows * kept * size.num_layers / split.pipeline
+    last = _LOGITS if split.pipeline == 1 else 0
+    total = weights * (_WEIGHT * (1 + num_frozen) + _GRADIENT) + owned * _STATE + activations + rows * of_layer
+    return round(total + last + _PUBLISH)
+
+
+def fits_trainer(
+    architecture: Architecture,
+    split: DeviceSplit,
+    micro: Micro,
+    gib: float,
+    num_frozen: int = 0,
+    recomputes: bool = False,
+) -> bool:
+    """Whether a rank fits a device of so many GiB."""
+    return count_trainer_bytes(architecture, split, micro, num_frozen, recomputes) <= gib * _GIB * _TRAINER_SHARE
+
+
+def count_running(architecture: Architecture, tensor: int, context: float, gib: float) -> int:
+    """Count the responses of that many tokens, with their prompts, that an engine's cache holds; 0 if none fits."""
+    size = measure(architecture)
+    room = tensor * (gib * _GIB * _ENGINE_SHARE - _ENGINE_OTHER) - size.total * _WEIGHT
+    # Keys and values of a group lie on several devices where there are more devices than groups.
+    copies = max(1, tensor // architecture.num_query_groups)
+    return max(0, int(room / (count_context_bytes(architecture) * copies * context)))
+
+
+def _count_parameters(size: ModelSize, split: DeviceSplit) -> float:
+    """Of a rank of the first stage, which has the embedding; with one stage, the output layer too."""
+    layers = size.num_layers / split.pipeline
+    vocabulary = size.of_vocabulary * (2 if split.pipeline == 1 and not size.is_tied else 1)
+    return (layers * size.of_layer + vocabulary) / split.tensor + layers * size.of_experts / split.expert
+
+
+def _count_kept_of_layer(architecture: Architecture) -> int:
+    """Count the bytes that a layer of Megatron's own keeps of a token, in bf16; norms compute in fp32."""
+    hidden = architecture.hidden_size
+    heads = (architecture.num_attention_heads + architecture.num_query_groups) * architecture.kv_channels
+    kept = 22 * hidden + (14 if architecture.qk_layernorm else 6) * heads
+    experts = architecture.experts
+    if experts is None:
+        return kept + 10 * architecture.ffn_hidden_size
+    routed = experts.num_active * (3 * hidden + 5 * experts.ffn_hidden_size)
+    return kept + 2 * routed + 4 * experts.num_experts

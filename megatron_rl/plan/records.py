@@ -1,0 +1,140 @@
+"""What a run has left: when its groups were finished and its slots claimed, and where its iterations' time went."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_rl.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedGroup:
+    """A group as the audit log has it."""
+
+    index: int
+    engine: str
+    finished: float
+    lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claimed:
+    """A claim of a replica's slots."""
+
+    time: float
+    replica: int
+    index: int
+    groups: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedIteration:
+    """An iteration of a run."""
+
+    version: int
+    submitted: float
+    completed: float
+    groups: Sequence[RecordedGroup]
+    claims: Sequence[Claimed]
+    seconds: Mapping[str, float]
+    """Its parts, by their names in metrics.jsonl, and "iteration", the whole."""
+    prompt: float
+    """Tokens of a prompt, on average."""
+
+    @property
+    def sampling(self) -> float:
+        """Seconds until the last group."""
+        return max(group.finished for group in self.groups) - self.submitted
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """A run, without its first iteration, which has warmed up."""
+
+    name: str
+    num_prompts: int
+    group_size: int
+    micro_batch_size: int
+    num_replicas: int
+    num_updates: int
+    in_prompt_order: bool
+    num_engines: int
+    iterations: Sequence[RecordedIteration]
+
+    @property
+    def iteration_seconds(self) -> float:
+        """The median iteration."""
+        return statistics.median(one.seconds["iteration"] for one in self.iterations)
+
+    @property
+    def mean_length(self) -> float:
+        lengths = [length for one in self.iterations for group in one.groups for length in group.lengths]
+        return sum(lengths) / len(lengths)
+
+
+def read_record(
+    name: str, metrics: Iterable[Mapping[str, Any]], audit: Iterable[Mapping[str, Any]], num_skipped: int = 1
+) -> RunRecord:
+    """Put together what metrics.jsonl and audit.jsonl say of a run; its first iterations are left out."""
+    by_version = {line["version"]: line for line in metrics if "tokens" in line}
+    found: dict[int, dict[str, Any]] = {}
+    for event in audit:
+        kind, version = event.get("event"), event.get("version", -1)
+        if kind == "submit":
+            # A version that is submitted again begins again.
+            found[version] = {"submit": event, "groups": [], "claims": []}
+        elif version in found and kind in ("group", "claim"):
+            found[version][f"{kind}s"].append(event)
+        elif version in found and kind == "complete":
+            found[version]["complete"] = event
+    whole = sorted(version for version, events in found.items() if "complete" in events and version in by_version)
+    kept = [version for version in whole[num_skipped:] if not _is_restored(found[version])]
+    if not kept:
+        raise InputError(
+            f"{name} has no whole iteration after the first {num_skipped}: plan needs its metrics.jsonl and "
+            "audit.jsonl, of 2 iterations or more"
+        )
+    plan = found[kept[0]]["submit"]["plan"]
+    iterations = [_make_iteration(found[version], by_version[version]) for version in kept]
+    return RunRecord(
+        name=name,
+        num_prompts=plan["num_prompts"],
+        group_size=plan["group_size"],
+        micro_batch_size=plan["micro_batch_size"],
+        num_replicas=plan["num_replicas"],
+        num_updates=plan["num_updates"],
+        in_prompt_order=plan["order"] == "prompt",
+        num_engines=len({group.engine for one in iterations for group in one.groups}),
+        iterations=iterations,
+    )
+
+
+def _is_restored(events: Mapping[str, Any]) -> bool:
+    """Whether groups came from a journal: then they were not sampled in this time."""
+    return any(event.get("is_restored") for event in events["groups"])
+
+
+def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> RecordedIteration:
+    groups = [
+        RecordedGroup(
+            index=event["prompt"],
+            engine=event["responses"][0]["engine"],
+            finished=event["time"],
+            lengths=tuple(response["num_tokens"] for response in event["responses"]),
+        )
+        for event in events["groups"]
+    ]
+    claims = [
+        Claimed(event["time"], event["replica"], event["index"], tuple(event["prompts"])) for event in events["claims"]
+    ]
+    seconds = {name: value for name, value in metrics["time"].items() if not name.endswith("_per_second")}
+    return RecordedIteration(
+        version=metrics["version"],
+        submitted=events["submit"]["time"],
+        completed=events["complete"]["time"],
+        groups=groups,
+        claims=claims,
+        seconds=seconds,
+        prompt=metrics["tokens"]["prompt"] / metrics["groups"],
+    )

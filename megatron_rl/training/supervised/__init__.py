@@ -1,0 +1,1 @@
+"""Supervised fine-tuning (--stage sft): the loop without a sidecar, and its parts."""

@@ -1,0 +1,95 @@
+"""Updates over given demonstrations, as --stage sft makes them, on the ranks of a test."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rl.arguments.checks import count_interleaved
+from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.mcore.session import Session, start_session
+from megatron_rl.mcore.step.policy import build_policy
+from megatron_rl.training.measures import Measures
+from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
+from megatron_rl.training.supervised.learner import SupervisedLearner
+from megatron_rl.training.supervised.packs import Demonstrations, build_packer, divide_held_out
+from megatron_rl.training.supervised.trainer import compute_supervised_metrics
+from tests.distributed.layouts import Model, gather_reduced_shards
+from tests.distributed.training import settings_of
+from tests.supervised_twin import Tensors
+
+NUM_UPDATES = 2
+DEMONSTRATIONS_PER_UPDATE, MICRO_BATCH_SIZE = 12, 2
+WORDS = (
+    f"--stage sft --train-iters {NUM_UPDATES} --seq-length 96 --global-batch-size {DEMONSTRATIONS_PER_UPDATE} "
+    f"--micro-batch-size {MICRO_BATCH_SIZE} --lr 0.002 --lr-decay-style constant --weight-decay 0 --clip-grad 0.5"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """An update, and the evaluation before it; gradients and weights on rank 0 only."""
+
+    gradients: Tensors
+    """As the optimizer takes them, before they are clipped."""
+    weights: Tensors
+    """That these are the gradients at."""
+    metrics: dict
+    evaluation: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A model, a layout, and what is learned."""
+
+    folder: Path
+    layout: str
+    """Its flags."""
+    rows: Sequence[Demonstration]
+    held_out: Sequence[Demonstration]
+
+
+def run_trials(trials: Mapping[str, Trial]) -> dict[str, list[Seen]]:
+    """On each rank: the updates of each trial."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for name, trial in trials.items():
+        with start_session(settings_of(trial.folder, f"{trial.layout} {WORDS}")) as session:
+            results[name] = _run(trial, session)
+    return results
+
+
+def _run(trial: Trial, session: Session) -> list[Seen]:
+    settings = settings_of(trial.folder, f"{trial.layout} {WORDS}")
+    sizes = compute_sizes(settings, session.num_replicas)
+    policy = build_policy(settings, session, NUM_UPDATES)
+    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+    packer = build_packer(settings, session.device)
+    source = DemonstrationSource(trial.rows, seed=0, shuffle=False) if session.rank == 0 else None
+    demonstrations = Demonstrations(session, sizes.division, packer, source)
+    of_turn = count_interleaved(settings) if settings.parallel_sizes.virtual_pipeline is not None else 1
+    parts = divide_held_out(trial.held_out, MICRO_BATCH_SIZE, session, of_turn)
+    evaluator = SupervisedEvaluator(policy, session, parts, packer, 1)
+    learner = SupervisedLearner(policy, session)
+    kept: list[tuple[Tensors, Tensors]] = []
+    step = policy.optimizer.step
+
+    def kept_step() -> object:
+        for chunk in model.wrapped:
+            gather_reduced_shards(chunk)
+        kept.append((model.gradients(), model.parameters()))
+        return step()
+
+    policy.optimizer.step = kept_step
+    seen = []
+    for _ in range(NUM_UPDATES):
+        evaluation = evaluator.evaluate()
+        learned = learner.learn(demonstrations.take())
+        measures = Measures()
+        for of_rank in session.gather(learned.measures):
+            measures.merge(of_rank)
+        metrics = compute_supervised_metrics(measures, learned.outcome, sizes.largest_micro_batch)
+        seen.append(Seen(*kept[-1], metrics, evaluation))
+    return seen

@@ -1,0 +1,155 @@
+"""Whole runs of --stage sft: after a kill, beside a plain loop, and on into GRPO."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.demonstrations import load_demonstrations
+from megatron_rl.observe import config_file
+from megatron_rl.observe.metrics import read, without_times
+from tests import hf_models
+from tests.e2e import loop
+from tests.supervised_twin import Row, Rules, Twin
+from tests.truth import error_over_bound, worst_of
+
+pytestmark = [pytest.mark.each_change, pytest.mark.timeout(900)]
+
+ITERATIONS, BATCH, SEED = 20, 8, 7
+HELD_OUT = 5
+RULES = Rules(num_steps=ITERATIONS, num_rising=4, rate=3e-3, least_rate=3e-4)
+LAST = f"iter_{ITERATIONS:07d}"
+# Run by a rank before it begins: it dies after so many steps of the optimizer, between two checkpoints.
+KILL = """
+import os, signal
+from megatron_rl import platforms
+platforms.select("cpu").install()
+from megatron_rl.mcore.step.policy import Policy
+inner, calls = Policy.update, []
+def update(self, scale):
+    result = inner(self, scale)
+    calls.append(1)
+    if len(calls) == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+Policy.update = update
+"""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two for a model this small wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_pairs(path: Path, count: int) -> Path:
+    """Ragged prompts of numbers, and completions."""
+    rows = [
+        {
+            "prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)),
+            "completion": " ".join(str((5 * row + place) % 120 + 2) for place in range(1 + row % 6)),
+        }
+        for row in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> loop.World:
+    return loop.make_world(tmp_path_factory.mktemp("supervised"))
+
+
+@pytest.fixture(scope="module")
+def pairs(world) -> Path:
+    """An update is a quarter of an epoch, to a row."""
+    return write_pairs(world.folder / "pairs.jsonl", 35)
+
+
+def words_of(world: loop.World, pairs: Path, folder: Path) -> list[str]:
+    flags = {
+        "hf_model": world.model, "prompts": pairs, "seq_length": 64, "train_iters": ITERATIONS, "seed": SEED,
+        "global_batch_size": BATCH, "micro_batch_size": 2, "lr": RULES.rate, "min_lr": RULES.least_rate,
+        "lr_decay_style": "cosine", "lr_warmup_iters": RULES.num_rising, "weight_decay": RULES.weight_decay,
+        "clip_grad": RULES.clip_norm, "prompts_held_out": HELD_OUT, "eval_interval": 6, "save_interval": 5,
+        "rollout_folder": folder / "run", "save": folder / "save", "load": folder / "save", "save_hf": folder / "hf",
+    }  # fmt: skip
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return ["--stage", "sft", "--use-distributed-optimizer", *words]
+
+
+@pytest.fixture(scope="module")
+def whole(world, pairs) -> Path:
+    """A run on two ranks that nobody kills."""
+    folder = world.folder / "whole"
+    loop.run(folder, 2, words_of(world, pairs, folder))
+    return folder
+
+
+def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, whole):
+    folder = world.folder / "killed"
+    words = words_of(world, pairs, folder)
+    with loop.running(folder, 2, words, {1: KILL}) as ranks:
+        assert all(ranks.wait()), ranks.text()
+    assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
+    ranks = loop.run(folder, 2, words)
+    assert "going on from" in ranks.text()
+    assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
+    assert config_file.read(folder / "run" / config_file.FILE_NAME).sections["run"]["stage"].text == "sft"
+    ours, theirs = (load_file(one / "hf" / LAST / "model.safetensors") for one in (folder, whole))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole, one_thread):
+    config = DataConfig(prompts=[pairs], held_out=HELD_OUT)
+    source = load_demonstrations(config, world.model, seed=SEED, longest=64, vocab_size=hf_models.VOCAB_SIZE)
+    updates: list[list[Row]] = [
+        [[[turn.tolist() for turn in turns] for turns in one.sequences] for one in source.take(BATCH)]
+        for _ in range(ITERATIONS)
+    ]
+    twins = [Twin(world.model, dtype) for dtype in (torch.float32, torch.float64)]
+    (theirs, their_weights), (truth, true_weights) = (twin.train(updates, RULES) for twin in twins)
+    *metrics, last = read(whole / "run")
+    losses = torch.tensor([line["loss"] for line in metrics])
+    found = {"losses": error_over_bound(losses, theirs, truth)}
+    error, tensor = worst_of(load_file(whole / "hf" / LAST / "model.safetensors"), their_weights, true_weights)
+    found[tensor] = error
+    distance = (losses - truth).abs().max().item()
+    print(
+        f"20 steps: error / bound: {found}; losses are off by {distance:.1e}, from {losses[0]:.3f} to {losses[-1]:.3f}"
+    )
+    assert max(found.values()) <= 1
+    assert distance < 1e-5
+    assert [line["learning_rate"] for line in metrics] == pytest.approx([RULES.rate_of(step) for step in range(20)])
+    assert losses[-1] < losses[0] - 1
+    assert metrics[-1]["epochs"] == source.epochs == ITERATIONS * BATCH / source.num_rows
+    held_out = [[[turn.tolist() for turn in turns] for turns in one.sequences] for one in source.held_out()]
+    with torch.no_grad():
+        expected = twins[1].losses(held_out).mean().item()
+    assert last["version"] == ITERATIONS
+    assert last["evaluation"]["loss"] == pytest.approx(expected, abs=1e-4)
+    assert [line["version"] for line in metrics if "evaluation" in line] == [0, 6, 12, 18]
+
+
+def test_its_checkpoint_and_its_folder_of_weights_go_on_into_the_same_grpo(world, whole):
+    fingerprints = []
+    for name, changes in (
+        ("checkpoint", {"load": whole / "save", "finetune": True}),
+        ("weights", {"hf_model": whole / "hf" / LAST}),
+    ):
+        folder = world.folder / name
+        words = world.words("grpo", rollout_folder=folder / "grpo", train_iters=2, save=folder / "save", **changes)
+        loop.run(folder, 1, words)
+        lines = read(folder / "grpo")
+        assert [line["version"] for line in lines] == [0, 1]
+        assert (folder / "save" / "iter_0000002").is_dir()
+        fingerprints.append([line["fingerprint"] for line in lines])
+    # Both begin with the weights that the demonstrations led to, and take the same step.
+    assert fingerprints[0] == fingerprints[1]

@@ -1,0 +1,332 @@
+"""Where the planner's costs come from: runs, traces, data sheets. And what it says must not be believed."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.plan.belief import NO_RUN, describe_errors, find_doubts, leave_one_out
+from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
+from megatron_rl.plan.chips import CHIPS, find_figures
+from megatron_rl.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.plan.engines import SimulatedGroup
+from megatron_rl.plan.figures import DeviceSplit, estimate, measure
+from megatron_rl.plan.lengths import Uniform
+from megatron_rl.plan.memory import Micro, count_running, count_trainer_bytes
+from megatron_rl.plan.pipeline import count_slot, slot_seconds
+from megatron_rl.plan.records import read_record
+from megatron_rl.plan.simulate import _Run
+from megatron_rl.plan.traces import read_trace
+from megatron_rl.types import Experts
+from megatron_rl.weights import families
+from tests.processes import ROOT
+from tests.unit.test_examples import QWEN3_4B
+
+TRAINER = TrainerCosts(per_token=4e-4, per_micro_batch=0.03, per_pair=2e-7, update=0.5)
+BATCHING = BatchingCosts(0.02, 2e-3, max_running=12, max_in_flight=24)
+SCRIPTED = ScriptedCosts(900.0, (0.5, 1.5), max_in_flight=16)
+SETTING = Setting(
+    "periodic", 24, 4, 4, Uniform(30, 30), Uniform(20, 200), num_engines=2, num_replicas=1, trainer_devices=1,
+    engine_devices=2,
+)  # fmt: skip
+
+
+class Recorded(_Run):
+    """Writes down a simulated run as a real one does."""
+
+    def __init__(self, setting, costs):
+        super().__init__(setting, costs, 3)
+        self.audit, self.metrics = [], []
+        self._claims = []
+
+    def iterate(self, version):
+        self._claims = []
+        one = self.iterate_apart(version)
+        plan = {
+            "num_prompts": self._setting.num_prompts, "group_size": self._setting.group_size, "order": "completion",
+            "micro_batch_size": self._setting.micro_batch_size, "num_replicas": self._setting.num_replicas,
+            "num_updates": self._setting.num_updates,
+        }  # fmt: skip
+        self.audit.append(
+            {"event": "submit", "version": version, "time": one.start + one.trainer["publish"], "plan": plan}
+        )
+        groups = sorted({id(group): group for group, _ in self._claims}.values(), key=lambda group: group.finished)
+        for group in groups:
+            responses = [{"num_tokens": length, "engine": self.engine_of[id(group)]} for length in group.lengths]
+            self.audit.append(
+                {
+                    "event": "group",
+                    "version": version,
+                    "time": group.finished,
+                    "prompt": group.index,
+                    "responses": responses,
+                }
+            )
+        for number, (group, claimed) in enumerate(self._claims):
+            self.audit.append(
+                {"event": "claim", "version": version, "time": claimed, "replica": 0, "index": number,
+                 "prompts": [group.index]}
+            )  # fmt: skip
+        self.audit.append({"event": "complete", "version": version, "time": one.end})
+        parts = one.trainer
+        time = {
+            "iteration": one.seconds,
+            "publish": parts["publish"],
+            "train": parts["busy"],
+            "update": parts["update"],
+        }
+        tokens = {"prompt": sum(group.prompt for group in groups)}
+        self.metrics.append({"version": version, "groups": len(groups), "tokens": tokens, "time": time})
+
+    def _give(self, pipeline, groups, arrival):
+        (group,) = groups
+        self._claims.append((group, arrival))
+        super()._give(pipeline, groups, arrival)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Make a run of these costs, as its files say it."""
+    engine_of = {}
+
+    def make(setting, costs, name="run", count=4, **layout):
+        run = Recorded(setting, costs)
+        run.engine_of = engine_of
+        for number, engine in enumerate(run._engines):
+            begin = engine.begin
+
+            def noted(group: SimulatedGroup, now: float, begin=begin, number=number):
+                engine_of[id(group)] = f"engine-{number}"
+                begin(group, now)
+
+            monkeypatch.setattr(engine, "begin", noted)
+        for version in range(count):
+            run.iterate(version)
+        return MeasuredRun(read_record(name, run.metrics, run.audit), RunLayout(**layout))
+
+    return make
+
+
+def test_what_a_batching_engine_and_the_trainer_take_is_found_in_a_run(recorded):
+    # Engines that are ahead of the trainer: only a rank that need not wait shows what a micro-batch takes.
+    run = recorded(SETTING, Costs(BATCHING.faster(10), TRAINER, publish=2.0), max_running=12, max_in_flight=24)
+    found = calibrate([run])
+    assert found.engine.step == pytest.approx(0.002, rel=0.01)
+    assert found.engine.per_sequence == pytest.approx(2e-4, rel=0.01)
+    assert (found.publish, found.trainer.update) == (pytest.approx(2.0), pytest.approx(0.5))
+    for length in (50, 110, 180):
+        counted = count_slot([(30, [length] * 4)], is_shared=True)
+        assert slot_seconds(found.trainer, *counted) == pytest.approx(slot_seconds(TRAINER, *counted), rel=0.03)
+
+
+def test_what_a_scripted_engine_takes_is_found_in_a_run(recorded):
+    run = recorded(SETTING, Costs(SCRIPTED, TRAINER), count=17, engine="scripted", max_in_flight=16)
+    found = calibrate([run]).engine
+    assert found.tokens_per_second == pytest.approx(900, rel=0.1)
+    assert found.delay == (pytest.approx(0.5, abs=0.25), pytest.approx(1.5, abs=0.25))
+
+
+def test_a_run_that_lets_nobody_tell_parts_of_a_micro_batch_apart_has_a_cost_of_a_token(recorded):
+    setting = dataclasses.replace(SETTING, responses=Uniform(100, 105))
+    found = calibrate([recorded(setting, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)]).trainer
+    assert found.per_micro_batch == found.per_pair == 0
+    tokens, pairs = count_slot([(30, [102] * 4)], is_shared=True)
+    assert slot_seconds(found, tokens, pairs) == pytest.approx(slot_seconds(TRAINER, tokens, pairs), rel=0.02)
+
+
+def test_runs_of_different_kinds_of_engines_are_refused(recorded):
+    one = recorded(SETTING, Costs(SCRIPTED, TRAINER), engine="scripted", max_in_flight=16)
+    other = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
+    with pytest.raises(InputError, match="cannot be calibrated on together"):
+        calibrate([one, other])
+
+
+def test_a_run_without_a_whole_iteration_is_refused():
+    with pytest.raises(InputError, match="no whole iteration after the first 1"):
+        read_record("short", [], [])
+
+
+def test_fitted_factors_are_not_negative_and_outliers_do_not_bend_them():
+    draw = np.random.default_rng(0)
+    rows = draw.uniform(0, 10, (60, 3))
+    values = rows @ [2.0, 0.0, 0.5]
+    values[7] += 400
+    assert fit(rows.tolist(), values.tolist()) == pytest.approx([2.0, 0.0, 0.5], abs=1e-6)
+    assert min(fit(rows.tolist(), (rows @ [1.0, -3.0, 1.0]).tolist())) >= 0
+
+
+def trace_line(process, stage, spans, **facts):
+    kinds = [
+        {"lane": "compute", "name": "forward", "role": "policy"},
+        {"lane": "compute", "name": "backward", "role": "policy"},
+        {"lane": "compute", "name": "forward", "role": "reference"},
+        {"lane": "main", "name": "wait"},
+    ]
+    return {
+        "version": 1, "format": 1, "process": process, "replica": 0, "stage": stage, "kinds": kinds, "spans": spans,
+        **facts,
+    }  # fmt: skip
+
+
+def test_a_trace_says_what_micro_batches_took_over_stages_of_the_policy_alone():
+    lines = [
+        trace_line("rank-0", 0, [[0, 0, 1000, 0, 500], [2, 0, 9000, 0, 500], [1, 10, 3000, 0, 500], [3, 5, 70, 0]]),
+        # Two ranks of a stage compute the same micro-batch at the same time.
+        trace_line("rank-1", 1, [[0, 0, 2000, 0, 500], [1, 10, 5000, 0, 500], [0, 0, 2000, 1, 400]]),
+        trace_line("rank-2", 1, [[0, 0, 2000, 0, 500], [1, 10, 7000, 0, 500]]),
+        {**trace_line("sidecar", None, []), "engines": {"engine-0": 32, "engine-1": 16}},
+        {**trace_line("rank-9", 7, []), "format": 2},
+    ]
+    trace = read_trace(lines)
+    (one,) = trace.micro_batches
+    assert (trace.num_stages, trace.max_in_flight) == (2, 32)
+    assert (one.version, one.replica, one.slot, one.tokens) == (1, 0, 0, 500)
+    assert (one.forward, one.backward) == (pytest.approx(0.003), pytest.approx(0.009))
+    assert read_trace([]) is None
+
+
+def test_a_trace_tells_the_shape_even_of_a_run_that_always_waits(recorded):
+    costs = Costs(BatchingCosts(0.5, max_running=12, max_in_flight=24), TRAINER)
+    run = recorded(SETTING, costs, max_running=12, max_in_flight=24)
+    spans, versions = {}, {one.version: one for one in run.record.iterations}
+    for version, iteration in versions.items():
+        lengths = {group.index: group.lengths for group in iteration.groups}
+        spans[version] = []
+        for claim in iteration.claims:
+            tokens, pairs = count_slot([(30, lengths[claim.groups[0]])], is_shared=True)
+            micros = 1e6 * slot_seconds(TRAINER, tokens, pairs)
+            spans[version] += [[0, 0, 0.25 * micros, claim.index, tokens], [1, 0, 0.75 * micros, claim.index, tokens]]
+    lines = [{**trace_line("rank-0", 0, of_version), "version": version} for version, of_version in spans.items()]
+    found = calibrate([dataclasses.replace(run, trace=read_trace(lines))]).trainer
+    assert found.per_micro_batch == pytest.approx(0.03, rel=0.02)
+    assert found.per_token == pytest.approx(4e-4, rel=0.02)
+    assert found.backward_share == pytest.approx(0.75)
+    assert calibrate([run]).trainer.per_micro_batch == 0
+
+
+def test_each_run_is_predicted_from_all_others(recorded):
+    layout = {"max_running": 12, "max_in_flight": 24}
+    costs = Costs(BATCHING, TRAINER, publish=2.0)
+    runs = [
+        recorded(SETTING, costs, "first", 6, **layout),
+        recorded(dataclasses.replace(SETTING, num_prompts=32), costs, "second", 6, **layout),
+        recorded(SETTING, dataclasses.replace(costs, publish=30.0), "odd", 6, **layout),
+    ]
+    first, second, odd = leave_one_out(runs)
+    assert (first.name, second.name, odd.name) == ("first", "second", "odd")
+    # The third had a slow publish, which the two others cannot know.
+    assert odd.error < -0.4
+    assert leave_one_out(runs[:1]) == []
+    (alike, other) = leave_one_out(runs[:2])
+    assert abs(alike.error) < 0.05
+    assert abs(other.error) < 0.05
+    text = "\n".join(describe_errors([first, second, odd]))
+    assert "odd" in text
+    assert f"{abs(odd.error):.1%} worst" in text
+
+
+def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
+    run = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
+    other = dataclasses.replace(run, record=dataclasses.replace(run.record, num_prompts=48))
+    assert list(find_doubts(run.setting, [])) == [NO_RUN]
+    assert list(find_doubts(run.setting, [run, other])) == []
+    far = dataclasses.replace(
+        run.setting, num_prompts=480, responses=Uniform(2000, 2000), num_stages=4, trainer_devices=64, schedule="sync"
+    )
+    doubts = "\n".join(find_doubts(far, [run]))
+    for words in (
+        "1920 responses an iteration, and the runs cover 96",
+        "2000 tokens of a response, and the runs cover",
+        "66 devices, and the runs cover 3",
+        "no run had 4 pipeline stages",
+        "no run had the schedule sync",
+        "one run cannot say how wrong it is",
+    ):
+        assert words in doubts
+
+
+def test_a_chip_that_nobody_knows_is_refused_with_those_that_are_known():
+    with pytest.raises(UsageError, match="write one of a100, h100, h200"):
+        find_figures("b300")
+
+
+def test_parameters_are_counted_as_models_have_them():
+    # 4.02 B of Qwen3-4B, whose embedding is its output layer; norms are left out.
+    assert measure(QWEN3_4B).total == pytest.approx(4.02e9, rel=0.002)
+    sparse = dataclasses.replace(
+        QWEN3_4B, num_layers=48, hidden_size=2048, num_query_groups=4, tied_embeddings=False,
+        experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
+    )  # fmt: skip
+    # Qwen3-30B-A3B.
+    assert measure(sparse).total == pytest.approx(30.5e9, rel=0.01)
+    assert measure(sparse).active == pytest.approx(3.0e9, rel=0.05)
+
+
+def test_a_faster_chip_and_more_devices_cost_less_time():
+    split = DeviceSplit(tensor=2, replicas=2, num_engines=2, engine_tensor=2)
+    slow, fast = (estimate(QWEN3_4B, CHIPS[name], split, 64) for name in ("a100", "h100"))
+    assert fast.trainer.per_token < slow.trainer.per_token
+    assert fast.engine.step < slow.engine.step
+    wide = estimate(QWEN3_4B, CHIPS["h100"], dataclasses.replace(split, tensor=4, engine_tensor=4), 64)
+    assert wide.trainer.per_token < fast.trainer.per_token
+    # Twice the devices are less than twice as fast: they talk to each other.
+    assert wide.trainer.per_token > fast.trainer.per_token / 2
+    assert wide.engine.step < fast.engine.step
+    recomputed = estimate(QWEN3_4B, CHIPS["h100"], split, 64, recomputes=True)
+    assert recomputed.trainer.per_token > 1.2 * fast.trainer.per_token
+
+
+def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model_that_is_too_large():
+    short, long = (count_running(QWEN3_4B, 1, context, 80) for context in (1000, 4000))
+    assert short == pytest.approx(4 * long, rel=0.01)
+    assert count_running(dataclasses.replace(QWEN3_4B, num_layers=1000), 1, 1000, 80) == 0
+
+
+LAYOUTS = {
+    "": DeviceSplit(replicas=8),
+    "--tensor-model-parallel-size 2 --sequence-parallel": DeviceSplit(tensor=2, replicas=4),
+    "--pipeline-model-parallel-size 4": DeviceSplit(pipeline=4, replicas=2),
+    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2": DeviceSplit(2, 1, 2, replicas=2),
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": DeviceSplit(replicas=8),
+}
+
+
+@pytest.mark.each_change
+def test_the_formula_of_memory_says_what_doctor_counts(tmp_path):
+    architecture = dataclasses.replace(QWEN3_4B, num_layers=8)
+    (tmp_path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
+    counting = """
+import json, os, sys
+from megatron_rl.arguments import command_line
+from megatron_rl.commands.fit import make_workload
+os.environ |= {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "RANK": "0"}
+for words in json.loads(sys.argv[1]):
+    settings = command_line.parse_run(words.split())
+    from megatron_rl.mcore import footprint
+    work = make_workload(settings, 8)
+    tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
+    first = footprint.count(settings, work)[0]
+    print(json.dumps([sum(first.device.values()), tokens, work.num_micro_batches]))
+"""
+    common = (
+        f"--platform cpu --hf-model {tmp_path} --prompts none.jsonl --reward exact --lr 1e-6 --train-iters 4 "
+        f"--seq-length 3072 --rollout-max-tokens 2048 --rollout-folder {tmp_path}/run --rollout-engine scripted "
+        "--bf16 --grpo-prompts-per-step 64 --grpo-group-size 4 --micro-batch-size 4 --use-distributed-optimizer "
+        "--print-config "
+    )
+    words = json.dumps([common + layout for layout in LAYOUTS])
+    ended = subprocess.run(
+        [sys.executable, "-c", counting, words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    for line, (words, split) in zip(ended.stdout.splitlines(), LAYOUTS.items(), strict=True):
+        counted, tokens, num_micro_batches = json.loads(line)
+        estimated = count_trainer_bytes(
+            architecture, split, Micro(tokens, num_micro_batches), recomputes="full" in words
+        )
+        # The formula has the buffers of a stream to engines; on one host weights go through shared memory.
+        assert estimated - (2 << 28) == pytest.approx(counted, rel=0.03), words

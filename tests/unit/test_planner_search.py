@@ -1,0 +1,212 @@
+"""The best split, and the command `megatron-rl plan`."""
+
+import dataclasses
+import json
+import math
+import shlex
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.plan.chips import CHIPS
+from megatron_rl.plan.costs import Setting
+from megatron_rl.plan.lengths import Lognormal, Uniform
+from megatron_rl.plan.memory import Micro, fits_trainer
+from megatron_rl.plan.search import Wanted, _list_splits, describe_candidates, search
+from megatron_rl.plan.words import Files, list_notes, write_command
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.types import Experts
+from megatron_rl.weights import families
+from tests.command_lines import parse_run
+from tests.unit.test_examples import QWEN3_4B
+from tests.unit.test_planner_costs import BATCHING, SETTING, TRAINER, Costs, recorded  # noqa: F401
+
+WANTED = Wanted(
+    architecture=QWEN3_4B,
+    chip=CHIPS["h100"],
+    num_devices=8,
+    devices_per_host=8,
+    setting=Setting("periodic", 64, 8, 8, Uniform(100, 500), Lognormal(1000, 0.8, 4096)),
+    longest_prompt=512,
+    longest_response=4096,
+    recomputes=True,
+)
+SPARSE = dataclasses.replace(
+    QWEN3_4B, family="qwen3_moe", num_layers=48, hidden_size=2048, num_query_groups=4, tied_embeddings=False,
+    experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "devices"), [(QWEN3_4B, 8), (QWEN3_4B, 24), (SPARSE, 64)])
+def test_every_split_uses_all_devices_divides_the_model_and_fits(architecture, devices):
+    wanted = dataclasses.replace(WANTED, architecture=architecture, num_devices=devices)
+    splits = list(_list_splits(wanted))
+    assert splits
+    for split in splits:
+        assert split.trainer_devices + split.engine_devices == devices
+        assert architecture.num_layers % split.pipeline == 0
+        assert architecture.num_query_groups % split.tensor == 0
+        assert 64 % split.replicas == 0
+    for one in search(wanted, 4, 1):
+        micro = Micro(512 + 8 * 4096, one.setting.slots)
+        assert fits_trainer(architecture, one.split, micro, 80, recomputes=True)
+        assert one.setting.num_devices == devices
+
+
+def test_the_first_is_the_best_of_what_was_simulated_and_no_worse_than_a_plain_half():
+    found = search(WANTED, 12, 2)
+    speeds = [one.result.tpspd for one in found]
+    assert speeds == sorted(speeds, reverse=True)
+    half = [one for one in found if one.split.trainer_devices == 4]
+    assert not half or found[0].result.tpspd >= max(one.result.tpspd for one in half)
+    assert len(describe_candidates(found)) == len(found) + 1
+
+
+def test_slower_sampling_moves_devices_to_the_engines():
+    long = dataclasses.replace(WANTED.setting, responses=Lognormal(1000, 0.8, 4096), num_prompts=512)
+    fast = dataclasses.replace(WANTED, setting=long, num_devices=32)
+    slow = dataclasses.replace(fast, chip=dataclasses.replace(WANTED.chip, bandwidth=WANTED.chip.bandwidth / 6))
+    engines = [search(wanted, 12, 2)[0].split.engine_devices for wanted in (fast, slow)]
+    assert engines[1] > engines[0]
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_to_do():
+    wanted = dataclasses.replace(WANTED, chip=dataclasses.replace(WANTED.chip, gib=4))
+    with pytest.raises(UsageError, match="no split of 8 devices of 4 GiB fits"):
+        search(wanted)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    return tmp_path / "model"
+
+
+def test_the_command_line_of_one_host_is_that_of_a_run(model, tmp_path):
+    best = search(WANTED, 4, 1)[0]
+    (words,) = write_command(best, WANTED, Files(str(model), run=str(tmp_path / "run")))
+    assert words[:3] == ["torchrun", "--nproc-per-node", str(best.split.trainer_devices)]
+    flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
+    settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
+    sizes = settings.parallel_sizes
+    assert (sizes.tensor, sizes.pipeline, sizes.context) == (best.split.tensor, best.split.pipeline, best.split.context)
+    assert settings.sizes.division.slots_per_update == best.setting.slots
+    assert settings.sizes.plan.num_replicas == best.split.replicas
+    assert settings.rollout.num_engines == best.split.num_engines
+    assert settings.rollout.tensor_parallel_size == best.split.engine_tensor
+    assert list_notes(best, WANTED) == []
+
+
+def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(model, tmp_path, monkeypatch):
+    wanted = dataclasses.replace(WANTED, num_devices=32, setting=dataclasses.replace(WANTED.setting, num_prompts=256))
+    best = search(wanted, 2, 1)[0]
+    sidecar, trainer = write_command(best, wanted, Files(str(model), run=str(tmp_path / "run")))
+    read = sidecar_settings.parse([*sidecar[sidecar.index("megatron_rl.sidecar") + 1 :], "--platform", "cpu"])
+    assert read.rollout.num_engines == best.split.num_engines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    # As the sidecar leaves it.
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "token").touch(mode=0o600)
+    (tmp_path / "run" / "token").write_text("0" * 64)
+    flags = [*trainer[trainer.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
+    settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
+    assert settings.sizes.plan.num_replicas == best.split.replicas
+    notes = "\n".join(list_notes(best, wanted))
+    assert "RUN and SHARED" in notes
+    assert ("no run can have them yet" in notes) == (best.split.engine_devices > 8)
+
+
+def test_a_schedule_that_is_only_compared_with_has_no_command_line():
+    wanted = dataclasses.replace(WANTED, setting=dataclasses.replace(WANTED.setting, schedule="async"))
+    with pytest.raises(UsageError, match="--schedule async is simulated to compare with"):
+        write_command(search(wanted, 1, 1)[0], wanted, Files("MODEL"))
+
+
+def test_the_command_finds_a_split_draws_it_and_says_that_nothing_was_measured(model, tmp_path, capsys):
+    out = tmp_path / "plan.png"
+    words = ["--hf-model", str(model), "--devices", "8", "--simulate", "2", "--iterations", "1", "--recompute"]
+    assert cli.main(["plan", *words, "--out", str(out)]) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "tokens/s/device" in said
+    assert "torchrun --nproc-per-node" in said
+    assert "do not believe the times: no run was measured" in said
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def folder(recorded, tmp_path, monkeypatch):  # noqa: F811
+    """The files of a simulated run."""
+    from tests.unit import test_planner_costs
+
+    lines = {}
+    read = test_planner_costs.read_record
+
+    def keep(name, metrics, audit):
+        lines["metrics"], lines["audit"] = metrics, audit
+        return read(name, metrics, audit)
+
+    monkeypatch.setattr(test_planner_costs, "read_record", keep)
+    recorded(SETTING, Costs(BATCHING, TRAINER, publish=2.0), max_running=12, max_in_flight=24)
+    for name, content in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    return tmp_path
+
+
+def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, capsys):
+    run = f"{folder},max-num-seqs=12"
+    assert cli.main(["plan", run, "--out", str(tmp_path / "plan.svg")]) == ExitCode.OK
+    before = capsys.readouterr().out
+    assert "a step 20 ms" in before
+    assert "one run cannot say how wrong it is" in before
+    assert "do not believe" not in before
+    assert (tmp_path / "plan.svg").exists()
+    assert cli.main(["plan", run, "--rollout-num-engines", "8", "--grpo-prompts-per-step", "96"]) == ExitCode.OK
+    after = capsys.readouterr().out
+    assert "do not believe it: 384 responses an iteration, and the runs cover 96" in after
+    # Two runs say how wrong they are about each other.
+    other = folder.parent / "other"
+    other.symlink_to(folder)
+    assert cli.main(["plan", run, f"{other},max-num-seqs=12"]) == ExitCode.OK
+    assert "each run, predicted from all others:" in capsys.readouterr().out
+
+
+def seconds_of(said, schedule):
+    (line,) = (line for line in said.splitlines() if line.startswith(f"{schedule} "))
+    return float(line.split()[1])
+
+
+def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys):
+    found = []
+    for words in ([], ["--rollout-num-engines", "4"], ["--engine-speed", "2"]):
+        assert cli.main(["plan", f"{folder},max-num-seqs=12", *words]) == ExitCode.OK
+        found.append(seconds_of(capsys.readouterr().out, "periodic"))
+    assert found[1] < found[0]
+    assert found[2] < found[0]
+    assert not math.isclose(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--hf-model is missing: write a folder with config.json, or name a RUN"),
+        (["--hf-model", "M", "--devices", "1"], "--devices 1 must be at least 2"),
+        (["--hf-model", "M", "--devices", "8", "--out", "x.gif"], "--out x.gif: a picture ends with"),
+        (["RUN,depth=3"], "depth is not known of a run: write one of stages"),
+        (["RUN,stages=x"], "stages=x must be a whole number"),
+        (["RUN,schedule=never"], "schedule=never must be one of"),
+        (["FOLDER", "--engine-speed", "0"], "--engine-speed 0 must be a finite number above 0"),
+        (["FOLDER", "--grpo-group-size", "0"], "--grpo-group-size 0 must be at least 1"),
+        (["FOLDER", "--response-length", "long"], "--response-length long must be"),
+    ],
+)
+def test_mistakes_name_the_flag_and_what_to_write(words, message, folder, capsys):
+    code = cli.main(["plan", *[str(folder) if word == "FOLDER" else word for word in words]])
+    assert code == ExitCode.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert cli.main(["plan", str(tmp_path / "nothing")]) != ExitCode.OK
+    assert "nothing" in capsys.readouterr().err

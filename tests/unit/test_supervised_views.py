@@ -1,0 +1,40 @@
+"""What people see of --stage sft: the line of an iteration, the live display, the report."""
+
+import io
+
+from rich.console import Console
+
+from megatron_rl.observe.progress import Shown, display, line_of
+from megatron_rl.observe.summary import Places, report_lines
+
+LINE = {
+    "version": 4, "loss": 1.25, "demonstrations": 8, "evaluation": {"loss": 1.5, "num_tokens": 40},
+    "time": {"iteration": 2.0, "train": 1.5, "other": 0.5, "trained_tokens_per_second": 1234.0},
+}  # fmt: skip
+
+
+def test_the_line_of_an_iteration_has_its_loss_and_nothing_about_rewards():
+    assert line_of(4, 10, LINE) == (
+        "iteration  5/10  loss  1.250e+00  tokens/s    1,234 trained      2.00 s  held-out loss 1.500"
+    )
+    assert line_of(10, 10, {"version": 10, "evaluation": {"loss": 1.0}}) == "    after 10/10  held-out loss 1.000"
+
+
+def test_the_display_counts_no_groups_where_there_are_none():
+    def shown(num_groups: int) -> str:
+        stream = io.StringIO()
+        Console(file=stream, width=120).print(display(Shown(total=10, num_groups=num_groups), 0.0))
+        return stream.getvalue()
+
+    assert "groups trained" in shown(4)
+    assert "groups trained" not in shown(0)
+
+
+def test_the_report_says_what_became_of_the_losses():
+    lines = report_lines(
+        [{**LINE, "version": 0}, {**LINE, "loss": 0.5}, {"version": 5, "evaluation": {"loss": 0.75}}], Places()
+    )
+    rows = [line.split() for line in lines]
+    assert ["loss", "1.250", "at", "version", "0,", "0.500", "at", "version", "4"] in rows
+    assert ["held-out", "loss", "1.500", "at", "version", "0,", "0.750", "at", "version", "5"] in rows
+    assert not any("reward" in line for line in lines)
