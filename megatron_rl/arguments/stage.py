@@ -21,7 +21,7 @@ _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
     "loop": ("schedule", "consume_order", "frozen_offload", "tri_model"),
     "evaluation": ("num_samples", "temperature", "pass_reward"),
-    "observe": ("log_samples", "mismatch_warning", "mismatch_error"),
+    "observe": ("log_samples", "log_sample_tokens", "mismatch_warning", "mismatch_error"),
 }
 _OF_DEMONSTRATIONS: Mapping[str, tuple[str, ...]] = {"data": ("completion_key", "messages_key")}
 
