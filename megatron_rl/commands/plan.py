@@ -114,7 +114,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     for line in _describe_ledger(results[setting.schedule], setting.schedule):
         print(line)
     print()
-    for line in [*describe_errors(leave_one_out(runs)), *find_doubts(setting, runs)]:
+    for line in [*describe_errors(leave_one_out(runs)), *find_doubts(setting, runs, costs.engine)]:
         print(line)
     if arguments.out is not None:
         plan_picture.draw({str(name): result for name, result in results.items()}, arguments.out)

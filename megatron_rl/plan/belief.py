@@ -60,11 +60,18 @@ def costs_for(run: MeasuredRun, costs: Costs) -> Costs:
     return dataclasses.replace(costs, engine=engine)
 
 
-def find_doubts(setting: Setting, runs: Sequence[MeasuredRun]) -> Iterator[str]:
+def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCosts | None = None) -> Iterator[str]:
     """Yield why a prediction for this setting must not be believed; nothing if the runs cover it."""
     if not runs:
         yield NO_RUN
         return
+    if isinstance(engine, BatchingCosts):
+        bounds = {run.layout.max_running for run in runs}
+        if len(bounds) == 1 and engine.max_running not in bounds:
+            yield (
+                f"do not believe it: all runs sampled up to {min(bounds)} responses at once, so they do not show what "
+                f"{engine.max_running} take: run one with --rollout-max-num-seqs {engine.max_running}"
+            )
     seen = [run.setting for run in runs]
     for name, read in RANGES.items():
         values = [read(one) for one in seen]

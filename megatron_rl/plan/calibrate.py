@@ -26,6 +26,8 @@ from megatron_rl.plan.traces import MicroBatch, TraceRecord
 
 # A claim so much later than its groups was the trainer's doing: it had been computing.
 _IMMEDIATE_SECONDS = 0.003
+# What the error that is left must fall by for one more column.
+_WORTH = 1.1
 _BATCHING = ("step", "per_sequence", "per_context", "per_prompt_token")
 
 
@@ -196,13 +198,13 @@ def _fit_shape(runs: Sequence[MeasuredRun]) -> TrainerCosts:
     for run in runs:
         for iteration in run.record.iterations:
             for counted, measured in _traced(run, iteration) if run.trace else _computed(run, iteration):
-                rows.append([1.0, *counted])
+                rows.append([counted[0], 1.0, counted[1]])
                 seconds.append(measured)
-    tokens = [row[1] for row in rows]
+    tokens = [row[0] for row in rows]
     # Without a spread, what is of a token and what is of a micro-batch cannot be told apart.
     if len(rows) < 8 or max(tokens) < 1.3 * min(tokens):
         return TrainerCosts(per_token=1.0)
-    of_slot, of_token, of_pair = fit(rows, seconds)
+    of_token, of_slot, of_pair = fit(rows, seconds)
     if not of_token and not of_pair:
         return TrainerCosts(per_token=1.0)
     return TrainerCosts(per_token=of_token, per_micro_batch=of_slot, per_pair=of_pair)
@@ -273,18 +275,22 @@ def _parts(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
     return [lengths[first : first + size] for first in range(0, len(lengths), size)]
 
 
-def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Fit factors that are not negative to the rows by least squares, once more without what lies far off."""
+def fit(rows: Sequence[Sequence[float]], values: Sequence[float], num_preferred: int = 2) -> list[float]:
+    """Fit factors that are not negative to the rows by least squares, once more without what lies far off.
+
+    Runs are noisy, and their columns grow together. So a column after the preferred ones, which come first, must be
+    worth a tenth of the error that is left.
+    """
     table, wanted = np.asarray(rows, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    found = _fit_not_negative(table, wanted)
+    found = _fit_not_negative(table, wanted, num_preferred)
     errors = np.abs(table @ found - wanted)
     near = errors <= 4 * max(float(np.median(errors)), 1e-9)
     if near.sum() > 2 * table.shape[1]:
-        found = _fit_not_negative(table[near], wanted[near])
+        found = _fit_not_negative(table[near], wanted[near], num_preferred)
     return [float(one) for one in found]
 
 
-def _fit_not_negative(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _fit_not_negative(table: np.ndarray, wanted: np.ndarray, num_preferred: int) -> np.ndarray:
     """Try every choice of columns: there are few."""
     best, least = np.zeros(table.shape[1]), math.inf
     scale = np.abs(table).max(axis=0)
@@ -294,8 +300,8 @@ def _fit_not_negative(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
             chosen = list(columns)
             part, *_ = np.linalg.lstsq(table[:, chosen] / scale[chosen], wanted, rcond=None)
             error = float(np.square(table[:, chosen] / scale[chosen] @ part - wanted).sum())
-            # A further column must be worth something, or it only follows the noise.
-            if (part >= 0).all() and error < least * 0.999:
+            error *= _WORTH ** sum(column >= num_preferred for column in chosen)
+            if (part >= 0).all() and error < least:
                 best, least = np.zeros(table.shape[1]), error
                 best[chosen] = part / scale[chosen]
     return best

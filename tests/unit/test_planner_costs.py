@@ -159,6 +159,16 @@ def test_fitted_factors_are_not_negative_and_outliers_do_not_bend_them():
     assert min(fit(rows.tolist(), (rows @ [1.0, -3.0, 1.0]).tolist())) >= 0
 
 
+def test_what_noise_does_not_tell_apart_goes_to_the_columns_that_come_first():
+    draw = np.random.default_rng(1)
+    first = draw.uniform(1, 10, 200)
+    # All grow together, as steps, responses, context and prompts of an engine do that is always full.
+    rows = np.stack([first, *(first * draw.normal(1, 0.02, 200) for _ in range(3))], axis=1)
+    found = fit(rows.tolist(), (rows @ [2.0, 1.0, 0.0, 0.0] + draw.normal(0, 1.0, 200)).tolist())
+    assert found[2] == found[3] == 0
+    assert found[0] + found[1] == pytest.approx(3.0, rel=0.05)
+
+
 def trace_line(process, stage, spans, **facts):
     kinds = [
         {"lane": "compute", "name": "forward", "role": "policy"},
@@ -234,6 +244,11 @@ def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
     other = dataclasses.replace(run, record=dataclasses.replace(run.record, num_prompts=48))
     assert list(find_doubts(run.setting, [])) == [NO_RUN]
     assert list(find_doubts(run.setting, [run, other])) == []
+    narrow = dataclasses.replace(calibrate([run]).engine, max_running=4)
+    assert "all runs sampled up to 12 responses at once, so they do not show what 4 take" in "\n".join(
+        find_doubts(run.setting, [run], narrow)
+    )
+    assert not any("at once" in doubt for doubt in find_doubts(run.setting, [run], calibrate([run]).engine))
     far = dataclasses.replace(
         run.setting, num_prompts=480, responses=Uniform(2000, 2000), num_stages=4, trainer_devices=64, schedule="sync"
     )
