@@ -153,7 +153,8 @@ class SimulatedBatching:
         """Go on until a group ends, and return its number; or until that time, or until there is nothing to do."""
         costs, running = self._costs, state.running
         while True:
-            if state.waiting and len(running) < costs.max_running:
+            # What ends with the same step ends before others begin.
+            if state.waiting and len(running) < costs.max_running and not (running and running[0][0] <= state.steps):
                 self._admit(state)
             if not running:
                 self._wait_out(state, until)
