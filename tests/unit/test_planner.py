@@ -199,13 +199,14 @@ class StepByStep:
         return ends
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example([(1, [53]), (1, [1, 1, 1, 50]), (1, [1])], 2, 0.0)
 @given(
     st.lists(st.tuples(st.integers(1, 50), LENGTHS), min_size=1, max_size=8),
     st.integers(1, 9),
     st.sampled_from([0.0, 1e-4]),
 )  # fmt: skip
+@example([(1, [1, 1, 1]), (1, [1])], 3, 0.0)
 def test_closed_form_and_token_by_token_give_the_same_times(drawn, max_running, per_context):
     costs = BatchingCosts(0.1, 0.01, per_context, 0.002, 0.01, max_running=max_running, max_in_flight=1000)
     groups = [SimulatedGroup(index, 0, prompt, lengths) for index, (prompt, lengths) in enumerate(drawn)]
