@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """Pairs of an iteration with a trace and the next one, without.
+    """Pairs of an iteration with a trace and the next one, without: times per token, since each draws its own.
 
     How long groups let the rank wait differs by more than a trace costs, so waits are left out.
     """
@@ -53,11 +53,16 @@ def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
     rows = {"wall": "wall", "wall without waits": "working", "the rank's CPU time": "cpu"}
     for row, part in rows.items():
         report.table(
-            f"an iteration: {row}",
-            {"with a trace": [on[part] for on, _ in pairs], "without": [off[part] for _, off in pairs]},
-            "s",
+            f"an iteration: {row}, of a thousand tokens",
+            {
+                "with a trace": [1e6 * on[part] / on["tokens"] for on, _ in pairs],
+                "without": [1e6 * off[part] / off["tokens"] for _, off in pairs],
+            },
+            "ms",
         )
-    ratios = {row: [on[part] / off[part] for on, off in pairs] for row, part in rows.items()}
+    ratios = {
+        row: [on[part] / on["tokens"] * off["tokens"] / off[part] for on, off in pairs] for row, part in rows.items()
+    }
     report.table("with / without", ratios, "")
     for row, values in ratios.items():
         print(f"{row}: median {statistics.median(values):.4f}, its standard error {_find_error(values):.4f}")

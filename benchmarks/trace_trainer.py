@@ -50,6 +50,7 @@ def main() -> None:
             "wall": later[0] - now[0],
             "working": later[0] - now[0] - record["time"].get("wait", 0.0),
             "cpu": later[1] - now[1],
+            "tokens": record["tokens"]["computed"],
         }
         for record, (now, later) in zip(read(folder), itertools.pairwise(moments), strict=True)
     ]
