@@ -108,9 +108,9 @@ def watched(memory: LiveMemory, hidden: list[int], in_pass: list[int]) -> Iterat
 
     run = PolicyStep._forward_frozen
 
-    def noting(self: PolicyStep, pack: Any, *others: Any) -> list[torch.Tensor]:
-        hidden[0] = max(hidden[0], pack.num_tokens * HIDDEN_SIZE * torch.bfloat16.itemsize)
-        return run(self, pack, *others)
+    def noting(self: PolicyStep, batch: Any, *others: Any) -> list[torch.Tensor]:
+        hidden[0] = max(hidden[0], batch.pack.num_tokens * HIDDEN_SIZE * torch.bfloat16.itemsize)
+        return run(self, batch, *others)
 
     with mock.patch.multiple(PolicyStep, _run_frozen=watching, _forward_frozen=noting):
         yield

@@ -248,7 +248,8 @@ def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int
     if trace is None:
         yield
         return
-    before, config.timers = config.timers, trace.timer
+    before = config.timers
+    config.timers = trace.timer if before is None else trace.beside(before)
     trace.begin_schedule(num_chunks)
     try:
         yield

@@ -21,15 +21,15 @@ _SCHEDULE = "forward-backward"
 class Timer:
     """What Megatron starts and stops."""
 
-    begin: Callable[[], None]
-    end: Callable[[], None]
+    begin: Callable[..., None]
+    end: Callable[..., None]
 
-    def start(self, **_: Any) -> None:
-        """Takes what Megatron's own timers take: whether all ranks are to wait for each other, which these never do."""
-        self.begin()
+    def start(self, **barrier: Any) -> None:
+        """Takes what Megatron's own timers take: whether all ranks are to wait for each other, which ours never do."""
+        self.begin(**barrier)
 
-    def stop(self, **_: Any) -> None:
-        self.end()
+    def stop(self, **barrier: Any) -> None:
+        self.end(**barrier)
 
 
 class StepTrace:
@@ -64,6 +64,24 @@ class StepTrace:
             found = self._timers[name] = self._make(name)
         return found
 
+    def beside(self, timers: Callable[..., Any]) -> Callable[..., Timer]:
+        """Return what starts and stops the timers of a script of Megatron's, too."""
+
+        def both(name: str, *level: Any, **others: Any) -> Timer:
+            ours, theirs = self.timer(name), timers(name, *level, **others)
+
+            def begin(**barrier: Any) -> None:
+                theirs.start(**barrier)
+                ours.start()
+
+            def end(**barrier: Any) -> None:
+                ours.stop()
+                theirs.stop(**barrier)
+
+            return Timer(begin, end)
+
+        return both
+
     def settle(self) -> None:
         """Record the passes of the iteration; the device must be done with them, or this waits for it."""
         if not self._passes:
@@ -85,12 +103,12 @@ class StepTrace:
             return Timer(self._begin_backward, self._end_forward)
         kind, begun = self._recorder.kind(MAIN, name), [0.0]
 
-        def begin() -> None:
+        def begin(**_: Any) -> None:
             begun[0] = self._recorder.now()
 
-        return Timer(begin, lambda: self._recorder.add(kind, begun[0], self._recorder.now()))
+        return Timer(begin, lambda **_: self._recorder.add(kind, begun[0], self._recorder.now()))
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, **_: Any) -> None:
         # With several chunks, the k-th backward pass is of the micro-batch of the k-th forward pass, and of the chunk
         # that is as far from the last one as that pass's is from the first.
         chunk, slot, num_tokens = self._forward[self._num_backward]
@@ -100,7 +118,7 @@ class StepTrace:
     def _begin(self, name: str, role: str, chunk: int, slot: int, num_tokens: int, mark: Any) -> None:
         self._open = (self._recorder.kind(COMPUTE, name, role=role, chunk=chunk), slot, num_tokens, mark)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, **_: Any) -> None:
         self._end()
 
     def _end(self) -> Any:
@@ -111,5 +129,5 @@ class StepTrace:
         return mark
 
 
-def _nothing() -> None:
+def _nothing(**_: Any) -> None:
     pass
