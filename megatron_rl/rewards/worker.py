@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from megatron_rl.rewards.confinement import (
@@ -31,6 +32,8 @@ from megatron_rl.rewards.types import RewardSpec
 
 # The signals that the keeper waits for; blocked, so that none is lost or interrupts it.
 _EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
+# Linux's PF_EXITING.
+_EXITING = 0x4
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -47,10 +50,22 @@ def main(arguments: list[str]) -> NoReturn:
     _close_streams()
     status = _wait_for(child)
     _end_all()
-    if os.getppid() != parent:
+    if _is_ending(parent):
         _tidy_up()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _is_ending(parent: int) -> bool:
+    """Whether the parent has ended or is about to: its pipes, at which our child ends, break before it is gone."""
+    if os.getppid() != parent:
+        return True
+    try:
+        stat = Path(f"/proc/{parent}/stat").read_text(errors="replace")
+    except OSError:
+        return True
+    # The flags of the process, behind its name in parentheses.
+    return bool(int(stat.rpartition(")")[2].split()[6]) & _EXITING)
 
 
 def _tidy_up() -> None:
