@@ -521,7 +521,7 @@ def test_rows_outside_of_the_bounds_rest_and_are_tried_again_also_by_an_order_th
     curriculum = Curriculum(0.1, 0.9, num_epochs)
     order = RowOrder(num_rows, "rows", 3, True, curriculum)
     plain = RowOrder(num_rows, "rows", 3, True)
-    everything = plain.peek(num_rows * 400)
+    everything = plain.peek(num_rows * 120)
     naive = NaiveCurriculum(lambda epoch: everything[epoch * num_rows : (epoch + 1) * num_rows], 0.1, 0.9, num_epochs)
     restored_at = data.draw(st.integers(0, len(takes)))
     for number, count in enumerate(takes):
