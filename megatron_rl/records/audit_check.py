@@ -117,7 +117,7 @@ class _Meaning:
         self._attempt: _Attempt | None = None
         self._highest: int | None = None
         # After each version that is complete, the hashes of the prompts that are put off.
-        self._put_off: dict[int, list[str]] = {}
+        self._put_off: dict[int, list[str]] = {-1: []}
 
     def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
         match event:
@@ -307,7 +307,7 @@ class _Meaning:
     def _gather(self, attempt: _Attempt, put_off: Sequence[int]) -> None:
         """Note which prompts are put off after a version; unknown if the log begins in the midst of a run."""
         submit = attempt.submit
-        before = self._put_off.get(submit.version - 1) if submit.version else []
+        before = self._put_off.get(submit.version - 1)
         if before is not None:
             self._put_off[submit.version] = before[submit.num_carried :] + [
                 submit.prompts[prompt] for prompt in put_off

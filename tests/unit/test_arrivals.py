@@ -117,6 +117,11 @@ def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(t
         write_log(tmp_path / name, [first, second, wrong])
         names = {str(breach.name) for breach in verify(tmp_path / name).breaches}
         assert names == {"prompt that was put off is not carried on"}, name
+    at_once = replace_tokens(make_submission(plan, version=0, num_carried=8), gathered)
+    write_log(tmp_path / "first of all.jsonl", [at_once])
+    assert {str(breach.name) for breach in verify(tmp_path / "first of all.jsonl").breaches} == {
+        "prompt that was put off is not carried on"
+    }
     write_log(
         tmp_path / "early.jsonl", [first, replace_tokens(make_submission(plan, version=1, num_carried=8), gathered)]
     )

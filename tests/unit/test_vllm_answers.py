@@ -1,5 +1,6 @@
 """What vLLM would clamp, drop or cut off is found in its answer, or never asked of it."""
 
+import asyncio
 import math
 import re
 
@@ -109,6 +110,15 @@ def test_a_group_whose_tokens_are_not_all_of_the_version_is_refused_by_who_makes
     responses = answered(choice(0), choice(1, spans=spans), seed=seed)
     with pytest.raises(GroupRefused, match=re.escape(f"response 1 of engine engine-0: {message}")):
         check_group(asked, Group(prompt=prompt, responses=responses))
+
+
+@pytest.mark.parametrize("spans", [None, []])
+def test_a_response_that_was_cut_before_it_began_is_empty_and_only_where_a_cut_was_asked_for(spans):
+    empty = choice(0, (), finish_reason="abort", spans=spans)
+    (response,) = answered(empty, group_size=1, cut=asyncio.Event())
+    assert (response.finish_reason, response.tokens) == ("cut", b"")
+    with pytest.raises(EngineRefused, match="was cut off: its finish reason is 'abort'"):
+        answered(empty, group_size=1)
 
 
 def test_a_group_with_a_response_missing_or_double_is_refused():

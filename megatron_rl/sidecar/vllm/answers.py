@@ -97,7 +97,10 @@ def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
     is_cut = choice.finish_reason == CUT and request.cut is not None
     if choice.finish_reason not in ("stop", "length") and not is_cut:
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
-    if not (num_tokens or is_cut) or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
+    if is_cut and not num_tokens:
+        # It had not begun, so nothing sampled it; the group is sampled again.
+        return None
+    if not num_tokens or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
         return f"ended by {choice.finish_reason!r} after {num_tokens} tokens, with max_tokens {most}"
     if choice.log_prob_tokens != choice.tokens or len(choice.log_probs) != len(choice.tokens):
         return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its {num_tokens} tokens"
