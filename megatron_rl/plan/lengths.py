@@ -20,7 +20,7 @@ class Lengths(Protocol):
 
     @property
     def most(self) -> float:
-        """No length is above this; infinite if there is no bound."""
+        """The bound of a length; infinite without one."""
         ...
 
     def draw(self, generator: np.random.Generator, num_groups: int, group_size: int) -> list[list[int]]:

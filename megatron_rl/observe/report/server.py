@@ -82,7 +82,7 @@ class ReportServer:
             return self._tag, self._summary
 
     def rollouts(self, run: int) -> bytes | None:
-        """Return the rollouts of a run, packed; None if there is no such run."""
+        """Return the rollouts of a run, packed; None for a run that is not served."""
         if not 0 <= run < len(self._data):
             return None
         with self._reading:
