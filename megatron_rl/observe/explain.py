@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.observe.ledger import Account, compute_ledger
 from megatron_rl.observe.metrics import number_at
-from megatron_rl.observe.trace import GROUPS, Trace
+from megatron_rl.observe.trace import GROUPS, Span, Trace
 
 # Shares of a rank's time.
 STARVED, FIRST, TAIL, PUBLISH, BUBBLE, CHECKPOINT, EVALUATION, OTHER = 0.1, 0.2, 0.15, 0.1, 0.2, 0.05, 0.1, 0.01
@@ -26,6 +26,8 @@ WITHOUT_SIGNAL, TRUNCATED = 0.5, 0.2
 UNEVEN = 1.2
 # Rewards over sampling, medians of a group.
 REWARD = 0.25
+# A token's time on the slowest engine over that on the fastest, medians of at least so many groups.
+SLOW_ENGINE, LEAST_GROUPS = 1.5, 8
 # Fewer iterations have no beginning and no end to compare.
 LEAST_ITERATIONS = 8
 
@@ -49,6 +51,7 @@ def explain(trace: Trace | None, records: _Records) -> list[Finding]:
         accounts = compute_ledger(trace)
         found += _explain_ledger(accounts)
         found += _explain_replicas(trace, accounts)
+        found += _explain_engines(trace)
         found += _explain_rewards(trace)
     return [*found, *_explain_metrics(records)]
 
@@ -129,12 +132,27 @@ def _explain_replicas(trace: Trace, accounts: Sequence[Account]) -> Iterator[Fin
         )  # fmt: skip
 
 
+def _explain_engines(trace: Trace) -> Iterator[Finding]:
+    by_engine: defaultdict[str, list[float]] = defaultdict(list)
+    for span in _training_groups(trace):
+        if span.name == "generate" and span.amount:
+            by_engine[span.details["engine"]].append(span.seconds * span.details["size"] / span.amount)
+    seconds = {name: statistics.median(values) for name, values in by_engine.items() if len(values) >= LEAST_GROUPS}
+    fastest = min(seconds, key=lambda name: seconds[name], default="")
+    slowest = max(seconds, key=lambda name: seconds[name], default="")
+    if seconds and seconds[fastest] > 0 and (ratio := seconds[slowest] / seconds[fastest]) > SLOW_ENGINE:
+        yield Finding(
+            "slow engine", ratio, SLOW_ENGINE,
+            f"slow engine: {slowest} takes {1e3 * seconds[slowest]:.3g} ms for a token of a response and {fastest} "
+            f"{1e3 * seconds[fastest]:.3g} ms, {ratio:.1f} times as long, above {SLOW_ENGINE:g}: compare their devices "
+            "and what else runs there (--rollout-devices), and their logs",
+        )  # fmt: skip
+
+
 def _explain_rewards(trace: Trace) -> Iterator[Finding]:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for window in trace.sidecar.windows if trace.sidecar is not None else ():
-        for span in window.spans:
-            if span.lane == GROUPS and not span.details.get("evaluation"):
-                seconds[span.name].append(span.seconds)
+    for span in _training_groups(trace):
+        seconds[span.name].append(span.seconds)
     if not seconds["reward"] or not seconds["generate"]:
         return
     reward, sampling = statistics.median(seconds["reward"]), statistics.median(seconds["generate"])
@@ -146,6 +164,14 @@ def _explain_rewards(trace: Trace) -> Iterator[Finding]:
             f"{reward / sampling:.0%} of it, above {REWARD:.0%}: use more processes (--reward-workers), or a faster "
             "function (--reward)",
         )  # fmt: skip
+
+
+def _training_groups(trace: Trace) -> Iterator[Span]:
+    """Yield what happened to groups, evaluations aside."""
+    for window in trace.sidecar.windows if trace.sidecar is not None else ():
+        for span in window.spans:
+            if span.lane == GROUPS and not span.details.get("evaluation"):
+                yield span
 
 
 def _explain_metrics(records: _Records) -> Iterator[Finding]:
@@ -178,7 +204,8 @@ def _explain_trends(records: _Records) -> Iterator[Finding]:
             "(--rl-inference-logprobs-is-correction), give engines the trainer's precision (--rollout-dtype), or lower "
             "--lr",
         )  # fmt: skip
-    entropy = _ends(_values(records, "entropy"))
+    # The exact one where it is measured: the estimate is of what engines sampled.
+    entropy = _ends(_values(records, "entropy_policy") or _values(records, "entropy"))
     if entropy is not None and entropy[0] > 0 and entropy[1] < ENTROPY * entropy[0]:
         first, last = entropy
         yield Finding(

@@ -1,5 +1,6 @@
 """What is said of a run: nothing of a healthy one, and of a sick one what is wrong. All runs are made by hand."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,27 @@ def test_replicas_that_compute_for_other_times_are_uneven() -> None:
     assert "replica 0 computes 1.47 times as long as replica 1" in finding.sentence
 
 
+def of_engines(num_groups: int, slower: float) -> Trace:
+    """So many groups on each of two engines, one of which takes so many times as long."""
+    process = sidecar()
+    spans = tuple(
+        Span(GROUPS, "generate", 10.0, 10.0 + seconds, number, 800, {"engine": engine, "size": 8})
+        for engine, seconds in (("engine-0", 20.0), ("engine-1", 20.0 * slower))
+        for number in range(num_groups)
+    )
+    window = dataclasses.replace(process.windows[0], spans=spans)
+    return Trace((rank(), dataclasses.replace(process, windows=(window,))))
+
+
+def test_an_engine_that_is_slower_than_another_is_named() -> None:
+    assert "slow engine" not in names(of_engines(8, 1.4))
+    # Too few groups to judge by.
+    assert "slow engine" not in names(of_engines(7, 3.0))
+    finding = next(one for one in explain(of_engines(8, 3.0), HEALTHY_RECORDS) if one.name == "slow engine")
+    assert finding.value == pytest.approx(3.0)
+    assert "engine-1 takes 600 ms" in finding.sentence
+
+
 def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
     assert names(Trace((rank(), sidecar(reward=2.0)))) == []
     (finding,) = explain(Trace((rank(), sidecar(reward=30.0))), HEALTHY_RECORDS)
@@ -124,6 +146,7 @@ def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
     [
         ("mismatch", grown("mismatch", {"mean": 1e-3}, {"mean": 4e-3}), "--rl-inference-logprobs-is-correction"),
         ("entropy", grown("entropy", 2.0, 0.1), "--grpo-entropy-coef"),
+        ("entropy", grown("entropy_policy", 2.0, 0.1), "--grpo-entropy-coef"),
         ("no signal", grown("reward", {"all_equal_groups": 0}, {"all_equal_groups": 48}), "same-reward"),
         ("truncated", grown("responses", {"truncated": 0.0}, {"truncated": 0.5}), "--rollout-max-tokens"),
     ],
