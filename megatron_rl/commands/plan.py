@@ -3,8 +3,9 @@
     megatron-rl plan --hf-model MODEL --chip CHIP --devices N ...    the best split, from data sheets
     megatron-rl plan RUN... [--rollout-num-engines N ...]            what changes of a run would do, from what it took
 
-RUN is a folder with metrics.jsonl and audit.jsonl. What these do not say is appended: RUN,stages=2,schedule=sync,
-max-num-seqs=256,max-in-flight=512,engine=scripted,virtual=2. Several runs also say how wrong they are about each other.
+RUN is a folder with metrics.jsonl and audit.jsonl; its config.json and its trace say the rest. What a folder without
+them leaves open is appended: RUN,stages=2,schedule=sync,max-num-seqs=256,max-in-flight=512,engine=scripted,virtual=2.
+Several runs also say how wrong they are about each other.
 """
 
 import argparse
@@ -18,12 +19,13 @@ import msgspec
 
 from megatron_rl.commands import plan_picture
 from megatron_rl.errors import ExitCode, InputError, UsageError
-from megatron_rl.observe import metrics
+from megatron_rl.observe import config_file, metrics
 from megatron_rl.observe.picture import check_format
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.plan.belief import costs_for, describe_errors, find_doubts, leave_one_out
 from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate
 from megatron_rl.plan.chips import CHIPS, find_figures
+from megatron_rl.plan.configured import read_layout
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
 from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
@@ -150,6 +152,9 @@ def _read_run(text: str) -> MeasuredRun:
         layout.setdefault("num_stages", trace.num_stages)
     if trace is not None and trace.max_running is not None:
         layout.setdefault("max_running", trace.max_running)
+    # Of a sidecar that was started by itself, the trainer's configuration does not know the engines.
+    config = config_file.read(folder / config_file.FILE_NAME)
+    layout = (read_layout(config) if config is not None else {}) | layout
     if "max_running" in layout:
         layout.setdefault("max_in_flight", 2 * layout["max_running"])
     record = read_record(folder.name, metrics.read(folder), _read_audit(folder))

@@ -9,6 +9,8 @@ from megatron_rl.arguments import command_line, describe
 from megatron_rl.errors import InputError
 from megatron_rl.observe import config_file
 from megatron_rl.observe.config_file import RunConfig, Value, find_differences, list_given
+from megatron_rl.plan.calibrate import RunLayout
+from megatron_rl.plan.configured import read_layout
 from megatron_rl.types import Experts
 from megatron_rl.weights.size import measure
 from tests.command_lines import CPU, QWEN3, RUN, folder
@@ -30,6 +32,22 @@ def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_pa
         assert all(f"{name} " in printed and value.text in printed for name, value in values.items())
     assert ("optimizer", "lr", "1e-06", "--lr 1e-6") in list_given(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ([], {"schedule": "periodic", "num_stages": 1, "engine": "batching", "max_running": 64, "num_frozen": 0}),
+        (["--grpo-kl-beta", "0.01", "--schedule", "sync"], {"schedule": "sync", "num_frozen": 1}),
+        (["--rollout-engine", "scripted", "--rollout-max-in-flight", "9"], {"engine": "scripted", "max_in_flight": 9}),
+        (["--no-shared-prompt"], {"is_shared": False}),
+    ],
+)
+def test_the_planner_finds_a_runs_layout_in_its_configuration(words, layout, tmp_path):
+    settings = command_line.parse_run([*CPU, *RUN, "--hf-model", folder(tmp_path, QWEN3), *words])
+    found = read_layout(describe.describe_run(settings))
+    assert layout.items() <= found.items()
+    assert RunLayout(**found).trainer_devices == 1
 
 
 def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.observe import config_file
 from megatron_rl.plan.chips import CHIPS
 from megatron_rl.plan.costs import Setting
 from megatron_rl.plan.lengths import Lognormal, Uniform
@@ -167,6 +168,11 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     assert cli.main(["plan", run, "--rollout-num-engines", "8", "--grpo-prompts-per-step", "96"]) == ExitCode.OK
     after = capsys.readouterr().out
     assert "do not believe it: 384 responses an iteration, and the runs cover 96" in after
+    # What is appended may stand in the run's configuration.
+    rollout = {"max_num_seqs": config_file.Value("12", "a flag")}
+    config_file.write(folder / config_file.FILE_NAME, config_file.RunConfig(sections={"rollout": rollout}))
+    assert cli.main(["plan", str(folder), "--out", str(tmp_path / "plan.svg")]) == ExitCode.OK
+    assert capsys.readouterr().out == before
     # Two runs say how wrong they are about each other.
     other = folder.parent / "other"
     other.symlink_to(folder)
