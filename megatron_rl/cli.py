@@ -1,6 +1,7 @@
 """The command `megatron-rl`."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -28,7 +29,17 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code. An error that a person can mend is printed without a traceback."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Who reads the output, `head` for instance, has read enough; Python would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return ExitCode.OK if arguments else ExitCode.USAGE

@@ -78,3 +78,12 @@ def _doctor(*arguments, path=None):
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     command = [sys.executable, "-m", "megatron_rl.cli", "doctor", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "megatron_rl.cli", "--help"]
+    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (0, "")
