@@ -20,13 +20,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks import report
-from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate
+from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.costs import BatchingCosts, Costs, Schedule, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.plan.lengths import Lognormal, Uniform
-from megatron_rl.plan.records import read_record
+from megatron_rl.plan.runs import read_run
 from megatron_rl.plan.simulate import simulate
 
 ITERATIONS, SIMULATED = 6, 60
@@ -54,9 +53,6 @@ class Trial:
     stages: int = 1
     replicas: int = 1
     schedule: Schedule = "periodic"
-
-    def layout(self) -> RunLayout:
-        return RunLayout(self.schedule, self.stages, engine="scripted", max_in_flight=self.in_flight)
 
 
 BASE = Trial()
@@ -214,13 +210,7 @@ class _World:
             pipeline_model_parallel_size=trial.stages,
         )  # fmt: skip
         loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words)
-        folder = self._folder / "runs" / name
-        metrics, audit = (_read(folder / file) for file in ("metrics.jsonl", "audit.jsonl"))
-        return MeasuredRun(read_record(name, metrics, audit), trial.layout())
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        return read_run(self._folder / "runs" / name, {})
 
 
 if __name__ == "__main__":

@@ -11,34 +11,26 @@ Several runs also say how wrong they are about each other.
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megatron_rl.commands import plan_picture
-from megatron_rl.errors import ExitCode, InputError, UsageError
-from megatron_rl.observe import config_file, metrics
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.observe import metrics
 from megatron_rl.observe.picture import check_format
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.plan.belief import costs_for, describe_errors, find_doubts, leave_one_out
-from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate
+from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.chips import CHIPS, find_figures
-from megatron_rl.plan.configured import read_layout
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
 from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
-from megatron_rl.plan.records import read_record
+from megatron_rl.plan.runs import read_run
 from megatron_rl.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.plan.simulate import simulate
-from megatron_rl.plan.traces import read_trace
 from megatron_rl.plan.words import Files, list_notes, write_command
-from megatron_rl.records.append_file import read_lines
-from megatron_rl.records.audit_log import find_files, find_first_file, read_log_lines
 from megatron_rl.weights.families import read_architecture
 
-_TRACE = "trace"
 _NUM_SHOWN = 8
 # Of a run that nobody has described: TRL's and our own defaults.
 _PROMPTS, _GROUP_SIZE = 128, 8
@@ -147,27 +139,7 @@ def _read_run(text: str) -> MeasuredRun:
             raise UsageError(f"{text}: {name}={layout[name]} must be one of {', '.join(allowed)}: write one")
     folder = find_run(Path(path), metrics.FILE_NAME)
     folder = folder.parent if folder.is_file() else folder
-    trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
-    if trace is not None:
-        layout.setdefault("num_stages", trace.num_stages)
-    if trace is not None and trace.max_running is not None:
-        layout.setdefault("max_running", trace.max_running)
-    # Of a sidecar that was started by itself, the trainer's configuration does not know the engines.
-    config = config_file.read(folder / config_file.FILE_NAME)
-    layout = (read_layout(config) if config is not None else {}) | layout
-    if "max_running" in layout:
-        layout.setdefault("max_in_flight", 2 * layout["max_running"])
-    record = read_record(folder.name, metrics.read(folder), _read_audit(folder))
-    return MeasuredRun(record, RunLayout(**layout), trace)
-
-
-def _read_audit(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in find_files(find_first_file(folder)).values():
-        for number, line in enumerate(read_log_lines(file), 1):
-            try:
-                yield msgspec.json.decode(line, type=dict)
-            except msgspec.DecodeError as error:
-                raise InputError(f"{file}, line {number}: {error}; `megatron-rl audit` says what is wrong") from None
+    return read_run(folder, layout)
 
 
 def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
