@@ -1,5 +1,6 @@
 """The CPU as an accelerator: gloo between ranks, and a torch for megatron in which "cuda" means the host."""
 
+import inspect
 import os
 import resource
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, gloo
 from megatron_rl.platforms.cpu_torch import DEVICE, Event, Stream
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
@@ -42,11 +43,13 @@ class CpuPlatform(Platform):
 
     def patches(self) -> list[tuple[str, str]]:
         replacements = [(replacement.title, replacement.reason) for replacement in cpu_torch.REPLACEMENTS]
-        return [*replacements, *cpu_torch.tensor_method_reasons(), *super().patches()]
+        shared = ("one device of gloo for all groups", inspect.cleandoc(gloo.share_device.__doc__ or ""))
+        return [*replacements, *cpu_torch.tensor_method_reasons(), shared, *super().patches()]
 
     def _prepare(self) -> None:
         # Without it megatron warns if tensor parallelism overlaps; the variable has no effect here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        gloo.share_device()
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())
 
