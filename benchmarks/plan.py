@@ -209,7 +209,7 @@ class _World:
             lr=1e-6, progress="none", log_samples=0, schedule=trial.schedule, consume_order="completion",
             pipeline_model_parallel_size=trial.stages,
         )  # fmt: skip
-        loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words)
+        loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words, is_forked=False)
         return read_run(self._folder / "runs" / name, {})
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,26 @@ def _nursery(platform: str) -> subprocess.Popen[bytes]:
     )
 
 
+def fork(folder: Path, environment: Mapping[str, str], platform: str = "cpu") -> None:
+    """Fork a rank off for the job in the folder; `process-RANK` and `exit-RANK` will say which and how it ended."""
+    nursery = _nursery(platform)
+    assert nursery.stdin is not None
+    nursery.stdin.write(json.dumps([str(folder), dict(environment)]).encode() + b"\n")
+    nursery.stdin.flush()
+
+
+def check_nursery(platform: str = "cpu") -> None:
+    if _nursery(platform).poll() is not None:
+        raise RanksError("the process that ranks are forked off is gone; its output is above")
+
+
+def read(path: Path) -> Any:
+    """What a rank or its keeper wrote; None as long as it has not."""
+    with contextlib.suppress(FileNotFoundError):
+        return pickle.loads(path.read_bytes())
+    return None
+
+
 def _threads(number: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(number), "MKL_NUM_THREADS": str(number)}
 
@@ -108,15 +128,11 @@ class _Rank:
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        nursery = _nursery(self._platform)
-        assert nursery.stdin is not None
-        nursery.stdin.write(json.dumps([str(self._folder), environment]).encode() + b"\n")
-        nursery.stdin.flush()
+        fork(self._folder, environment, self._platform)
         self._is_started = True
 
     def exit_code(self) -> int | None:
-        if _nursery(self._platform).poll() is not None:
-            raise RanksError("the process that ranks are forked off is gone; its output is above")
+        check_nursery(self._platform)
         return self._read("exit")
 
     def failure(self) -> Failure | None:
@@ -154,10 +170,7 @@ class _Rank:
                 os.killpg(process, number)
 
     def _read(self, kind: str) -> Any:
-        """What the rank or its keeper wrote; None as long as it has not."""
-        with contextlib.suppress(FileNotFoundError):
-            return pickle.loads((self._folder / f"{kind}-{self.rank}").read_bytes())
-        return None
+        return read(self._folder / f"{kind}-{self.rank}")
 
 
 def _wait(ranks: list[_Rank], deadline: float, timeout: float) -> None:

@@ -17,7 +17,10 @@ import tokenizers
 import transformers
 
 from tests import hf_models
+from tests.e2e.forked import ForkedProcess
 from tests.ranks import ROOT, free_port
+
+SCRIPT = ROOT / "pretrain_grpo.py"
 
 REWARD = '''
 def parity(prompts, completions, completion_ids, **columns):
@@ -59,7 +62,7 @@ def write_reward(path: Path) -> str:
 class Ranks:
     """The processes of a run."""
 
-    processes: list[subprocess.Popen]
+    processes: list[subprocess.Popen | ForkedProcess]
     outputs: list[Path]
 
     def wait(self, seconds: float = 600.0) -> list[int]:
@@ -94,11 +97,13 @@ def start(
     words: list[str],
     faults: Mapping[int, str] | None = None,
     program: list[str] | None = None,
+    is_forked: bool = True,
     **environment: str,
 ) -> Ranks:
     """Start the ranks as torchrun would; `faults` is code that a rank runs before pretrain_grpo.py begins.
 
-    `program` takes the place of pretrain_grpo.py.
+    `program` takes the place of pretrain_grpo.py. Ranks are forked off a process that has imported megatron, unless
+    they are to be started as they are outside of tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shared = {
@@ -111,9 +116,15 @@ def start(
         "PYTHONFAULTHANDLER": "1",
         **environment,
     }
-    processes, outputs = [], []
+    processes: list[subprocess.Popen | ForkedProcess] = []
+    outputs = []
     for rank in range(world_size):
         outputs.append(folder / f"rank-{rank}.output")
+        if is_forked and program is None:
+            fault = textwrap.dedent((faults or {}).get(rank, ""))
+            of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(ForkedProcess(SCRIPT, words, fault, outputs[-1], of_rank))
+            continue
         with outputs[-1].open("wb") as output:
             processes.append(
                 subprocess.Popen(
@@ -129,7 +140,7 @@ def start(
 
 
 def _program(fault: str | None) -> list[str]:
-    script = str(ROOT / "pretrain_grpo.py")
+    script = str(SCRIPT)
     if fault is None:
         return [script]
     # What a run imports finds the script's folder first, as it would without the fault.
@@ -139,19 +150,31 @@ def _program(fault: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, world_size: int, words: list[str], faults: Mapping[int, str] | None = None, **environment: str
+    folder: Path,
+    world_size: int,
+    words: list[str],
+    faults: Mapping[int, str] | None = None,
+    is_forked: bool = True,
+    **environment: str,
 ) -> Iterator[Ranks]:
     """The ranks, killed at the end if they still run."""
-    ranks = start(folder, world_size, words, faults, **environment)
+    ranks = start(folder, world_size, words, faults, is_forked=is_forked, **environment)
     try:
         yield ranks
     finally:
         ranks.kill()
 
 
-def run(folder: Path, world_size: int, words: list[str], seconds: float = 600.0, **environment: str) -> Ranks:
+def run(
+    folder: Path,
+    world_size: int,
+    words: list[str],
+    seconds: float = 600.0,
+    is_forked: bool = True,
+    **environment: str,
+) -> Ranks:
     """A run that must end well."""
-    ranks = start(folder, world_size, words, **environment)
+    ranks = start(folder, world_size, words, is_forked=is_forked, **environment)
     codes = ranks.wait(seconds)
     assert codes == [0] * world_size, f"exit codes {codes}\n{ranks.text()}"
     return ranks

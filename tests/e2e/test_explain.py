@@ -125,7 +125,8 @@ def find(world: loop.World, name: str, plant: Plant) -> list[str]:
     if plant.every_process is not None:
         (folder / "sitecustomize.py").write_text(plant.every_process)
         environment["PYTHONPATH"] = f"{folder}:{ROOT}"
-    with loop.running(folder, plant.num_ranks, world.words(name, **changes), plant.faults, **environment) as ranks:
+    words = world.words(name, **changes)
+    with loop.running(folder, plant.num_ranks, words, plant.faults, is_forked=not environment, **environment) as ranks:
         assert ranks.wait() == [0] * plant.num_ranks, ranks.text()
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

@@ -42,7 +42,7 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
         "run", platform="npu", rollout_folder=folder / "run", train_iters=4, save=folder / "checkpoints",
         save_interval=2, save_hf=folder / "hf", **LAYOUTS[layout], **changes,
     )  # fmt: skip
-    with loop.running(folder, 2, words, {0: REHEARSED, 1: REHEARSED}) as ranks:
+    with loop.running(folder, 2, words, {0: REHEARSED, 1: REHEARSED}, is_forked=False) as ranks:
         assert ranks.wait() == [0, 0], ranks.text()
     assert all("faults of streams: []" in path.read_text() for path in ranks.outputs), ranks.text()
     assert not verify(folder / "run").breaches

@@ -1,0 +1,96 @@
+"""A script that runs in a rank of tests/nursery.py, which has imported megatron: a start that takes no seconds.
+
+It is the script with its words, in an environment of its own; but what that environment says to what was imported
+before is too late.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tests.nursery import Job
+from tests.ranks import check_nursery, fork, read
+
+_POLL_SECONDS = 0.02
+
+
+class ForkedProcess:
+    """What a test needs of a `subprocess.Popen`."""
+
+    def __init__(
+        self, script: Path, words: Sequence[str], prologue: str, output: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Run the prologue and then the script; its output goes into a file."""
+        self._folder = Path(tempfile.mkdtemp(prefix="forked-", dir=output.parent))
+        self._rank = environment["RANK"]
+        job = Job(__name__, be_script.__name__, (script, list(words), prologue, output), num_threads=1)
+        (self._folder / "job").write_bytes(pickle.dumps(job))
+        fork(self._folder, environment)
+        while (pid := read(self._folder / f"process-{self._rank}")) is None:
+            check_nursery()
+            time.sleep(_POLL_SECONDS)
+        self.pid: int = pid
+
+    def poll(self) -> int | None:
+        check_nursery()
+        return read(self._folder / f"exit-{self._rank}")
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + timeout if timeout is not None else None
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def be_script(script: Path, words: Sequence[str], prologue: str, output: Path) -> NoReturn:
+    """End as Python would: non-daemon threads, functions that were registered for the exit, the code."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.enable()
+    sys.argv = [str(script), *words]
+    code = 1
+    try:
+        exec(compile(prologue, "<prologue>", "exec"), {"__name__": "__main__"})
+        runpy.run_path(str(script), run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = _find_code(error)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _find_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
