@@ -18,7 +18,7 @@ REPORT_VENV := .venv-report
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,14 +26,17 @@ help: ## list the targets
 env: ## install the environment (.venv) that the other targets run in
 	@tools/make_environment $(VENV) requirements/cpu.lock 3.11 $(PYTHON)
 
-test: lint types ## what to run first: lint, types, the heart of every promise; 8 minutes on 2 cores
+test: lint types test-first ## what to run first: lint, types, the heart of every promise; 8 minutes on 2 cores
+
+test-first: env
 	$(VENV)/bin/python -m pytest -m "not each_change and not slow"
 
-test-all: test ## what CI runs for each change: make test, then all other tests that are fast enough; 30 minutes
-	@echo "Now five lots of tests, four at once; each is shown when it is through, in some 15 minutes."
-	$(MAKE) --jobs 4 --output-sync=line test-each-change test-matrix-quick
+test-all: lint types ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
+	@echo "Now six lots of tests, four at once; each is shown when it is through, in some 15 minutes."
+	$(MAKE) --jobs 4 --output-sync=line $(LOTS)
 
-# Several at once, for all mostly wait: for ranks, or for what they have started.
+# Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin.
+LOTS := test-matrix-quick test-each-change-rest test-each-change-ranks test-first test-each-change-benchmarks test-each-change-runs
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e

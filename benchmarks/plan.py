@@ -78,7 +78,7 @@ TRAINER_BOUND = {
     "fast engines, two stages": Trial(FAST, prompts=24, stages=2),
     "synchronous": Trial(schedule="sync"),
 }
-TINY = ("one engine", "fast engines")
+TINY = ("fast engines",)
 
 
 def main() -> None:
@@ -88,10 +88,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the runs that are measured")
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
-    trials, count = {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}, ITERATIONS
+    trials, count, num_simulated = {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}, ITERATIONS, SIMULATED
     if arguments.tiny:
         trials = {name: dataclasses.replace(trials[name], speed=FAST, prompts=4) for name in (*TINY, AGAIN)}
-        count = 2
+        count, num_simulated = 2, 2
     if arguments.only:
         trials = {name: trials[name] for name in (*arguments.only, AGAIN)}
     with tempfile.TemporaryDirectory() as folder:
@@ -99,26 +99,26 @@ def main() -> None:
         both = arguments.predict is None and arguments.measure is None
         file = arguments.predict or arguments.measure or Path(folder) / "predictions.json"
         if arguments.predict or both:
-            _predict(world, trials, file)
+            _predict(world, trials, num_simulated, file)
         if arguments.measure or both:
             figures = _measure(world, trials, file)
             report.finish(figures | _time_simulator(2 if arguments.tiny else 100))
 
 
-def _predict(world: "_World", trials: Mapping[str, Trial], file: Path) -> None:
+def _predict(world: "_World", trials: Mapping[str, Trial], num_simulated: int, file: Path) -> None:
     """Measure the calibrating run, and write down what it says of all others."""
     measured = world.run("calibrating", BASE)
     costs = calibrate([measured])
     print(f"calibrated: {costs}")
     print(f"a calibrating iteration: {measured.record.iteration_seconds:.2f} s")
-    predictions = {name: predict(trial, costs) for name, trial in trials.items()}
+    predictions = {name: predict(trial, costs, num_simulated) for name, trial in trials.items()}
     content = {"costs": dataclasses.asdict(costs), "seconds": predictions}
     file.write_text(json.dumps(content, indent=2) + "\n")
     for name, seconds in predictions.items():
         print(f"{name:<30}{seconds:>8.2f} s predicted")
 
 
-def predict(trial: Trial, costs: Costs) -> float:
+def predict(trial: Trial, costs: Costs, num_iterations: int = SIMULATED) -> float:
     """Predict an iteration; what a script changes is what is known before the run: speed, delay and lengths."""
     engine = costs.engine.faster(trial.speed / BASE.speed)
     assert isinstance(engine, ScriptedCosts)
@@ -130,7 +130,7 @@ def predict(trial: Trial, costs: Costs) -> float:
         trial.engines, trial.replicas, trial.stages, trainer_devices=trial.stages * trial.replicas,
         engine_devices=trial.engines,
     )  # fmt: skip
-    return simulate(setting, dataclasses.replace(costs, engine=engine), SIMULATED).seconds
+    return simulate(setting, dataclasses.replace(costs, engine=engine), num_iterations).seconds
 
 
 def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[str, float]:

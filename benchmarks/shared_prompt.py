@@ -73,7 +73,11 @@ def main() -> None:
     if arguments.tiny:
         shapes, step_shape, rounds = GRID[:1], (16, 8, 2), 1
     report.table("what a layout takes", {"64 groups of 16, with its calls": layout_times()}, "ms")
-    named = {"/".join(map(str, shape)): Group.even(*shape) for shape in NAMED}
+    shrink = 16 if arguments.tiny else 1
+    named = {
+        f"{prompt}/{response}/{count}": Group.even(prompt // shrink, response // shrink, count)
+        for prompt, response, count in NAMED
+    }
     grid = {"/".join(map(str, shape)): Group.even(*shape) for shape in shapes}
     if not arguments.tiny:
         grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}

@@ -60,7 +60,7 @@ def main() -> None:
     figures["loop_ms_per_group_4096"] = statistics.median(of_loop)
     if arguments.token_rounds:
         if arguments.tiny:
-            tokens = sidecar_tokens.measure(1, 1, concurrencies=(1,))
+            tokens = sidecar_tokens.measure(1, 1, concurrencies=(1,), is_tiny=True)
         else:
             tokens = sidecar_tokens.measure(arguments.token_rounds)
         bare, alone = sidecar_tokens.compare_to_bare(tokens), sidecar_tokens.compare_to_alone(tokens)

@@ -50,11 +50,12 @@ def measure(
     num_groups: int = NUM_GROUPS,
     architecture: Architecture = TINY,
     concurrencies: Sequence[int] = CONCURRENCIES,
+    is_tiny: bool = False,
 ) -> dict[str, list[float]]:
     """Tokens per second of each run, by what asked."""
     figures: dict[str, list[float]] = {}
     versions = itertools.count()
-    with _serving(architecture) as (process, client, model), _alone(model) as generate:
+    with _serving(architecture) as (process, client, model), _alone(model, is_tiny) as generate:
         socket, run = _socket(process), process.folder.name
         askers: dict[str, Asker] = {SERVICE: functools.partial(_service, client, run, num_groups)}
         askers |= {
@@ -105,9 +106,9 @@ def _place(process: SidecarProcess) -> None:
         pin(one, [core] if one in inner else others or [core])
 
 
-def _alone(model: Path) -> AbstractContextManager[vllm_offline.Generate]:
+def _alone(model: Path, is_tiny: bool) -> AbstractContextManager[vllm_offline.Generate]:
     core = max(os.sched_getaffinity(0))
-    return vllm_offline.start(model, core, _LIMITS.max_model_len, _LIMITS.max_num_seqs)
+    return vllm_offline.start(model, core, _LIMITS.max_model_len, _LIMITS.max_num_seqs, is_tiny)
 
 
 def _find_engine(process: SidecarProcess) -> psutil.Process:

@@ -107,6 +107,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:
             rivals = [COLOCATED] if arguments.colocated else ASKED[size.name]
+            # Each is one more start of vLLM.
+            rivals = rivals[:1] if arguments.tiny else rivals
             figures |= _compare(World(Path(folder) / size.name, size), rounds, rivals)
     report.finish(figures)
 
