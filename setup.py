@@ -17,7 +17,7 @@ setup(
     package_data={
         "megatron_rl.arguments": ["megatron_flags.toml", "other_flags.toml"],
         "megatron_rl.commands": ["translations.toml"],
-        "megatron_rl.observe.report": ["page.html"],
+        "megatron_rl.observe.report": ["parts/*"],
     },
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
     install_requires=["httpx", "msgspec", "numpy", "psutil", "rich", "safetensors"],

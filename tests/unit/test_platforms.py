@@ -332,3 +332,27 @@ def _fake_torch_npu(monkeypatch, available):
     )
     monkeypatch.setattr(torch, "npu", namespace, raising=False)
     return calls
+
+
+def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_path):
+    output = run_python(
+        f"""
+        import datetime
+        from pathlib import Path
+        import torch
+        import torch.distributed as dist
+        from megatron_rl.platforms import select
+
+        select("cpu").install()
+        select("cpu").install()
+        dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+        groups = [dist.new_group([0], timeout=datetime.timedelta(seconds=77)) for _ in range(10)]
+        values = torch.arange(3.0)
+        for group in groups:
+            dist.all_reduce(values, group=group)
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        print(names.count("gloo_tcp_loop"), values.tolist(), dist.get_backend(groups[0]))
+        print(groups[0]._get_backend(torch.device("cpu")).options._timeout)
+        """
+    )
+    assert output.splitlines()[-2:] == ["1 [0.0, 1.0, 2.0] gloo", "0:01:17"]

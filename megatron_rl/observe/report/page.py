@@ -18,6 +18,9 @@ from typing import Any
 
 from megatron_rl.errors import InputError, PlatformError
 
+_MARKUP, _STYLE = "page.html", "page.css"
+# In this order, each uses what stands in those before it.
+SCRIPTS = ("elements.js", "curves.js", "overview.js", "trace.js", "rollouts.js", "page.js")
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 # The level of compression: higher ones take twice as long for a hundredth.
 _LEVEL = 6
@@ -37,8 +40,9 @@ def load_library() -> str:
 
 def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) -> str:
     """Build the page; without a summary it asks the server that it came from for all data."""
-    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    script = _between(template, "<script>", "</script>")
+    template, style, *scripts = (read_part(name) for name in (_MARKUP, _STYLE, *SCRIPTS))
+    # The hash is of all between the element's tags.
+    script = f"\n{''.join(scripts)}"
     connect = "'self'" if summary is None else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(script)} {_hash(library)}; style-src 'unsafe-inline'; img-src data:; "
@@ -48,7 +52,16 @@ def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) 
     if summary is not None:
         data.append(_element("summary", pack(summary)))
         data += [_element(f"rollouts-{number}", pack(of_run)) for number, of_run in enumerate(rollouts)]
-    return template.replace("{policy}", policy, 1).replace("<!-- data -->", "\n".join(data), 1)
+    for place, text in (
+        ("{policy}", policy), ("{style}\n", style), ("\n{script}\n", script), ("<!-- data -->", "\n".join(data)),
+    ):  # fmt: skip
+        template = template.replace(place, text, 1)
+    return template
+
+
+def read_part(name: str) -> str:
+    """Read a file that the page is put together from."""
+    return resources.files(__package__).joinpath("parts", name).read_text(encoding="utf-8")
 
 
 def write_page(path: Path, page: str) -> None:
@@ -90,7 +103,3 @@ def _element(name: str, text: str) -> str:
 def _hash(script: str) -> str:
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
-def _between(text: str, start: str, end: str) -> str:
-    return text.rpartition(start)[2].partition(end)[0]
