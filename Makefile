@@ -18,7 +18,7 @@ REPORT_VENV := .venv-report
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ test-all: lint types ## what CI runs for each change: make test and all other te
 	$(MAKE) --jobs 4 --output-sync=line $(LOTS)
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin.
-LOTS := test-matrix-quick test-each-change-rest test-each-change-ranks test-first test-each-change-benchmarks test-each-change-runs
+LOTS := test-each-change-matrix test-each-change-rest test-each-change-ranks test-first test-each-change-benchmarks test-each-change-runs
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e
@@ -54,6 +54,10 @@ test-each-change-benchmarks: env
 
 test-each-change-rest: env
 	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS) $(OF_RUNS))
+
+# With its environments in one turn: between two targets, others would take it.
+test-each-change-matrix:
+	$(MAKE) test-matrix-quick
 
 lint: env ## check the style
 	$(VENV)/bin/ruff check .
