@@ -2,6 +2,7 @@
 
 import hypothesis
 import pytest
+import torch
 
 from megatron_rl import platforms
 from megatron_rl.platforms import KNOWN_WARNINGS
@@ -10,6 +11,9 @@ from megatron_rl.platforms import KNOWN_WARNINGS
 def pytest_configure(config: pytest.Config) -> None:
     """Any test module may import megatron, which must not happen before its platform is there."""
     platforms.select("cpu").install()
+    # Models are small, and other tests run beside these: two threads would wait for each other more than they compute.
+    # Where their number may matter, a test says it.
+    torch.set_num_threads(1)
     # pytest has filters of its own for each test.
     for message in KNOWN_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,15 +55,6 @@ TRIALS = [
     *METERED,
 ]
 WITHOUT = [Trial("DP2", GROUP_SIZE, PLAIN), Trial("DP2", GROUP_SIZE, PLAIN, more=Coefficients(0.0, 0.0).words)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two for a model this small wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Updates of --stage sft in every layout, against the same computed by transformers from padded sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,15 +74,6 @@ def draw_blind(folder: Path) -> Path:
     blind = {name: torch.zeros_like(value) if "o_proj" in name else value for name, value in weights.items()}
     save_file(blind, file, metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two for a model this small wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

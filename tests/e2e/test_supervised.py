@@ -1,7 +1,6 @@
 """Whole runs of --stage sft: after a kill, beside a plain loop, and on into GRPO."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ def update(self, scale):
     return result
 Policy.update = update
 """
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Two for a model this small wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_pairs(path: Path, count: int) -> Path:
@@ -108,7 +98,7 @@ def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, who
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole, one_thread):
+def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
     config = DataConfig(prompts=[pairs], held_out=HELD_OUT)
     source = load_demonstrations(config, world.model, seed=SEED, longest=64, vocab_size=hf_models.VOCAB_SIZE)
     updates: list[list[Row]] = [
