@@ -85,7 +85,7 @@ PLANTS = {
     "slow engine": Plant(every_process=SLOW_ENGINE, follows=frozenset({"starved", "tail", "first"})),
     "slow reward": Plant(reward=SLOW_REWARD, flags={"reward_workers": 4}, follows=frozenset({"tail", "first"})),
     "tail": Plant(script={"delay": [0.0, 3.0]}, flags=ALL_AT_ONCE),
-    "starved": Plant(flags={"rollout_num_engines": 1, "rollout_max_num_seqs": 8}),
+    "starved": Plant(script={"delay": [0.3, 0.6]}, flags={"rollout_num_engines": 1, "rollout_max_num_seqs": 8}),
     "checkpoint": Plant(flags={"save": "checkpoints", "save_interval": 1}, faults={0: SLOW_DISK}),
     # Scripted engines sample at random: their estimate of the policy's entropy is none, and the mismatch means nothing.
     "entropy": Plant(reward=FAVOURITE, flags={"lr": 2e-3, "train_iters": 16, "grpo_entropy_coef": 1e-6},
