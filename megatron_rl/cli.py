@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -34,9 +35,19 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Who reads the output, `head` for instance, has read enough; Python would complain once more at its end.
+        if not _is_cut_off():
+            raise
+        # Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+
+
+def _is_cut_off() -> bool:
+    """Whether nobody reads the output any more, since `head` for instance has read enough."""
+    poll = select.poll()
+    # Without events to wait for: that the reading end is closed is told unasked.
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _run(arguments: list[str]) -> int:

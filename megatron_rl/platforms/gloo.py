@@ -16,7 +16,7 @@ def share_device() -> None:
     """Give all groups that this process makes one device of gloo; a second call does nothing.
 
     torch makes a device for each group, and a device's thread wakes up a hundred times a second to see whether it must
-    end. Megatron makes some forty groups, so a rank that only waits took 4 % of a core, which other ranks want.
+    end. Megatron makes some forty groups, so a rank that only waits takes 4 % of a core, which other ranks want.
     """
     group = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if group is None or not all(hasattr(group, name) for name in _NEEDED):

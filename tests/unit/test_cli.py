@@ -87,3 +87,13 @@ def test_output_that_nobody_reads_to_its_end_is_no_error():
     ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_another_pipe_that_breaks_is_not_taken_for_the_output(monkeypatch):
+    monkeypatch.setattr(cli, "_run", _break_pipe)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["plan"])
+
+
+def _break_pipe(arguments):
+    raise BrokenPipeError

@@ -18,9 +18,10 @@ from typing import Any
 
 from megatron_rl.errors import InputError, PlatformError
 
-_MARKUP, _STYLE = "page.html", "page.css"
-# In this order, each uses what stands in those before it.
-SCRIPTS = ("elements.js", "curves.js", "overview.js", "trace.js", "rollouts.js", "page.js")
+# Markup, style and scripts. A script uses what stands in those before it.
+PARTS = (
+    "page.html", "page.css", "elements.js", "curves.js", "overview.js", "trace.js", "rollouts.js", "page.js",
+)  # fmt: skip
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 # The level of compression: higher ones take twice as long for a hundredth.
 _LEVEL = 6
@@ -40,7 +41,7 @@ def load_library() -> str:
 
 def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) -> str:
     """Build the page; without a summary it asks the server that it came from for all data."""
-    template, style, *scripts = (read_part(name) for name in (_MARKUP, _STYLE, *SCRIPTS))
+    template, style, *scripts = (read_part(name) for name in PARTS)
     # The hash is of all between the element's tags.
     script = f"\n{''.join(scripts)}"
     connect = "'self'" if summary is None else "'none'"
