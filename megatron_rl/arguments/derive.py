@@ -56,7 +56,9 @@ class Derivation:
         if name is None:
             return
         for field, value in ALGORITHMS[name.value].items():
-            self._given.setdefault(f"algorithm.{field}", Given(value, name.source, name.name))
+            target = f"algorithm.{field}"
+            if target not in self._given or self._given[target].rank == IMPLIED:
+                self._given[target] = Given(value, name.source, name.name)
 
     def settle_vocabulary(self, architecture: Architecture | None) -> None:
         """Turn --padded-vocab-size into the multiple that pads to it."""

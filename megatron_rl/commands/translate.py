@@ -203,6 +203,7 @@ def _translate_flags(head: list[str], words: list[str]) -> Translation:
     translation = Translation(max(projects, key=projects.count) if projects else "Megatron-LM")
     translation.ranks = _count_ranks(head, words)
     meant: dict[str, list[str]] = {}
+    written = {name for name, _ in _group_words(words)}
     prefixes = tuple(prefix for project in flags.list_projects().values() for prefix in project.get("prefixes", ()))
     for name, values in _group_words(words):
         flag, source = known.get(name), " ".join((name, *values))
@@ -218,6 +219,8 @@ def _translate_flags(head: list[str], words: list[str]) -> Translation:
             translation.unsaid.append(name)
         elif flag.means:
             meant[flag.means] = values
+        elif flag.renamed and not set(values) <= set(flag.choices):
+            translation.lost.append(f"{source}: {flag.remedy}")
         else:
             translation.words[name] = values
     translation.words = {**meant, **translation.words}
@@ -225,7 +228,7 @@ def _translate_flags(head: list[str], words: list[str]) -> Translation:
         if project["title"] == translation.source:
             for implied, unless in project.get("implies", {}).items():
                 name, *values = implied.split()
-                if unless not in translation.words:
+                if unless not in written:
                     translation.words.setdefault(name, values)
     if "--reward" not in translation.words:
         translation.lost.append("rewards: write --reward FILE.py:FUNCTION, or one of the ready-made ones")

@@ -53,6 +53,8 @@ class Flag:
     const: object = True
     nargs: str | int | None = None
     choices: tuple[object, ...] = ()
+    # What a choice is called here, where that is not what it is called there.
+    renamed: Mapping[object, object] = dataclasses.field(default_factory=dict, hash=False)
     # The value without the flag; None leaves it to the code that receives the value.
     default: object = None
     # Whether that default is this package's and not Megatron's.
@@ -106,8 +108,9 @@ class Flag:
             raise UsageError(f"{name} {word}: not a valid value; write {name} {self.value_text()}") from None
         if self.choices and item not in self.choices:
             near = suggest_nearest(word, self.choices)
-            raise UsageError(f"{name} {word}: not one of the choices{near}; write {name} {self.value_text()}")
-        return item
+            remedy = self.remedy or f"write {name} {self.value_text()}"
+            raise UsageError(f"{name} {word}: not one of the choices{near}; {remedy}")
+        return self.renamed.get(item, item)
 
     def check_bound(self, value: object, name: str | None = None) -> Iterator[str]:
         """Yield what is wrong with a value, or with values of a list, outside the flag's bound."""

@@ -117,6 +117,33 @@ def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
     assert parse(*DENSE, "--kl-loss-coef 0.1 --use-unbiased-kl").algorithm.kl_estimator == "unbiased"
 
 
+SLIMES = "--rollout-batch-size 8"
+
+
+@pytest.mark.parametrize(
+    ("words", "loss", "advantage", "aggregation"),
+    [
+        ("", "clip", "grpo", "sequence"),
+        ("--advantage-estimator grpo", "clip", "grpo", "sequence"),
+        ("--advantage-estimator gspo --eps-clip 4e-4", "gspo", "grpo", "sequence"),
+        ("--advantage-estimator cispo --eps-clip 1 --calculate-per-token-loss", "cispo", "grpo", "token"),
+        ("--advantage-estimator grpo --disable-grpo-std-normalization", "clip", "mean", "sequence"),
+        ("--grpo-aggregation constant", "clip", "grpo", "constant"),
+        ("--algorithm dapo", "clip", "grpo", "token"),
+    ],
+)
+def test_a_slime_run_minimizes_what_it_does_there(words: str, loss: str, advantage: str, aggregation: str) -> None:
+    algorithm = parse(*DENSE, SLIMES, words).algorithm
+    assert (algorithm.loss, algorithm.advantage, algorithm.aggregation) == (loss, advantage, aggregation)
+    assert parse(*DENSE).algorithm.aggregation == "token"
+
+
+def test_what_slime_estimates_otherwise_is_refused_with_what_to_write() -> None:
+    for name in ("reinforce_plus_plus", "ppo"):
+        assert "for REINFORCE++ drop it and write --algorithm" in error(*DENSE, f"--advantage-estimator {name}")
+    assert parse(*DENSE, "--eps-clip-c 3").algorithm.dual_clip == 3
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     words = (
         "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "

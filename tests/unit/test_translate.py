@@ -58,9 +58,19 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
     assert found.words["--hf-model"] == ["/root/Qwen3-4B"]
     assert found.words["--num-layers"] == ["36"]
     assert found.words["--swiglu"] == []
-    assert any(text.startswith("--advantage-estimator gspo: ") for text in found.lost)
+    assert found.words["--advantage-estimator"] == ["gspo"]
+    assert found.words["--grpo-aggregation"] == ["sequence"]
     assert found.words["--grpo-entropy-coef"] == ["0.00"]
     assert {"--colocate", "--sglang-mem-fraction-static"} <= set(found.unsaid)
+
+
+def test_what_slime_averages_and_estimates_is_kept_or_named(tmp_path: Path) -> None:
+    by_token = SLIME.replace("--eps-clip", "--calculate-per-token-loss --eps-clip")
+    assert "--grpo-aggregation" not in translate.translate(write(tmp_path / "run.sh", by_token)).words
+    of_critic = SLIME.replace("estimator gspo", "estimator ppo")
+    found = translate.translate(write(tmp_path / "run.sh", of_critic))
+    assert "--advantage-estimator" not in found.words
+    assert any(text.startswith("--advantage-estimator ppo: ") for text in found.lost)
 
 
 def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
