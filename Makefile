@@ -18,7 +18,7 @@ REPORT_VENV := .venv-report
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms bench gpu-check flags docs english figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms sparse bench gpu-check flags docs english figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,8 +104,11 @@ demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; so
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
 
-algorithms: env ## every algorithm that has a name learns the demo's task; 40 minutes
+algorithms: env ## every algorithm that has a name learns the demo's task; an hour
 	$(VENV)/bin/python -m examples.arithmetic.algorithms
+
+sparse: env ## the same task with rewards that are rare: dynamic sampling and clip-higher, each with and without
+	$(VENV)/bin/python -m examples.arithmetic.sparse
 
 learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
+    parser.add_argument("--forgotten", type=float, default=task.FORGOTTEN, help="how often solutions forget a carry")
     parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
     parser.add_argument("--python", default=sys.executable, help="what trains; vLLM and the rest stay on this Python")
     parser.add_argument("flags", nargs="*", help="behind --: flags for pretrain_grpo.py, which win over the demo's")
@@ -54,7 +55,7 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
-    before = warm_up.make(out / "model", arguments.seed)
+    before = warm_up.make(out / "model", arguments.seed, warm_up.Recipe(forgotten=arguments.forgotten))
     flags = LAYOUTS[arguments.layout] + arguments.flags
     run = train(out, find_program(arguments.recipe), arguments.python, arguments.reward, arguments.seed, flags)
     records = read(run)

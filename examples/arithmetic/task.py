@@ -60,11 +60,11 @@ def split(seed: int) -> Split:
     return Split(warm_up=warm_up, validation=validation, train=train, held_out=held_out)
 
 
-def careless(problem: Problem, draw: random.Random) -> str:
-    """A solution in which a carry into the tens or the hundreds is forgotten more often than not."""
+def careless(problem: Problem, draw: random.Random, forgotten: float = FORGOTTEN) -> str:
+    """A solution in which a carry into the tens or the hundreds is forgotten so often."""
     digits, carry = [], 0
     for left, right in zip(_reversed(problem.left), _reversed(problem.right), strict=True):
-        if digits and draw.random() < FORGOTTEN:
+        if digits and draw.random() < forgotten:
             carry = 0
         carry, digit = divmod(int(left) + int(right) + carry, 10)
         digits.append(str(digit))

@@ -38,6 +38,8 @@ class Recipe:
     num_ramp_steps: int = 50
     """Steps of a rising rate; it falls to zero over as many as the second half has."""
     steps_between_checks: int = 20
+    forgotten: float = task.FORGOTTEN
+    """How often a solution that it sees forgets a carry."""
 
 
 def warm_up(
@@ -46,7 +48,7 @@ def warm_up(
     """Train in place; gives step, loss and accuracy at every check."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     draw = random.Random(seed)
-    solved = encode(sets.warm_up, [task.careless(problem, draw) for problem in sets.warm_up])
+    solved = encode(sets.warm_up, [task.careless(problem, draw, recipe.forgotten) for problem in sets.warm_up])
     for step, batch in zip(range(1, recipe.num_steps + 1), _batches(solved, recipe.batch_size, seed), strict=False):
         left = recipe.num_steps - step
         for group in optimizer.param_groups:
@@ -104,12 +106,12 @@ def main() -> None:
     make(arguments.folder / "model", arguments.seed)
 
 
-def make(folder: Path, seed: int) -> float:
+def make(folder: Path, seed: int, recipe: Recipe = Recipe()) -> float:
     """Save a model that has been warmed up; its accuracy on the held-out problems."""
     start = said = time.monotonic()
     sets = task.split(seed)
     model = tiny.draw(seed)
-    for step, loss, right in warm_up(model, sets, seed):
+    for step, loss, right in warm_up(model, sets, seed, recipe):
         if time.monotonic() - said > 3:
             said = time.monotonic()
             print(f"warm-up: step {step}, loss {loss:.2f}, {right:.0%} right, {said - start:.0f} s", flush=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
+from examples.arithmetic import curves, reward, task, warm_up
 from examples.arithmetic import model as tiny
-from examples.arithmetic import reward, task, warm_up
 from examples.arithmetic.task import Problem
+from megatron_rl.observe import metrics
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +128,19 @@ def test_accuracy_is_that_of_the_most_likely_responses(sets: task.Split) -> None
     right = [text == problem.answer for text, problem in zip(texts, problems, strict=True)]
     assert 0 < sum(right) < len(right)
     assert warm_up.accuracy(model, problems) == pytest.approx(sum(right) / len(right))
+
+
+def test_runs_beside_each_other_come_to_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for number, (name, more) in enumerate({"one": {}, "the-other": {"prompts": {"considered": 7}}}.items()):
+        run = tmp_path / f"{name}-3" / "run"
+        run.mkdir(parents=True)
+        records = [{"version": 0, "groups": 0, "evaluation": {"pass": 0.1}}, {"version": 1, "groups": 4, **more}]
+        records.append({"version": 2, "groups": 4, **more, "evaluation": {"pass": 0.5 + number / 4}})
+        (run / metrics.FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
+        (run.parent / "result.json").write_text(json.dumps({"after": 0.5 + number / 4}))
+    # Their results are there, so nothing is run.
+    assert curves.compare({"one": [], "the other": []}, [3], tmp_path) == {"one": [0.5], "the other": [0.75]}
+    printed = capsys.readouterr().out
+    assert "50.0% (8)" in printed
+    assert "75.0% (14)" in printed
+    assert (tmp_path / "curves.svg").stat().st_size > 1000

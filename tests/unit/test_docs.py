@@ -123,6 +123,8 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
         "make learning": Target("it takes 40 minutes; test_the_demo_learns runs one of its runs"),
+        "make algorithms": Target("it takes an hour; test_the_demo_learns runs a run like its runs"),
+        "make sparse": Target("it takes half an hour; test_the_demo_learns runs a run like its runs"),
     },
     "examples/recipes/README.md": {
         "bash examples/recipes/megatron_tree.sh": By("tests/unit/test_examples.py"),
