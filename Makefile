@@ -33,7 +33,7 @@ test-first: env
 
 test-all: lint types ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
 	@echo "Now six lots of tests, four at once; each is shown when it is through, in some 15 minutes."
-	$(MAKE) --jobs 4 --output-sync=line $(LOTS)
+	$(MAKE) --jobs 4 --keep-going --output-sync=line $(LOTS)
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin.
 LOTS := test-each-change-matrix test-each-change-rest test-each-change-ranks test-first test-each-change-benchmarks test-each-change-runs

@@ -313,7 +313,8 @@ def _derive(
         derivation.settle_lengths(architecture)
     is_shared = "attention.is_shared" not in reading.given
     derivation.settle_micro_batch(world_size, is_shared)
-    if is_sampled and reading.platform.name == "cpu":
+    if is_sampled and reading.platform.name == "cpu" and not reading.problems:
+        # A model with mistakes in its flags has no size.
         derivation.settle_engines(int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1)), architecture)
     reading.consider(derivation.problems)
 

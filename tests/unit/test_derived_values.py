@@ -83,6 +83,14 @@ def test_a_model_that_is_not_small_gets_an_engine_for_each_core_where_ranks_are_
     assert parse_run(*words, world_size=2).rollout.num_engines == 1
 
 
+@pytest.mark.parametrize("num_cores", [1, 2, 64])
+def test_mistakes_in_the_flags_of_a_model_are_said_whatever_the_cores(num_cores: int, monkeypatch) -> None:
+    monkeypatch.setattr(derive, "count_cores", lambda: num_cores)
+    words = [word for text in DENSE for word in text.split() if word != "--swiglu"]
+    assert "--swiglu is missing" in error(*words, "--yarn-beta-fast 8", world_size=2)
+    assert "without --position-embedding-type yarn" in error(*words, "--yarn-beta-fast 8", world_size=2)
+
+
 def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(tmp_path: Path) -> None:
     words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *without(RUN, "--grpo-prompts-per-step")]
     settings = parse_run(*words, "--global-batch-size 16", world_size=4)
