@@ -2,7 +2,7 @@
 
 TRL has an environment of its own, on top of this one. What is best for it of several batch sizes, threads and processes
 is found first; nothing is pinned. Ours is what `torchrun pretrain_grpo.py` does by itself, with one process or with one
-for each core, whichever is faster, and beside it the same with engine and trainer on a core each. `--colocated`
+for each core, whichever is faster, and beside it one rank and its engine on a core each. `--colocated`
 compares with our own synchronous run where all cores sample and then all train. Seconds are those of whole iterations,
 each run's first left out.
 """
@@ -116,8 +116,7 @@ def main() -> None:
 def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, float]:
     """Ours and these, in turns."""
     size = world.size
-    # Pinned is said of one rank beside one engine.
-    num_ranks = 1 if PINNED in rivals or size is LEAST else _find_ranks(world)
+    num_ranks = 1 if size is LEAST else _find_ranks(world)
     runs: dict[str, Run] = {DEFAULT: functools.partial(world.run_ours, num_ranks=num_ranks)}
     if TRL in rivals:
         _make_environment()
