@@ -12,7 +12,7 @@ from examples.arithmetic.curves import add_flags, compare
 
 FORGOTTEN = 0.98
 # In later updates of an iteration ratios leave 1, and what clips them matters.
-FLAGS = ("--global-batch-size", "256")
+FLAGS = ("--global-batch-size", "256", "--micro-batch-size", "128")
 FILTER = ("--grpo-filter-groups-with-same-reward",)
 CLIP_HIGHER = ("--grpo-clamp-eps-upper", "0.28")
 VARIANTS = {

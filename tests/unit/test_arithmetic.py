@@ -134,7 +134,7 @@ def test_runs_beside_each_other_come_to_a_table_and_a_picture(tmp_path: Path, ca
     for number, (name, more) in enumerate({"one": {}, "the-other": {"prompts": {"considered": 7}}}.items()):
         run = tmp_path / f"{name}-3" / "run"
         run.mkdir(parents=True)
-        records = [{"version": 0, "groups": 0, "evaluation": {"pass": 0.1}}, {"version": 1, "groups": 4, **more}]
+        records = [{"version": 0, "evaluation": {"pass": 0.1}}, {"version": 1, "groups": 4, **more}]
         records.append({"version": 2, "groups": 4, **more, "evaluation": {"pass": 0.5 + number / 4}})
         (run / metrics.FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
         (run.parent / "result.json").write_text(json.dumps({"after": 0.5 + number / 4}))
