@@ -72,5 +72,4 @@ def _draw(curves: Mapping[str, Sequence[list[tuple[int, float]]]], out: Path) ->
 
 def _count_prompts(run: Path) -> int:
     """Prompts that were sampled, those that were not trained on among them."""
-    records = read(run)
-    return sum(record["prompts"]["considered"] if "prompts" in record else record.get("groups", 0) for record in records)
+    return sum(record.get("prompts", {}).get("considered", record.get("groups", 0)) for record in read(run))
