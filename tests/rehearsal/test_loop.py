@@ -49,10 +49,8 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.each_change if name == "DP2" else pytest.mark.slow) for name in LAYOUTS],
-)
+@pytest.mark.each_change
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
     whole = run(worlds[layout], layout, tmp_path / "whole")
     later = run(worlds[layout], layout, tmp_path / "later", load=tmp_path / "whole" / "checkpoints", ckpt_step=2)
