@@ -1,7 +1,8 @@
 """How well the planner predicts, and how fast: calibrated on one run it predicts others, which are run after that.
 
 Runs are real, with a small model on a CPU; their engines are scripted, so they sample in timers' time and need no
-core. Predictions are written to a file before anything but the calibrating run is measured:
+core. With `--vllm` they are vLLM's, each on a core beside the trainer's, and two runs calibrate. Predictions are
+written to a file before anything but the calibrating runs is measured:
 
     python -m benchmarks.plan --predict FILE       the calibrating run, and the predictions that follow from it
     python -m benchmarks.plan --measure FILE       the other runs, beside what the file says
@@ -42,8 +43,8 @@ SLOW, FAST = 1000.0, 24000.0
 class Trial:
     """A run. What it has in common with the calibrating one is left out."""
 
-    speed: float = 3000.0
-    """Tokens a second of an engine."""
+    speed: float | None = 3000.0
+    """Tokens a second of a scripted engine; None for vLLM's."""
     lengths: tuple[int, int] = (16, 240)
     delay: tuple[float, float] = (0.0, 0.0)
     prompts: int = 12
@@ -78,6 +79,19 @@ TRAINER_BOUND = {
     "fast engines, two stages": Trial(FAST, prompts=24, stages=2),
     "synchronous": Trial(schedule="sync"),
 }
+VLLM = Trial(None, (80, 80), prompts=24, engines=1)
+# A smaller batch, which shows what a step takes whatever is in it.
+VLLM_BASES = {"calibrating": VLLM, "calibrating, fewer at once": dataclasses.replace(VLLM, in_flight=8, prompts=12)}
+OF_VLLM = {
+    "groups of 4": dataclasses.replace(VLLM, group_size=4, prompts=48),
+    "groups of 16": dataclasses.replace(VLLM, group_size=16, prompts=12),
+    "half the prompts": dataclasses.replace(VLLM, prompts=12),
+    "twice the prompts": dataclasses.replace(VLLM, prompts=48),
+    "long responses": dataclasses.replace(VLLM, lengths=(160, 160)),
+    "16 at once": dataclasses.replace(VLLM, in_flight=16),
+    "64 at once": dataclasses.replace(VLLM, in_flight=64),
+    "synchronous": dataclasses.replace(VLLM, schedule="sync"),
+}
 TINY = ("fast engines",)
 
 
@@ -86,9 +100,13 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--measure", type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the runs that are measured")
+    parser.add_argument("--vllm", action="store_true", help="with engines of vLLM's")
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
-    trials, count, num_simulated = {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}, ITERATIONS, SIMULATED
+    bases, trials = {"calibrating": BASE}, {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}
+    if arguments.vllm:
+        bases, trials = VLLM_BASES, {**OF_VLLM, AGAIN: VLLM}
+    count, num_simulated = ITERATIONS, SIMULATED
     if arguments.tiny:
         trials = {name: dataclasses.replace(trials[name], speed=FAST, prompts=4) for name in (*TINY, AGAIN)}
         count, num_simulated = 2, 2
@@ -99,18 +117,20 @@ def main() -> None:
         both = arguments.predict is None and arguments.measure is None
         file = arguments.predict or arguments.measure or Path(folder) / "predictions.json"
         if arguments.predict or both:
-            _predict(world, trials, num_simulated, file)
+            _predict(world, bases, trials, num_simulated, file)
         if arguments.measure or both:
             figures = _measure(world, trials, file)
             report.finish(figures | _time_simulator(2 if arguments.tiny else 100))
 
 
-def _predict(world: "_World", trials: Mapping[str, Trial], num_simulated: int, file: Path) -> None:
-    """Measure the calibrating run, and write down what it says of all others."""
-    measured = world.run("calibrating", BASE)
-    costs = calibrate([measured])
+def _predict(
+    world: "_World", bases: Mapping[str, Trial], trials: Mapping[str, Trial], num_simulated: int, file: Path
+) -> None:
+    """Measure the calibrating runs, and write down what they say of all others."""
+    measured = [world.run(name, trial) for name, trial in bases.items()]
+    costs = calibrate(measured)
     print(f"calibrated: {costs}")
-    print(f"a calibrating iteration: {measured.record.iteration_seconds:.2f} s")
+    print("calibrating iterations:", ", ".join(f"{one.record.iteration_seconds:.2f} s" for one in measured))
     predictions = {name: predict(trial, costs, num_simulated) for name, trial in trials.items()}
     content = {"costs": dataclasses.asdict(costs), "seconds": predictions}
     file.write_text(json.dumps(content, indent=2) + "\n")
@@ -120,11 +140,15 @@ def _predict(world: "_World", trials: Mapping[str, Trial], num_simulated: int, f
 
 def predict(trial: Trial, costs: Costs, num_iterations: int = SIMULATED) -> float:
     """Predict an iteration; what a script changes is what is known before the run: speed, delay and lengths."""
-    engine = costs.engine.faster(trial.speed / BASE.speed)
-    assert isinstance(engine, ScriptedCosts)
-    engine = dataclasses.replace(engine, max_in_flight=trial.in_flight)
-    if trial.delay != BASE.delay:
-        engine = dataclasses.replace(engine, delay=trial.delay)
+    engine = costs.engine
+    if isinstance(engine, ScriptedCosts):
+        assert trial.speed is not None
+        assert BASE.speed is not None
+        engine = dataclasses.replace(engine.faster(trial.speed / BASE.speed), max_in_flight=trial.in_flight)
+        if trial.delay != BASE.delay:
+            engine = dataclasses.replace(engine, delay=trial.delay)
+    else:
+        engine = dataclasses.replace(engine, max_running=trial.in_flight, max_in_flight=2 * trial.in_flight)
     setting = Setting(
         trial.schedule, trial.prompts, trial.group_size, trial.group_size, Uniform(3, 11), Uniform(*trial.lengths),
         trial.engines, trial.replicas, trial.stages, trainer_devices=trial.stages * trial.replicas,
@@ -149,7 +173,9 @@ def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[s
         )
     drift = abs(errors.pop(AGAIN))
     figures = {"error_of_base": drift}
-    for part, names in (("engines", ENGINES_BOUND), ("trainer", TRAINER_BOUND)):
+    # Some runs of both kinds have the same name.
+    parts = {"vllm": OF_VLLM} if trials[AGAIN].speed is None else {"engines": ENGINES_BOUND, "trainer": TRAINER_BOUND}
+    for part, names in parts.items():
         absolute = [abs(errors[name]) for name in names if name in errors] or [0.0]
         figures |= {f"error_median_{part}": statistics.median(absolute), f"error_worst_{part}": max(absolute)}
     return figures
@@ -198,16 +224,25 @@ class _World:
         from tests.e2e import loop
 
         name = name.replace(" ", "-").replace(",", "")
-        script = self._folder / f"{name}.json"
-        script.write_text(
-            json.dumps({"lengths": trial.lengths, "tokens_per_second": trial.speed, "delay": trial.delay})
-        )
+        if trial.speed is None:
+            of_engine = {
+                "rollout_engine": "vllm", "rollout_max_num_seqs": trial.in_flight, "rollout_ignore_eos": True,
+                "rollout_max_tokens": trial.lengths[1], "rollout_max_in_flight": 2 * trial.in_flight,
+            }  # fmt: skip
+        else:
+            script = self._folder / f"{name}.json"
+            script.write_text(
+                json.dumps({"lengths": trial.lengths, "tokens_per_second": trial.speed, "delay": trial.delay})
+            )
+            of_engine = {
+                "rollout_script": script, "rollout_max_in_flight": trial.in_flight,
+                "rollout_max_tokens": trial.lengths[1] + 1,
+            }  # fmt: skip
         words = self._world.words(
-            name, rollout_script=script, rollout_num_engines=trial.engines, rollout_max_in_flight=trial.in_flight,
-            rollout_max_tokens=trial.lengths[1] + 1, seq_length=SEQ_LENGTH, train_iters=self._count,
+            name, rollout_num_engines=trial.engines, seq_length=SEQ_LENGTH, train_iters=self._count,
             grpo_prompts_per_step=trial.prompts, grpo_group_size=trial.group_size, micro_batch_size=trial.group_size,
             lr=1e-6, progress="none", log_samples=0, schedule=trial.schedule, consume_order="completion",
-            pipeline_model_parallel_size=trial.stages,
+            pipeline_model_parallel_size=trial.stages, **of_engine,
         )  # fmt: skip
         loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words, is_forked=False)
         return read_run(self._folder / "runs" / name, {})

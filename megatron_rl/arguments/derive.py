@@ -18,9 +18,10 @@ _ABSENT: Mapping[str, int] = {
     "transformer.pipeline_model_parallel_size": 1,
     "transformer.context_parallel_size": 1,
 }
-# From so many parameters on, and at most so many. With 40 M a second engine was worth a quarter; what lies between
-# that and a tiny model was not measured.
-_LEAST_FOR_ENGINES = 16_000_000
+# What makes the start of a second engine worth its seconds: so many parameters, with which it brought a quarter, or so
+# many tokens of a whole run, with which it saved a tiny model's run several times what its start takes.
+_LEAST_PARAMETERS = 16_000_000
+_LEAST_TOKENS = 1_000_000
 _MOST_ENGINES = 4
 
 
@@ -101,9 +102,7 @@ class Derivation:
 
     def count_samples(self) -> None:
         """Turn counts in responses, as Megatron's scripts have them, into counts of iterations and updates."""
-        of_update, prompts = self._look_up("training.global_batch_size"), self._look_up("algorithm.prompts_per_step")
-        group = self._look_up("algorithm.group_size")
-        of_iteration = prompts * group if prompts is not None else of_update
+        of_update, of_iteration = self._look_up("training.global_batch_size"), self._count_responses()
         if of_iteration is None:
             return
         for name, target, flag, divisor in (
@@ -166,12 +165,13 @@ class Derivation:
     def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
         """Start an engine for each core where ranks are on all of them: each then has something to do while they wait.
 
-        A tiny model keeps one: the start of another takes longer than its sampling.
+        A short run of a small model keeps one: the start of another takes longer than it saves.
         """
         num_cores = count_cores()
         if architecture is None or num_ranks < num_cores or not self._has_own_engines():
             return
-        if sum(spec.num_elements for spec in mapping.Mapping(architecture).manifest()) < _LEAST_FOR_ENGINES:
+        num_parameters = sum(spec.num_elements for spec in mapping.Mapping(architecture).manifest())
+        if num_parameters < _LEAST_PARAMETERS and self._count_tokens_sampled() < _LEAST_TOKENS:
             return
         count = min(_MOST_ENGINES, num_cores // self._look_up("rollout.tensor_parallel_size"))
         if count > 1:
@@ -184,6 +184,18 @@ class Derivation:
             self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
             and self._look_up("rollout.engine") == "vllm"
         )
+
+    def _count_tokens_sampled(self) -> int:
+        """Count the tokens that the run samples at most; 0 if its flags do not say."""
+        of_response = self._look_up("sampling.max_tokens") or self._look_up("training.seq_length")
+        return (self._look_up("training.train_iters") or 0) * (self._count_responses() or 0) * (of_response or 0)
+
+    def _count_responses(self) -> int | None:
+        """Count the responses of an iteration, if the flags say."""
+        prompts = self._look_up("algorithm.prompts_per_step")
+        if prompts is None:
+            return self._look_up("training.global_batch_size")
+        return prompts * self._look_up("algorithm.group_size")
 
     def _list_micro_batches(self, world_size: int | None) -> list[int]:
         """List the sizes that divide the groups of an update over the replicas."""

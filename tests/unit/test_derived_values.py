@@ -62,9 +62,11 @@ def test_a_budget_of_tokens_makes_micro_batches_as_large_as_it_lets_them_be(tmp_
     assert parse_run(*words, "--max-tokens-per-gpu 1152 --micro-batch-size 2").training.micro_batch_size == 2
 
 
-def test_a_model_that_is_not_small_gets_an_engine_for_each_core_where_ranks_are_on_all(tmp_path, monkeypatch) -> None:
+def test_an_engine_is_started_for_each_core_where_ranks_are_on_all_and_it_is_worth_its_start(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(derive, "count_cores", lambda: 2)
-    monkeypatch.setattr(derive, "_LEAST_FOR_ENGINES", 1000)
+    monkeypatch.setattr(derive, "_LEAST_PARAMETERS", 1000)
     words = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
     token = tmp_path / "token"
     token.write_text("a")
@@ -79,8 +81,12 @@ def test_a_model_that_is_not_small_gets_an_engine_for_each_core_where_ranks_are_
     ):
         settings = parse_run(*words, more, world_size=ranks)
         assert settings.rollout.num_engines == count, (more, ranks)
-    monkeypatch.setattr(derive, "_LEAST_FOR_ENGINES", 1_000_000)
-    assert parse_run(*words, world_size=2).rollout.num_engines == 1
+    monkeypatch.setattr(derive, "_LEAST_PARAMETERS", 1_000_000)
+    # 8 iterations of 16 prompts, 8 responses to each of 64 tokens at most.
+    sampled = 8 * 16 * 8 * 64
+    for more, least, count in (("", sampled, 2), ("", sampled + 1, 1), ("--grpo-group-size 16", sampled + 1, 2)):
+        monkeypatch.setattr(derive, "_LEAST_TOKENS", least)
+        assert parse_run(*words, more, world_size=2).rollout.num_engines == count, (more, least)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 64])
