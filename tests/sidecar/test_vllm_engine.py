@@ -314,6 +314,12 @@ def test_the_engine_listens_in_a_private_folder_and_nowhere_else(engine, sockets
         assert all(Path(path).is_relative_to(sockets) for path in paths)
 
 
+def test_the_groups_of_an_engine_share_one_thread_of_gloo(engine):
+    core = next(one for one in psutil.Process(engine._handle.pid).children() if one.name().startswith("VLLM::"))
+    names = [path.read_text().strip() for path in Path(f"/proc/{core.pid}/task").glob("*/comm")]
+    assert names.count("gloo_tcp_loop") == 1, names
+
+
 def test_an_engine_that_somebody_else_started_is_taken_in_and_left_alone_at_the_end(run, engine, models):
     adopted = VllmEngine("adopted", engine.address)
     run(adopted.start())
