@@ -75,8 +75,10 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
     },
     "trace": {
         "trace_overhead": "an iteration with a trace / one without, waits for groups left out, less 1",
+        "trace_share": "the share of an iteration that a rank spends in recording",
         "ledger_coverage": "the least share of a process's time that has a cause",
         "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
+        "engine_vs_sampler": "the same of a vLLM engine that has nothing to sample",
     },
     "plan": {
         "error_median_engines": "how far predicted iterations are off, the median of runs that wait for engines",

@@ -1,8 +1,9 @@
 """What a trace costs, and whether the ledger is right: iterations with and without a trace in turns, in one run.
 
 One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration
-neither records anything. Meanwhile the kernel is asked, a hundred times a second, whether the rank's main thread runs
-or sleeps: it sleeps while the rank waits for a slot, and runs while it computes.
+neither records anything. What the rank spends in recording is counted besides. Meanwhile the kernel is asked, a hundred
+times a second, whether the rank's main thread runs or sleeps: it sleeps while the rank waits for a slot, and runs while
+it computes. In a second run the same is asked of a vLLM engine, which sleeps while it has nothing to sample.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from benchmarks import report
 from tests.ranks import ROOT
@@ -29,7 +33,11 @@ TRAINER_CORE, SIDECAR_CORE = 1, 0
 # Groups come a little slower than they are trained: the rank waits for some.
 TOKENS_PER_SECOND = 4500
 SAMPLE_SECONDS = 0.01
-COMPUTING, WAITING = {"busy", "optimizer"}, {"first", "starved", "tail"}
+ENGINE_ITERATIONS = 12
+# What a process does by the cause that the ledger has.
+KINDS = {"busy": "computing", "optimizer": "computing", "first": "waiting", "starved": "waiting", "tail": "waiting"}
+# The tail of the only engine is what it samples once no group waits for it.
+KINDS_OF_ENGINE = {"busy": "computing", "tail": "computing", "idle": "waiting"}
 
 
 def main() -> None:
@@ -41,6 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         iterations, samples, run = _measure(Path(folder), rounds, num_prompts)
         figures = _compare(iterations) | _check(run, samples)
+        if not arguments.tiny:
+            figures["engine_vs_sampler"] = _check_engine(Path(folder) / "engine")
     report.finish(figures)
 
 
@@ -66,9 +76,14 @@ def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
     report.table("with / without", ratios, "")
     for row, values in ratios.items():
         print(f"{row}: median {statistics.median(values):.4f}, its standard error {_find_error(values):.4f}")
+    shares = [on["recording"] / on["wall"] for on, _ in pairs]
+    report.table("in recording itself", {"share of an iteration": shares}, "")
     working = ratios["wall without waits"]
-    # Below 0 it is lost in what two iterations differ by.
-    return {"trace_overhead": max(0.0, statistics.median(working) - 1)}
+    return {
+        # Below 0 it is lost in what two iterations differ by.
+        "trace_overhead": max(0.0, statistics.median(working) - 1),
+        "trace_share": statistics.median(shares),
+    }
 
 
 def _find_error(values: list[float]) -> float:
@@ -89,35 +104,88 @@ def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
     for account in accounts:
         shares = ", ".join(f"{cause} {account.share(cause):.1%}" for cause in account.seconds)
         print(f"{account.name}: {account.wall:.2f} s, {shares}")
-    offset = _find_offset(run)
-    pieces = divide_rank(trace, trace.ranks[0])
-    seconds: dict[str, float] = {}
+    seconds, sampled = _count_asleep(divide_rank(trace, trace.ranks[0]), samples, _find_offset(run), KINDS)
+    return {
+        "ledger_coverage": min(1 - account.share("other") for account in accounts),
+        "ledger_vs_sampler": _compare_with_samples(seconds, sampled),
+    }
+
+
+def _check_engine(folder: Path) -> float:
+    """Run with an engine of vLLM's, and compare what the ledger says of it with samples of its state."""
+    from megatron_rl.observe.ledger import compute_ledger, divide_engine
+    from megatron_rl.observe.trace import read
+    from tests.e2e import loop
+
+    model = loop.draw_model(folder / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=SEQ_LENGTH)
+    prompts, reward = loop.write_prompts(folder / "prompts.jsonl", 400), loop.write_reward(folder / "reward.py")
+    words = loop.World(folder, model, prompts, reward).words(
+        "run", rollout_engine="vllm", rollout_num_engines=1, rollout_ignore_eos=True, rollout_max_tokens=MOST_TOKENS,
+        seq_length=SEQ_LENGTH, train_iters=ENGINE_ITERATIONS, grpo_prompts_per_step=NUM_PROMPTS,
+        grpo_group_size=GROUP_SIZE, micro_batch_size=GROUP_SIZE, lr=1e-6, progress="none", log_samples=0,
+        consume_order="completion",
+    )  # fmt: skip
+    ranks = loop.start(folder / "output", 1, words, is_forked=False)
+    with _sampling(_find_engine(ranks.processes[0].pid), "*") as samples:
+        codes = ranks.wait()
+    if any(codes):
+        raise SystemExit(f"exit codes {codes}\n{ranks.text()}")
+    trace = read(folder / "runs" / "run")
+    trace = trace.of(version for version in trace.versions if version >= 2)
+    (account,) = (account for account in compute_ledger(trace) if not account.is_rank)
+    pieces = divide_engine(trace, account.name)
+    seconds, sampled = _count_asleep(pieces, samples, _find_offset(folder / "runs" / "run", "sidecar"), KINDS_OF_ENGINE)
+    return _compare_with_samples(seconds, sampled)
+
+
+def _find_engine(pid: int, seconds: float = 300) -> int:
+    """Wait for the process of a run in which vLLM computes."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.name().startswith("VLLM::Eng"):
+                    return process.pid
+        time.sleep(0.1)
+    raise SystemExit(f"no engine after {seconds:g} s")
+
+
+def _count_asleep(
+    pieces: Iterable[tuple[float, float, str]],
+    samples: Sequence[tuple[float, str]],
+    offset: float,
+    kinds: Mapping[str, str],
+) -> tuple[Counter[str], dict[str, list[bool]]]:
+    """By kind of cause: the ledger's seconds, and whether the process was asleep in each sample."""
+    seconds: Counter[str] = Counter()
     sampled: dict[str, list[bool]] = {}
     moments = iter([(moment + offset, state) for moment, state in samples])
     sample = next(moments, None)
     for begin, end, cause in pieces:
-        kind = "computing" if cause in COMPUTING else "waiting" if cause in WAITING else "neither"
-        seconds[kind] = seconds.get(kind, 0.0) + end - begin
+        kind = kinds.get(cause, "neither")
+        seconds[kind] += end - begin
         while sample is not None and sample[0] < end:
             if sample[0] >= begin:
                 sampled.setdefault(kind, []).append(sample[1] == "S")
             sample = next(moments, None)
     for kind, sleeping in sampled.items():
         print(f"{kind} by the ledger: {seconds[kind]:.2f} s; asleep in {statistics.fmean(sleeping):.1%} of samples")
+    return seconds, sampled
+
+
+def _compare_with_samples(seconds: Mapping[str, float], sampled: Mapping[str, list[bool]]) -> float:
+    """Return the difference between the shares of waits by the ledger and by samples."""
     of_either = [asleep for kind in ("computing", "waiting") for asleep in sampled.get(kind, [])]
     by_ledger = seconds.get("waiting", 0.0) / max(1e-9, seconds.get("waiting", 0.0) + seconds.get("computing", 0.0))
     by_samples = statistics.fmean(of_either) if of_either else by_ledger
-    return {
-        "ledger_coverage": min(1 - account.share("other") for account in accounts),
-        "ledger_vs_sampler": abs(by_ledger - by_samples),
-    }
+    return abs(by_ledger - by_samples)
 
 
-def _find_offset(run: Path) -> float:
+def _find_offset(run: Path, process: str = "rank-0") -> float:
     from megatron_rl.observe.recorder import find_path
     from megatron_rl.records.append_file import read_lines
 
-    return float(read_lines(find_path(run, "rank-0"))[0]["offset"])
+    return float(read_lines(find_path(run, process))[0]["offset"])
 
 
 Measured = tuple[list[dict[str, float]], list[tuple[float, str]], Path]
@@ -176,19 +244,25 @@ def _train(folder: Path, run: Path, model: Path, count: int, num_prompts: int) -
 
 
 @contextlib.contextmanager
-def _sampling(pid: int) -> Iterator[list[tuple[float, str]]]:
-    """Ask for the state of a process's main thread, with the time of each answer."""
+def _sampling(pid: int, threads: str | None = None) -> Iterator[list[tuple[float, str]]]:
+    """Ask for the state of a process's main thread, or of several of its threads, with the time of each answer.
+
+    Several threads run if any of them does: while the main one waits for the interpreter, another one has it.
+    """
     samples: list[tuple[float, str]] = []
     over = threading.Event()
-    path = Path(f"/proc/{pid}/task/{pid}/stat")
+    tasks = Path(f"/proc/{pid}/task")
 
     def sample() -> None:
         while not over.wait(SAMPLE_SECONDS):
             try:
-                state = path.read_text().rpartition(")")[2].split()[0]
+                paths = [*tasks.glob(threads or str(pid))]
+                states = {(path / "stat").read_text().rpartition(")")[2].split()[0] for path in paths}
             except OSError:
+                if tasks.exists():
+                    continue
                 return
-            samples.append((time.monotonic(), state))
+            samples.append((time.monotonic(), "S" if states == {"S"} else "R"))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()

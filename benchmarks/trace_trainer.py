@@ -1,31 +1,69 @@
-"""The trainer of the benchmark `trace`: it records nothing of odd iterations.
+"""The trainer of the benchmark `trace`: it records nothing of odd iterations, and measures what recording itself takes.
 
 python -m benchmarks.trace_trainer OUT <flags of pretrain_grpo.py>
 """
 
+import functools
 import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.arguments.command_line import parse_run
 from megatron_rl.observe.metrics import read
 
 
+class Cost:
+    """Seconds in calls, those within others counted once; what counting takes is in them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def count(self, owner: type, name: str) -> None:
+        """Count a method of a class from now on."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            self._depth += 1
+            try:
+                return method(*args, **options)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - begun
+
+        setattr(owner, name, call)
+
+
 def main() -> None:
     out, *words = sys.argv[1:]
     settings = parse_run(words)
+    from megatron_rl.mcore.step.trace import StepTrace
+    from megatron_rl.observe.recorder import Recorder
     from megatron_rl.training.build import train
     from megatron_rl.training.tracing import RankTrace
     from megatron_rl.training.trainer import Trainer
 
-    # Wall and CPU time at the beginning of each iteration, and at the end of the last.
-    moments: list[tuple[float, float]] = []
+    cost = Cost()
+    for owner, names in (
+        (Recorder, ("kind", "add")),
+        (StepTrace, ("begin_forward", "timer", "_begin_backward", "_end_forward")),
+        (RankTrace, ("end",)),
+    ):
+        for name in names:
+            cost.count(owner, name)
+    # Wall and CPU time at the beginning of each iteration, and at the end of the last; what recording took until then.
+    moments: list[tuple[float, float, float]] = []
     publish, end = Trainer._publish, RankTrace.end
 
     def publish_and_note(self: Trainer, version: int) -> str:
-        moments.append((time.monotonic(), time.process_time()))
+        moments.append((time.monotonic(), time.process_time(), cost.seconds))
         assert self._trace is not None
         is_on = version % 2 == 0
         self._timeline._recorder = self._trace.recorder if is_on else None
@@ -38,7 +76,7 @@ def main() -> None:
         else:
             end(self, version)
         if version == settings.training.train_iters - 1:  # type: ignore[operator]
-            moments.append((time.monotonic(), time.process_time()))
+            moments.append((time.monotonic(), time.process_time(), cost.seconds))
 
     Trainer._publish = publish_and_note  # type: ignore[method-assign]
     RankTrace.end = end_every_second  # type: ignore[method-assign]
@@ -50,6 +88,7 @@ def main() -> None:
             "wall": later[0] - now[0],
             "working": later[0] - now[0] - record["time"].get("wait", 0.0),
             "cpu": later[1] - now[1],
+            "recording": later[2] - now[2],
             "tokens": record["tokens"]["computed"],
         }
         for record, (now, later) in zip(read(folder), itertools.pairwise(moments), strict=True)

@@ -67,6 +67,13 @@ def divide_rank(trace: Trace, rank: Process) -> Iterator[tuple[float, float, str
         yield begin / _NANO, end / _NANO, cause
 
 
+def divide_engine(trace: Trace, name: str) -> Iterator[tuple[float, float, str]]:
+    """Yield the same of an engine."""
+    for begin, end, state in _sweep(trace.sidecar):
+        if state.is_recorded:
+            yield begin / _NANO, end / _NANO, state.cause(name)
+
+
 class Pieces:
     """A value at each moment, None outside of all pieces; pieces do not overlap, and their ends are in nanoseconds."""
 
@@ -183,39 +190,43 @@ def _without_overlaps(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
 
 
 class _Engines:
-    """The engines of a sidecar over time: a sweep over the moments at which anything changes."""
+    """The engines of a sidecar over time."""
 
     def __init__(self, sidecar: Process | None) -> None:
         self._ticks: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._capacities: dict[str, int] = {}
         dry: list[tuple[int, int, object]] = []
-        for window in sidecar.windows if sidecar is not None else ():
-            self._capacities |= window.facts.get("engines", {})
-        if sidecar is not None:
-            self._sweep(sidecar, dry)
+        for begin, end, state in _sweep(sidecar):
+            if state.is_recorded:
+                for name in state.capacities:
+                    self._ticks[name][state.cause(name)] += end - begin
+            if state.are_dry():
+                if dry and dry[-1][1] == begin:
+                    dry[-1] = (dry[-1][0], end, True)
+                else:
+                    dry.append((begin, end, True))
         self.are_dry = Pieces(dry)
         """Whether nothing waits for an engine while one of them could sample more."""
 
     def accounts(self) -> list[Account]:
         return [_account(name, False, ENGINE_CAUSES, self._ticks[name], Counter()) for name in sorted(self._ticks)]
 
-    def _sweep(self, sidecar: Process, dry: list[tuple[int, int, object]]) -> None:
-        now, state = 0, _State(self._capacities)
-        changes = list(_changes(sidecar))
-        heapq.heapify(changes)
-        while changes:
-            moment, number, key, engine = heapq.heappop(changes)
-            if moment > now:
-                if state.counts["window", ""]:
-                    for name in self._capacities:
-                        self._ticks[name][state.cause(name)] += moment - now
-                if state.are_dry():
-                    if dry and dry[-1][1] == now:
-                        dry[-1] = (dry[-1][0], moment, True)
-                    else:
-                        dry.append((now, moment, True))
-                now = moment
-            state.counts[key, engine] += number
+
+def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_State"]]:
+    """Go through the moments at which anything changes: yield begin and end of each piece, and the state in it."""
+    if sidecar is None:
+        return
+    state = _State({})
+    for window in sidecar.windows:
+        state.capacities |= window.facts.get("engines", {})
+    changes = list(_changes(sidecar))
+    heapq.heapify(changes)
+    now = 0
+    while changes:
+        moment, number, key, engine = heapq.heappop(changes)
+        if moment > now:
+            yield now, moment, state
+            now = moment
+        state.counts[key, engine] += number
 
 
 class _State:
@@ -223,7 +234,11 @@ class _State:
 
     def __init__(self, capacities: dict[str, int]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
-        self._capacities = capacities
+        self.capacities = capacities
+
+    @property
+    def is_recorded(self) -> bool:
+        return bool(self.counts["window", ""])
 
     def cause(self, engine: str) -> str:
         """What an engine's time goes to."""
@@ -238,14 +253,14 @@ class _State:
             return "evaluation"
         if counts["queue", ""]:
             return "idle"
-        if any(counts["groups", other] for other in self._capacities):
+        if any(counts["groups", other] for other in self.capacities):
             return "tail"
         return "evaluation" if counts["evaluation", ""] else "idle"
 
     def are_dry(self) -> bool:
         if self.counts["queue", ""]:
             return False
-        up = [name for name in self._capacities if not self.counts["down", name]]
+        up = [name for name in self.capacities if not self.counts["down", name]]
         return not all(self._is_full(name) for name in up)
 
     def _is_full(self, engine: str) -> bool:
@@ -254,7 +269,7 @@ class _State:
         if not num_groups:
             return False
         in_flight = self.counts["responses", engine]
-        return in_flight + in_flight / num_groups > self._capacities[engine]
+        return in_flight + in_flight / num_groups > self.capacities[engine]
 
 
 _Change = tuple[int, int, str, str]
