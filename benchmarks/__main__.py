@@ -78,7 +78,8 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "trace_share": "the share of an iteration that a rank spends in recording",
         "ledger_coverage": "the least share of a process's time that has a cause",
         "ledger_vs_sampler": "time that a rank waits, by its ledger and by samples of its state: the difference",
-        "engine_vs_sampler": "the same of a vLLM engine that has nothing to sample",
+        "engine_vs_main_thread": "the same of a vLLM engine, by samples of its main thread",
+        "engine_vs_sampler": "the same, by samples of all of its threads",
     },
     "plan": {
         "error_median_engines": "how far predicted iterations are off, the median of runs that wait for engines",

@@ -50,7 +50,7 @@ def main() -> None:
         iterations, samples, run = _measure(Path(folder), rounds, num_prompts)
         figures = _compare(iterations) | _check(run, samples)
         if not arguments.tiny:
-            figures["engine_vs_sampler"] = _check_engine(Path(folder) / "engine")
+            figures |= _check_engine(Path(folder) / "engine")
     report.finish(figures)
 
 
@@ -111,8 +111,11 @@ def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
     }
 
 
-def _check_engine(folder: Path) -> float:
-    """Run with an engine of vLLM's, and compare what the ledger says of it with samples of its state."""
+def _check_engine(folder: Path) -> dict[str, float]:
+    """Run with an engine of vLLM's, and compare what the ledger says of it with samples of its state.
+
+    While its main thread waits for another one of the process, the engine works, so all of its threads are asked too.
+    """
     from megatron_rl.observe.ledger import compute_ledger, divide_engine
     from megatron_rl.observe.trace import read
     from tests.e2e import loop
@@ -125,17 +128,22 @@ def _check_engine(folder: Path) -> float:
         grpo_group_size=GROUP_SIZE, micro_batch_size=GROUP_SIZE, lr=1e-6, progress="none", log_samples=0,
         consume_order="completion",
     )  # fmt: skip
-    ranks = loop.start(folder / "output", 1, words, is_forked=False)
-    with _sampling(_find_engine(ranks.processes[0].pid), "*") as samples:
-        codes = ranks.wait()
+    with loop.running(folder / "output", 1, words, is_forked=False) as ranks:
+        engine = _find_engine(ranks.processes[0].pid)
+        with _sampling(engine) as of_main, _sampling(engine, "*") as of_all:
+            codes = ranks.wait()
     if any(codes):
         raise SystemExit(f"exit codes {codes}\n{ranks.text()}")
-    trace = read(folder / "runs" / "run")
+    run = folder / "runs" / "run"
+    trace = read(run)
     trace = trace.of(version for version in trace.versions if version >= 2)
     (account,) = (account for account in compute_ledger(trace) if not account.is_rank)
-    pieces = divide_engine(trace, account.name)
-    seconds, sampled = _count_asleep(pieces, samples, _find_offset(folder / "runs" / "run", "sidecar"), KINDS_OF_ENGINE)
-    return _compare_with_samples(seconds, sampled)
+    figures, offset = {}, _find_offset(run, "sidecar")
+    for key, samples in (("engine_vs_main_thread", of_main), ("engine_vs_sampler", of_all)):
+        print(key)
+        found = _count_asleep(divide_engine(trace, account.name), samples, offset, KINDS_OF_ENGINE)
+        figures[key] = _compare_with_samples(*found)
+    return figures
 
 
 def _find_engine(pid: int, seconds: float = 300) -> int:
@@ -245,9 +253,9 @@ def _train(folder: Path, run: Path, model: Path, count: int, num_prompts: int) -
 
 @contextlib.contextmanager
 def _sampling(pid: int, threads: str | None = None) -> Iterator[list[tuple[float, str]]]:
-    """Ask for the state of a process's main thread, or of several of its threads, with the time of each answer.
+    """Ask for the state of a process's main thread, or of those threads, with the time of each answer.
 
-    Several threads run if any of them does: while the main one waits for the interpreter, another one has it.
+    Threads run if any of them does.
     """
     samples: list[tuple[float, str]] = []
     over = threading.Event()

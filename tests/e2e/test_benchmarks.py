@@ -11,7 +11,7 @@ LEFT_OUT = {
     "publish": {"seconds", "vs"},
     "overlap": {"ratio_gen_half", "ratio_gen_double"},
     "sidecar": {"service_vs_offline_40m"},
-    "trace": {"engine_vs_sampler"},
+    "trace": {"engine_vs"},
     "trl": {"vs_trl_10m", "vs_trl_40m", "vs_colocated", "default_vs_pinned"},
 }
 
