@@ -222,7 +222,7 @@ class _World:
         everywhere = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {ENGINE_CORE})
         try:
-            with sidecar(self._run, *words, seconds=180):
+            with sidecar(self._run, *words):
                 yield self
         finally:
             os.sched_setaffinity(0, everywhere)

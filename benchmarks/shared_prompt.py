@@ -86,7 +86,7 @@ def main() -> None:
     for window in (None, 128):
         title = f"every backend, 512/64/8, {'no window' if window is None else f'a window of {window}'}"
         report.table(title, backend_times(named["512/64/8"], window), "s")
-    step = run_ranks(shared_prompt_step.times, 1, *step_shape, rounds, timeout=400)[0]
+    step = run_ranks(shared_prompt_step.times, 1, *step_shape, rounds)[0]
     report.table("training step", step, "s")
     step_speedups = ratios(step, "shared prompt")
     report.table("ratio", {"duplicated / shared prompt": step_speedups}, "")

@@ -91,7 +91,7 @@ def _serving(architecture: Architecture) -> Iterator[tuple[SidecarProcess, Rollo
         random_models.make(model, architecture)
         words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
         words += ("--platform", "cpu", "--rollout-num-threads", "1")
-        with sidecar(run, *words, seconds=180) as process, process.client() as client:
+        with sidecar(run, *words) as process, process.client() as client:
             client.take_lease(run.name)
             _place(process)
             yield process, client, model

@@ -218,7 +218,7 @@ def _measure(folder: Path, rounds: int, num_prompts: int) -> Measured:
     )  # fmt: skip
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {SIDECAR_CORE})
-    with sidecar(run, *flags, seconds=180, module="benchmarks.trace_sidecar"):
+    with sidecar(run, *flags, module="benchmarks.trace_sidecar"):
         os.sched_setaffinity(0, everywhere)
         return _train(folder, run, model, 2 + 2 * rounds, num_prompts)
 

@@ -23,8 +23,7 @@ from unittest import mock
 import numpy as np
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from benchmarks import report
-from benchmarks.log_probs_memory import FULL, MODERATE, logprob_peak
+from benchmarks import log_probs_memory, report
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.config.settings import Settings
@@ -90,7 +89,9 @@ def main() -> None:
     _print_bytes([sent for _, sent in two])
     figures = {name: statistics.median(values) for name, values in ratios.items()}
     if not arguments.without_log_probs:
-        figures["logprob_peak_vs_logits"] = logprob_peak(MODERATE if arguments.tiny else FULL)
+        figures["logprob_peak_vs_logits"] = log_probs_memory.logprob_peak(
+            log_probs_memory.TINY if arguments.tiny else log_probs_memory.FULL
+        )
         report.table("memory of log-probs", {"peak / logits": [figures["logprob_peak_vs_logits"]]}, "")
     report.finish(figures)
 

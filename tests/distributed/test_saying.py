@@ -32,7 +32,7 @@ def said(folder: Path, script: Path, *words: str) -> list[str]:
     """The lines that two ranks say before they end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     words = (*CPU, "--hf-model", str(folder / "model"), *RUN, *words, "--print-config")
-    result = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode != 0
     assert f"exitcode  : {ExitCode.USAGE}" in result.stderr or f"exitcode  : {ExitCode.INPUT}" in result.stderr
     return [line for line in result.stderr.splitlines() if line.startswith("pretrain_grpo.py: ")]

@@ -205,7 +205,7 @@ def test_a_synchronous_run_of_a_periodic_runs_journal_ends_in_the_same_weights(w
     changes = {"pipeline_model_parallel_size": 2, "rollout_retain_journals": ITERATIONS + 1, "lr": 1e-4}
     periodic, sync = (world.folder / name for name in ("vllm-periodic", "vllm-sync"))
     words = words_of(world, periodic, rollout_engine="vllm", rollout_num_engines=1, rollout_max_num_seqs=8, **changes)
-    loop.run(periodic, 2, words, seconds=400, OMP_NUM_THREADS="1")
+    loop.run(periodic, 2, words, OMP_NUM_THREADS="1")
     print(f"vLLM: {share_out_of_order(periodic / 'run'):.0%} of the groups finished out of order")
     shutil.copytree(periodic / "run" / "journal", sync / "run" / "journal")
     (sync / "run").chmod(0o700)

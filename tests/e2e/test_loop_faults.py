@@ -371,7 +371,7 @@ def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, "pretrain_grpo.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*command, "pretrain_grpo.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     message = f"{prompts}:1 has no column prompt (it has question); name the prompt's with --prompt-key"
     assert ended.returncode == 1, ended.stderr

@@ -120,7 +120,7 @@ def test_engines_sample_with_what_megatron_publishes_and_their_log_probs_are_the
 ) -> None:
     model, run = draw_with_tokenizer(tmp_path / "model", tie_word_embeddings=is_tied), tmp_path / "run"
     words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
-    with sidecar(run, *words, seconds=240) as process:
+    with sidecar(run, *words) as process:
         ranks = run_ranks(train_ranks, 2, model, run, Path("/dev/shm") / f"test-{run.parent.name}")
         assert process.process.poll() is None
     results = [result for rank in ranks for result in rank if result["trainer"]]

@@ -47,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         Path(folder).chmod(0o755)
         run = Path(folder) / "run"
-        process = stack.enter_context(sidecar(run, *words, "--rollout-tensor-parallel-size", "2", seconds=300))
+        process = stack.enter_context(sidecar(run, *words, "--rollout-tensor-parallel-size", "2"))
         weights = msgspec.structs.replace(stack.enter_context(in_shared_memory(model, 0)), run="run")
         with process.client() as client:
             lease = client.take_lease("run")
