@@ -29,7 +29,7 @@ setup(
         "parquet": ["pyarrow"],
         "picture": ["matplotlib"],
         "report": ["bokeh>=3.9,<3.10"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
 )

@@ -1,5 +1,7 @@
 """What all tests share."""
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -20,3 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long an example takes is the machine's load.
     hypothesis.settings.register_profile("without_deadline", deadline=None)
     hypothesis.settings.load_profile("without_deadline")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For several workers: a file's tests stay together, and so do all that may share the session's vLLM server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "sidecar" if nodeid.startswith("tests/sidecar/") else super()._split_scope(nodeid)
+
+    return Scheduler(config, log)

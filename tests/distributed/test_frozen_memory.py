@@ -34,7 +34,10 @@ LAYOUTS = {"DP2": ADAM, "PP2": "--pipeline-model-parallel-size 2 --lr 0.002"}
 # The policy alone, with a reference, with an old policy, with both: weight of the divergence, and updates.
 ROLES = {"none": (0.0, 1), "reference": (0.1, 1), "old": (0.0, 2), "both": (0.1, 2)}
 # Where it is measured, and what has one frozen model more than what.
-PAIRS = [("DP2", "reference", "none"), ("PP2", "both", "old")]
+PAIRS = [
+    pytest.param(("PP2", "both", "old"), id="PP2"),
+    pytest.param(("DP2", "reference", "none"), id="DP2", marks=pytest.mark.slow),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +56,29 @@ class Used:
     """The hidden states of the longest micro-batch."""
 
 
-def measure(problem: Problem) -> dict[tuple[str, str, bool], Used]:
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What a rank used in one layout."""
+
+    fewer: Used
+    more: Used
+    """With one frozen model more."""
+    offloaded: Used
+    """The same, with frozen models in the host's memory."""
+
+
+def measure(problem: Problem, layout: str, more: str, fewer: str) -> Compared:
     torch.distributed.init_process_group("gloo")
-    used = {}
-    for layout, more, fewer in PAIRS:
-        for roles, is_offloaded in ((fewer, False), (more, False), (more, True)):
-            beta, num_updates = ROLES[roles]
-            rules = dataclasses.replace(TRUNCATED, beta=beta)
-            trial = Trial("", 4, rules, f"--bf16 {LAYOUTS[layout]}", num_updates=num_updates)
-            settings = settings_of(problem.policy, trial.words + " --frozen-offload" * is_offloaded)
-            with start_session(settings) as session:
-                used[layout, roles, is_offloaded] = learn_twice(session, settings, problem.divided(num_updates))
-            gc.collect()
-    return used
+    used = []
+    for roles, is_offloaded in ((fewer, False), (more, False), (more, True)):
+        beta, num_updates = ROLES[roles]
+        rules = dataclasses.replace(TRUNCATED, beta=beta)
+        trial = Trial("", 4, rules, f"--bf16 {LAYOUTS[layout]}", num_updates=num_updates)
+        settings = settings_of(problem.policy, trial.words + " --frozen-offload" * is_offloaded)
+        with start_session(settings) as session:
+            used.append(learn_twice(session, settings, problem.divided(num_updates)))
+        gc.collect()
+    return Compared(*used)
 
 
 def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
@@ -117,40 +130,38 @@ def watched(memory: LiveMemory, hidden: list[int], in_pass: list[int]) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str, bool], Used]]:
+def used(request, tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
+    """By rank."""
     problem = draw_problem(tmp_path_factory.mktemp("models"))
     folder = hf_models.draw(
         "qwen3", tmp_path_factory.mktemp("deep"), num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE
     )
     deep = dataclasses.replace(problem, policy=folder, reference=folder)
-    return run_ranks(measure, 2, deep)
+    return run_ranks(measure, 2, deep, *request.param)
 
 
-@pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)
-def test_a_frozen_model_adds_its_parameters_and_at_most_a_micro_batch_of_hidden_states(
-    layout, roles, without, used
-) -> None:
+@pytest.mark.parametrize("used", PAIRS, indirect=True)
+def test_a_frozen_model_adds_its_parameters_and_at_most_a_micro_batch_of_hidden_states(used) -> None:
     for rank, of_rank in enumerate(used):
-        fewer, more = of_rank[layout, without, False], of_rank[layout, roles, False]
+        fewer, more = of_rank.fewer, of_rank.more
         held, peak = more.held - fewer.held - more.parameters, more.peak - fewer.peak - more.parameters
         print(
-            f"{layout}, {roles}, rank {rank}: beside its {more.parameters} bytes {held} more held, {peak} at the peak; "
+            f"rank {rank}: beside its {more.parameters} bytes {held} more held, {peak} at the peak; "
             f"a micro-batch's hidden states are {more.hidden}"
         )
         assert 0 <= held <= SMALL
         assert peak <= more.hidden + SMALL
 
 
-@pytest.mark.parametrize(("layout", "roles", "without"), PAIRS)
-def test_an_offloaded_frozen_model_adds_less_than_a_quarter_of_its_parameters(layout, roles, without, used) -> None:
+@pytest.mark.parametrize("used", PAIRS, indirect=True)
+def test_an_offloaded_frozen_model_adds_less_than_a_quarter_of_its_parameters(used) -> None:
     for rank, of_rank in enumerate(used):
-        fewer, more = of_rank[layout, without, False], of_rank[layout, roles, False]
-        offloaded = of_rank[layout, roles, True]
+        fewer, more, offloaded = of_rank.fewer, of_rank.more, of_rank.offloaded
         # On this platform the host's memory is counted with the device's.
         peak = offloaded.peak - fewer.peak - more.parameters
         copies = offloaded.in_pass - more.in_pass
         print(
-            f"{layout}, {roles}, rank {rank}: {copies / more.parameters:.1%} of the parameters in a pass, "
+            f"rank {rank}: {copies / more.parameters:.1%} of the parameters in a pass, "
             f"{peak / more.parameters:.1%} at the iteration's peak"
         )
         assert offloaded.held == more.held

@@ -27,6 +27,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_model_parallel_size": 2, "bf16": True},
 }  # fmt: skip
 
+# Between them a reference, offloading, bf16, overlapped reductions and a save beside training.
+FOR_EACH_CHANGE = ("TP2", "DP2")
+
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> dict[str, loop.World]:
@@ -50,7 +53,9 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.each_change
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FOR_EACH_CHANGE else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
     whole = run(worlds[layout], layout, tmp_path / "whole")
     later = run(worlds[layout], layout, tmp_path / "later", load=tmp_path / "whole" / "checkpoints", ckpt_step=2)
