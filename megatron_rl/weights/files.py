@@ -110,14 +110,43 @@ def put_in_place(staged: Path, folder: Path) -> None:
         raise InputError(f"{folder} cannot be created ({error.strerror}): name a folder that does not exist") from None
 
 
+class Maps:
+    """The files of the last two folders that were written, mapped into memory.
+
+    In a file that is mapped anew the first write to each page costs more than the copy. A file is known by its inode,
+    whose number is not given to another file while it is mapped.
+    """
+
+    def __init__(self) -> None:
+        self._folders: list[dict[tuple[int, int], torch.Tensor]] = []
+
+    def find(self, path: Path, size: int) -> torch.Tensor | None:
+        status = path.stat()
+        found = [maps[key] for maps in self._folders if (key := (status.st_dev, status.st_ino)) in maps]
+        return found[0] if found and status.st_size == size == len(found[0]) else None
+
+    def keep(self, folder: Path, mapped: MappingABC[str, torch.Tensor]) -> None:
+        paths = {file: (folder / file).stat() for file in mapped}
+        newest = {(status.st_dev, status.st_ino): mapped[file] for file, status in paths.items()}
+        self._folders = [*[maps for maps in self._folders if maps.keys() != newest.keys()][-1:], newest]
+
+    def clear(self) -> None:
+        self._folders.clear()
+
+
 class Writer:
     """One process's access to the files that `create` laid out."""
 
-    def __init__(self, folder: Path, plan: FilePlan):
+    def __init__(self, folder: Path, plan: FilePlan, maps: Maps | None = None):
+        """With `maps`, files that are written again are mapped once."""
+        self._folder = folder
         self._plan = plan
+        self._maps = maps
         self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
+        known = {} if maps is None else {file: maps.find(folder / file, size) for file, size in plan.sizes.items()}
+        self._known = {file for file, mapped in known.items() if mapped is not None}
         self._mapped = {
-            file: torch.from_file(str(folder / file), shared=True, size=size, dtype=torch.uint8)
+            file: _map(folder / file, size) if (mapped := known.get(file)) is None else mapped
             for file, size in plan.sizes.items()
         }
 
@@ -125,6 +154,8 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._maps is not None:
+            self._maps.keep(self._folder, self._mapped)
         self._mapped.clear()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -135,7 +166,8 @@ class Writer:
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
         block_RC = block.reshape(block.shape[0], -1)
-        if block_RC.shape[1] == num_columns and block_RC.is_contiguous() and block_RC.nbytes >= _MIN_WRITE_BYTES:
+        is_whole_rows = block_RC.shape[1] == num_columns and block_RC.is_contiguous()
+        if file not in self._known and is_whole_rows and block_RC.nbytes >= _MIN_WRITE_BYTES:
             row_bytes = num_columns * block.element_size()
             self._write(self._descriptors[file], offset + first_row * row_bytes, block_RC)
             return
@@ -150,6 +182,10 @@ class Writer:
         while data:
             written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
             data, offset = data[written:], offset + written
+
+
+def _map(path: Path, size: int) -> torch.Tensor:
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def _group(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:

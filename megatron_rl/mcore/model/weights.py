@@ -39,6 +39,7 @@ class ModelWeights:
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
+        self._maps = files.Maps()
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
@@ -117,7 +118,8 @@ class ModelWeights:
 
         session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
         try:
-            written = session.run_or_raise_everywhere(lambda: self._write(staged, plan))
+            maps = None if instead_of is None else self._maps
+            written = session.run_or_raise_everywhere(lambda: self._write(staged, plan, maps))
             digests = written.combine(session.control_group)
             session.run_or_raise_everywhere(lambda: put_in_place(digests) if session.rank == 0 else None)
         except BaseException:
@@ -125,6 +127,10 @@ class ModelWeights:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         return compute_fingerprint(written.specs, digests)
+
+    def forget_files(self) -> None:
+        """Let go of the files that `write_files` keeps mapped: their memory is free once they are removed."""
+        self._maps.clear()
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
         """Yield the tensors of this rank's stage, in buckets, on the stage's first rank; other ranks get empty ones."""
@@ -153,13 +159,13 @@ class ModelWeights:
             self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
         )
 
-    def _write(self, staged: Path, plan: files.FilePlan) -> Digests:
+    def _write(self, staged: Path, plan: files.FilePlan, maps: files.Maps | None) -> Digests:
         digests = Digests(list(plan.specs.values()))
         coordinates = self._session.coordinates
         first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
         try:
             # A rank that writes nothing may be on a host that does not have the folder.
-            with files.Writer(staged, plan) if self.is_written_here else contextlib.nullcontext() as writer:
+            with files.Writer(staged, plan, maps) if self.is_written_here else contextlib.nullcontext() as writer:
                 export(self.shards, digests, None if writer is None else writer.put, first)
         except OSError as error:
             raise InputError(
