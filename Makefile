@@ -86,8 +86,8 @@ $(addprefix mcore-,0.16.1 $(MCORE_VERSIONS)): mcore-%: python312
 test-matrix: env mcore-0.16.1 $(addprefix mcore-,$(MCORE_VERSIONS)) ## every version of megatron-core, an hour; Python 3.12, 6 GB of disk
 	$(VENV)/bin/python -m tools.run_matrix
 
-test-matrix-quick: env mcore-0.16.1 $(addprefix mcore-,$(MCORE_VERSIONS))
-	$(VENV)/bin/python -m tools.run_matrix --quick $(MCORE_VERSIONS)
+test-matrix-quick: env mcore-0.16.1 mcore-$(lastword $(MCORE_VERSIONS))
+	$(VENV)/bin/python -m tools.run_matrix --quick $(lastword $(MCORE_VERSIONS))
 
 test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CANN; MINDSPEED= and VLLM_ASCEND= name clones to try with
 	@tools/make_environment $(NPU_VENV) requirements/npu.lock --on $(VENV)

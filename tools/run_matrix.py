@@ -1,7 +1,7 @@
 """Runs on each version of megatron-core, in an environment of its own, what that version must not break; a table.
 
     make test-matrix            # all of it
-    make test-matrix-quick      # what make test-all runs: the versions that its other tests do not
+    make test-matrix-quick      # what make test-all runs: the newest version
 
 `numbers` trains the same models on each version, three models in one pass too, and compares all that comes of it with
 0.16.1 on the same Python. `reads` goes on from the checkpoints that the others wrote; the quick one, from those of

@@ -49,9 +49,6 @@ class CpuPlatform(Platform):
     def _prepare(self) -> None:
         # Without it megatron warns if tensor parallelism overlaps; the variable has no effect here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Large pages for large tensors: the host gives a page to each tensor anew, and clears it. torch asks once, when
-        # it first makes a tensor.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         gloo.share_device()
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())

@@ -32,7 +32,7 @@ def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync
     return seen, waits, state.faults
 
 
-@pytest.mark.each_change
+@pytest.mark.slow
 def test_updates_on_devices_equal_the_twins_and_no_rank_waits_for_its_device(tmp_path) -> None:
     folder = hf_models.draw("qwen3", tmp_path)
     trials = {name: Trial(folder, LAYOUTS[name], ROWS, HELD_OUT) for name in NAMES}

@@ -2,9 +2,7 @@
 
 import importlib.machinery
 import mmap
-import os
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -358,29 +356,3 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
         """
     )
     assert output.splitlines()[-2:] == ["1 [0.0, 1.0, 2.0] gloo", "0:01:17"]
-
-
-@pytest.mark.each_change
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no large pages")
-def test_large_tensors_ask_for_large_pages_on_a_cpu_unless_the_environment_says_no():
-    code = """
-        import os
-        from pathlib import Path
-        import torch
-        from megatron_rl.platforms import select
-
-        select("cpu").install()
-        tensor = torch.ones(1 << 21)
-        flags, address = {}, 0
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            name, _, rest = line.partition(" ")
-            if name.endswith(":"):
-                flags[bounds][name] = rest.split()
-            else:
-                bounds = tuple(int(end, 16) for end in name.split("-"))
-                flags[bounds] = {}
-        print(*("hg" in found["VmFlags:"] for (start, end), found in flags.items() if start <= tensor.data_ptr() < end))
-        """
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    assert run_python(code, env=environment).splitlines()[-1] == "True"
-    assert run_python(code, env={**environment, "THP_MEM_ALLOC_ENABLE": "0"}).splitlines()[-1] == "False"

@@ -136,8 +136,6 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": environment.get("VLLM_CPU_KVCACHE_SPACE", str(config.cache_gib)),
             "TORCHDYNAMO_DISABLE": "1",
-            # In large pages, which cost a load less than finding and clearing 512 times as many small ones.
-            "THP_MEM_ALLOC_ENABLE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
