@@ -31,21 +31,28 @@ class ForkedProcess:
     """What a test needs of a `subprocess.Popen`."""
 
     def __init__(
-        self, script: Path, words: Sequence[str], prologue: str, output: Path, environment: Mapping[str, str]
+        self,
+        script: Path,
+        words: Sequence[str],
+        prologue: str,
+        output: Path,
+        environment: Mapping[str, str],
+        platform: str = "cpu",
     ) -> None:
         """Run the prologue and then the script; its output goes into a file."""
+        self._platform = platform
         self._folder = Path(tempfile.mkdtemp(prefix="forked-", dir=output.parent))
         self._rank = environment["RANK"]
         job = Job(__name__, be_script.__name__, (script, list(words), prologue, output), num_threads=1)
         (self._folder / "job").write_bytes(pickle.dumps(job))
-        fork(self._folder, environment)
+        fork(self._folder, environment, platform)
         while (pid := read(self._folder / f"process-{self._rank}")) is None:
-            check_nursery()
+            check_nursery(platform)
             time.sleep(_POLL_SECONDS)
         self.pid: int = pid
 
     def poll(self) -> int | None:
-        check_nursery()
+        check_nursery(self._platform)
         return read(self._folder / f"exit-{self._rank}")
 
     def wait(self, timeout: float | None = None) -> int:

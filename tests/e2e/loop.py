@@ -98,12 +98,13 @@ def start(
     faults: Mapping[int, str] | None = None,
     program: list[str] | None = None,
     is_forked: bool = True,
+    platform: str = "cpu",
     **environment: str,
 ) -> Ranks:
     """Start the ranks as torchrun would; `faults` is code that a rank runs before pretrain_grpo.py begins.
 
-    `program` takes the place of pretrain_grpo.py. Ranks are forked off a process that has imported megatron, unless
-    they are to be started as they are outside of tests.
+    `program` takes the place of pretrain_grpo.py. Ranks are forked off a process that has imported megatron for
+    the platform, unless they are to be started as they are outside of tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shared = {
@@ -123,7 +124,7 @@ def start(
         if is_forked and program is None:
             fault = textwrap.dedent((faults or {}).get(rank, ""))
             of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(ForkedProcess(SCRIPT, words, fault, outputs[-1], of_rank))
+            processes.append(ForkedProcess(SCRIPT, words, fault, outputs[-1], of_rank, platform))
             continue
         with outputs[-1].open("wb") as output:
             processes.append(
@@ -155,10 +156,11 @@ def running(
     words: list[str],
     faults: Mapping[int, str] | None = None,
     is_forked: bool = True,
+    platform: str = "cpu",
     **environment: str,
 ) -> Iterator[Ranks]:
     """The ranks, killed at the end if they still run."""
-    ranks = start(folder, world_size, words, faults, is_forked=is_forked, **environment)
+    ranks = start(folder, world_size, words, faults, is_forked=is_forked, platform=platform, **environment)
     try:
         yield ranks
     finally:

@@ -11,8 +11,7 @@ from tests.e2e import loop
 
 REHEARSED = """
     import atexit
-    from tests.rehearsal import platform, streams
-    platform.install()
+    from tests.rehearsal import streams
     atexit.register(lambda: print("faults of streams:", streams.state.faults))
 """
 FAMILIES = {"EP2": "qwen3_moe"}
@@ -26,9 +25,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
             "recompute_num_layers": 1},
     "EP2": {"expert_model_parallel_size": 2, "bf16": True},
 }  # fmt: skip
-
-# Between them a reference, offloading, bf16, overlapped reductions and a save beside training.
-FOR_EACH_CHANGE = ("TP2", "DP2")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +41,7 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
         "run", platform="npu", rollout_folder=folder / "run", train_iters=4, save=folder / "checkpoints",
         save_interval=2, save_hf=folder / "hf", **LAYOUTS[layout], **changes,
     )  # fmt: skip
-    with loop.running(folder, 2, words, {0: REHEARSED, 1: REHEARSED}, is_forked=False) as ranks:
+    with loop.running(folder, 2, words, {0: REHEARSED, 1: REHEARSED}, platform="rehearsed") as ranks:
         assert ranks.wait() == [0, 0], ranks.text()
     assert all("faults of streams: []" in path.read_text() for path in ranks.outputs), ranks.text()
     assert not verify(folder / "run").breaches
@@ -53,9 +49,7 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.each_change
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in FOR_EACH_CHANGE else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
     whole = run(worlds[layout], layout, tmp_path / "whole")
     later = run(worlds[layout], layout, tmp_path / "later", load=tmp_path / "whole" / "checkpoints", ckpt_step=2)
