@@ -120,14 +120,14 @@ class Maps:
     def __init__(self) -> None:
         self._folders: list[dict[tuple[int, int], torch.Tensor]] = []
 
-    def find(self, path: Path, size: int) -> torch.Tensor | None:
-        status = path.stat()
-        found = [maps[key] for maps in self._folders if (key := (status.st_dev, status.st_ino)) in maps]
-        return found[0] if found and status.st_size == size == len(found[0]) else None
+    def find(self, descriptor: int) -> torch.Tensor | None:
+        """Return the map of an open file that still has its size."""
+        found = [mapped for maps in self._folders if (mapped := maps.get(_identify(descriptor))) is not None]
+        return found[0] if found and os.fstat(descriptor).st_size == len(found[0]) else None
 
-    def keep(self, folder: Path, mapped: MappingABC[str, torch.Tensor]) -> None:
-        paths = {file: (folder / file).stat() for file in mapped}
-        newest = {(status.st_dev, status.st_ino): mapped[file] for file, status in paths.items()}
+    def keep(self, folder: MappingABC[int, torch.Tensor]) -> None:
+        """Keep the maps of a folder's open files, and of one other folder."""
+        newest = {_identify(descriptor): mapped for descriptor, mapped in folder.items()}
         self._folders = [*[maps for maps in self._folders if maps.keys() != newest.keys()][-1:], newest]
 
     def clear(self) -> None:
@@ -139,11 +139,10 @@ class Writer:
 
     def __init__(self, folder: Path, plan: FilePlan, maps: Maps | None = None):
         """With `maps`, files that are written again are mapped once."""
-        self._folder = folder
         self._plan = plan
         self._maps = maps
         self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
-        known = {} if maps is None else {file: maps.find(folder / file, size) for file, size in plan.sizes.items()}
+        known = {} if maps is None else {file: maps.find(one) for file, one in self._descriptors.items()}
         self._known = {file for file, mapped in known.items() if mapped is not None}
         self._mapped = {
             file: _map(folder / file, size) if (mapped := known.get(file)) is None else mapped
@@ -155,7 +154,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         if self._maps is not None:
-            self._maps.keep(self._folder, self._mapped)
+            self._maps.keep({one: self._mapped[file] for file, one in self._descriptors.items()})
         self._mapped.clear()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -182,6 +181,11 @@ class Writer:
         while data:
             written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
             data, offset = data[written:], offset + written
+
+
+def _identify(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _map(path: Path, size: int) -> torch.Tensor:
