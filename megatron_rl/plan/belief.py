@@ -83,7 +83,7 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
     if setting.num_stages not in stages:
         yield (
             f"do not believe it: no run had {setting.num_stages} pipeline stages: they are taken to divide the "
-            "computing evenly"
+            "layers evenly, and to disturb each other in nothing"
         )
     schedules = {one.schedule for one in seen}
     if setting.schedule not in schedules:

@@ -48,6 +48,8 @@ class RunLayout:
     """One for each engine if not given."""
     num_frozen: int = 0
     is_shared: bool = True
+    output_share: float = 0.0
+    """Of what a micro-batch takes, what the output layer does: the last stage has it besides its layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerCosts:
         per_micro_batch=shape.per_micro_batch * scale,
         per_pair=shape.per_pair * scale,
         backward_share=_backward_share(runs),
+        output_share=runs[0].layout.output_share,
         num_frozen=runs[0].layout.num_frozen,
         update=of_update,
     )
@@ -251,10 +254,11 @@ def _backward_share(runs: Sequence[MeasuredRun]) -> float:
 
 
 def _busy_seconds(run: MeasuredRun, iteration: RecordedIteration) -> float:
-    """What the first rank computed, with the other stages: its time less the schedule's bubble."""
+    """What all stages computed, by the time of the slowest: the schedule's less its bubble."""
     slots, stages = run.setting.slots, run.layout.num_stages
     bubble = (stages - 1) / run.layout.num_virtual
-    whole = iteration.seconds["train"] * slots / (slots + bubble) * stages
+    share = (1 - run.layout.output_share) / stages + run.layout.output_share
+    whole = iteration.seconds["train"] * slots / (slots + bubble) / share
     # Frozen models add a forward pass each, a third of the policy's.
     return whole * run.record.num_replicas / (1 + run.layout.num_frozen / 3)
 

@@ -18,6 +18,7 @@ def read_layout(config: RunConfig) -> dict[str, Any]:
     has_reference = float(_find(config, "algorithm", "kl_beta") or 0) != 0
     has_old_policy = int(_find(config, "iteration", "updates") or 1) > 1
     layout["num_frozen"] = has_reference + has_old_policy
+    layout["output_share"] = _find_output_share(config)
     return {name: value for name, value in layout.items() if value is not None}
 
 
@@ -30,6 +31,14 @@ _PLACES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "max_in_flight": ("rollout", "max_in_flight", int),
     "is_shared": ("attention", "is_shared", lambda text: text == "True"),
 }
+
+
+def _find_output_share(config: RunConfig) -> float | None:
+    """Of the parameters that a token is multiplied with, the share that is the output layer's."""
+    hidden, vocabulary = (_find(config, "architecture", name) for name in ("hidden_size", "vocab_size"))
+    if config.model is None or hidden is None or vocabulary is None:
+        return None
+    return int(hidden) * int(vocabulary) / config.model.num_multiplied
 
 
 def _find(config: RunConfig, section: str, name: str) -> str | None:

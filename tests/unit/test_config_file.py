@@ -48,6 +48,8 @@ def test_the_planner_finds_a_runs_layout_in_its_configuration(words, layout, tmp
     found = read_layout(describe.describe_run(settings))
     assert layout.items() <= found.items()
     assert RunLayout(**found).trainer_devices == 1
+    output = QWEN3.hidden_size * QWEN3.vocab_size
+    assert found["output_share"] == output / measure(QWEN3).num_multiplied
 
 
 def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():

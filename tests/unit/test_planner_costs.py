@@ -138,6 +138,17 @@ def test_a_run_that_lets_nobody_tell_parts_of_a_micro_batch_apart_has_a_cost_of_
     assert slot_seconds(found, tokens, pairs) == pytest.approx(slot_seconds(TRAINER, tokens, pairs), rel=0.02)
 
 
+def test_the_last_stage_has_the_output_layer_besides_its_layers(recorded):
+    run = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
+    even, uneven = (
+        calibrate([dataclasses.replace(run, layout=dataclasses.replace(run.layout, num_stages=2, output_share=share))])
+        for share in (0.0, 0.2)
+    )
+    assert uneven.trainer.output_share == 0.2
+    # Both stages took as long as the slower one, which computes 0.4 + 0.2 of a micro-batch.
+    assert uneven.trainer.per_token / even.trainer.per_token == pytest.approx(0.5 / 0.6)
+
+
 def test_runs_of_different_kinds_of_engines_are_refused(recorded):
     one = recorded(SETTING, Costs(SCRIPTED, TRAINER), engine="scripted", max_in_flight=16)
     other = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
