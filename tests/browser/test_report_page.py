@@ -193,6 +193,14 @@ def test_a_chart_is_read_and_zoomed_with_the_keyboard(opened):
     assert opened.run("return [view.from, view.to]") == [None, None]
 
 
+def test_a_chart_says_its_own_values_before_the_browser_has_told_what_is_in_view(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    opened.run("watcher.disconnect(); for (const chart of shown.values()) chart.isVisible = undefined")
+    opened.driver.find_element("css selector", "#charts .plot").send_keys(Keys.HOME)
+    assert opened.run("return at('spoken').textContent").startswith("version 0: calm: mean 0, ")
+
+
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all(opened):
     from selenium.webdriver.common.action_chains import ActionChains
 

@@ -148,7 +148,7 @@ class Chart {
   point(x) {
     const [start, end] = this.bounds();
     this.own.cursor = x === null ? null : Math.round(Math.min(Math.max(x, start), end));
-    const charts = this.options.own ? [this] : [...shown.values()].filter(chart => !chart.options.own && chart.isVisible);
+    const charts = this.options.own ? [this] : [...shown.values()].filter(chart => !chart.options.own && (chart === this || chart.isVisible));
     for (const chart of charts) chart.read(this.own.cursor);
   }
   read(version) {
@@ -194,7 +194,9 @@ const watcher = new IntersectionObserver(entries => {
     const chart = shown.get(entry.target);
     if (!chart) continue;
     chart.isVisible = entry.isIntersecting;
-    if (entry.isIntersecting && !chart.model) chart.draw();
+    if (!entry.isIntersecting) continue;
+    chart.read?.(chart.own.cursor ?? null);
+    if (!chart.model) chart.draw();
   }
 }, { rootMargin: "200px" });
 function forget(id) {
