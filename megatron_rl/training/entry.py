@@ -3,6 +3,7 @@
 Importing this needs no torch, so that ranks already watch each other while torch is imported.
 """
 
+import gc
 import sys
 import threading
 import time
@@ -49,6 +50,10 @@ class Entry:
             self._watch.tell(interrupt)
             return ExitCode.INTERRUPTED
         self._watch.close()
+        if not code:
+            # Groups of ranks that only cycles refer to end their threads here. A thread of gloo's that lets go of a
+            # tensor while Python ends would abort the process.
+            gc.collect()
         return code
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":

@@ -353,6 +353,9 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
         names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         print(names.count("gloo_tcp_loop"), values.tolist(), dist.get_backend(groups[0]))
         print(groups[0]._get_backend(torch.device("cpu")).options._timeout)
+        # A thread of gloo's that lets go of a tensor while Python ends would abort the process.
+        del group, groups
+        dist.destroy_process_group()
         """
     )
     assert output.splitlines()[-2:] == ["1 [0.0, 1.0, 2.0] gloo", "0:01:17"]

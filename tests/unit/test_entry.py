@@ -1,0 +1,37 @@
+"""The end of a rank's process."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.training.entry import Entry
+
+
+class Holder:
+    """Holds itself, as models and their groups do."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def collected_by_hand() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collected_by_hand")
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_process_that_ends_well_lets_go_of_what_only_cycles_hold(code: int) -> None:
+    # After a failure a peer may be gone, and a group that is let go of would wait for it.
+    held: list[weakref.ref[Holder]] = []
+
+    def act(entry: Entry) -> int:
+        held.append(weakref.ref(Holder()))
+        return code
+
+    assert Entry("a rank").run(act) == code
+    assert (held[0]() is None) == (code == 0)
