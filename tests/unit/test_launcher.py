@@ -188,7 +188,7 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     handed_on = {
         "NCCL_DEBUG": "INFO", "HCCL_CONNECT_TIMEOUT": "7200", "VLLM_ATTENTION_BACKEND": "FLASHINFER",
         "CUDA_VISIBLE_DEVICES": "4,5", "XDG_CACHE_HOME": "/scratch/cache", "TRITON_CACHE_DIR": "/scratch/triton",
-        "VLLM_CPU_KVCACHE_SPACE": "7", "HF_HOME": "/scratch/hf",
+        "VLLM_CPU_KVCACHE_SPACE": "7", "HF_HOME": "/scratch/hf", "GLIBC_TUNABLES": "glibc.malloc.check=1",
     }  # fmt: skip
     withheld = {"VLLM_API_KEY": "secret", "VLLM_PORT": "8000", "WANDB_API_KEY": "secret", "RANK": "3"}
     for name, value in (handed_on | withheld).items():
@@ -200,6 +200,14 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     folder = run_folder()
     assert make_process_spec(CONFIG, "engine-0", folder, Path("log")).environment["VLLM_RPC_BASE_PATH"] == str(folder)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "glibc.malloc.hugetlb=1"), ("cuda", None)])
+def test_an_engine_on_a_cpu_asks_for_large_pages(device, expected, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    config = dataclasses.replace(CONFIG, device=device)
+    environment = make_process_spec(config, "engine-0", run_folder(), Path("log")).environment
+    assert environment.get("GLIBC_TUNABLES") == expected
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
