@@ -97,7 +97,8 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             publisher.publish(version)
             middle = time.perf_counter()
-            weights.write_files(SHARED / f"benchmark-{os.getpid()}")
+            with weights.begin_files(SHARED / f"benchmark-{os.getpid()}") as begun:
+                begun.write()
             written = time.perf_counter()
             _remove(SHARED / f"benchmark-{os.getpid()}")
             copied = _copy(num_bytes)

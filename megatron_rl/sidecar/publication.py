@@ -27,7 +27,7 @@ from megatron_rl.observe.recorder import Recorder
 from megatron_rl.protocol import probe
 from megatron_rl.protocol.probe import Difference
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
-from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, WeightReport, WrongWeights
+from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, NotWritten, WeightReport, WrongWeights
 
 T = TypeVar("T")
 
@@ -93,6 +93,11 @@ class StepFailed(MegatronRLError):
     def wrong(self) -> dict[str, str]:
         """The engines that were proved to hold other weights than they report, and how."""
         return {name: str(error) for name, error in self.errors.items() if isinstance(error, WrongWeights)}
+
+    @property
+    def is_for_nothing(self) -> bool:
+        """Whether another attempt must fail too: the trainer has not written what it announced."""
+        return any(isinstance(error, NotWritten) for error in self.errors.values())
 
     @property
     def lost(self) -> list[str]:

@@ -287,6 +287,8 @@ class Supervisor:
                         f"the run's folder) and what `megatron-rl doctor` prints"
                     )
                     raise WeightsNotProven(text, weights, failure.wrong) from None
+                if failure.is_for_nothing:
+                    raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
                     # Only the trainer can send a stream again.

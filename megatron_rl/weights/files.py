@@ -2,7 +2,7 @@
 
 One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
 process renames the folder (`put_in_place`). Until then the folder has another name, so no reader ever sees half a
-file.
+file. Only who reads it while it is written (`arrival.py`) is given the name before.
 """
 
 import contextlib
@@ -110,63 +110,31 @@ def put_in_place(staged: Path, folder: Path) -> None:
         raise InputError(f"{folder} cannot be created ({error.strerror}): name a folder that does not exist") from None
 
 
-class Maps:
-    """The files of the last two folders that were written, mapped into memory.
-
-    In a file that is mapped anew the first write to each page costs more than the copy. A file is known by its inode,
-    whose number is not given to another file while it is mapped.
-    """
-
-    def __init__(self) -> None:
-        self._folders: list[dict[tuple[int, int], torch.Tensor]] = []
-
-    def find(self, descriptor: int) -> torch.Tensor | None:
-        """Return the map of an open file that still has its size."""
-        found = [mapped for maps in self._folders if (mapped := maps.get(_identify(descriptor))) is not None]
-        return found[0] if found and os.fstat(descriptor).st_size == len(found[0]) else None
-
-    def keep(self, folder: MappingABC[int, torch.Tensor]) -> None:
-        """Keep the maps of a folder's open files, and of one other folder."""
-        newest = {_identify(descriptor): mapped for descriptor, mapped in folder.items()}
-        self._folders = [*[maps for maps in self._folders if maps.keys() != newest.keys()][-1:], newest]
-
-    def clear(self) -> None:
-        self._folders.clear()
-
-
 class Writer:
     """One process's access to the files that `create` laid out."""
 
-    def __init__(self, folder: Path, plan: FilePlan, maps: Maps | None = None):
-        """With `maps`, files that are written again are mapped once."""
+    def __init__(self, folder: Path, plan: FilePlan):
         self._plan = plan
-        self._maps = maps
         self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
-        known = {} if maps is None else {file: maps.find(one) for file, one in self._descriptors.items()}
-        self._known = {file for file, mapped in known.items() if mapped is not None}
-        self._mapped = {
-            file: _map(folder / file, size) if (mapped := known.get(file)) is None else mapped
-            for file, size in plan.sizes.items()
-        }
+        self._mapped = {file: map_bytes(folder / file, size) for file, size in plan.sizes.items()}
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._maps is not None:
-            self._maps.keep({one: self._mapped[file] for file, one in self._descriptors.items()})
         self._mapped.clear()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Write a block of a tensor at (first_row, first_column); it must be on the CPU, in the tensor's dtype."""
+        """Write a block of a tensor at (first_row, first_column); it must be in the tensor's dtype."""
+        block = block.cpu()
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
         block_RC = block.reshape(block.shape[0], -1)
         is_whole_rows = block_RC.shape[1] == num_columns and block_RC.is_contiguous()
-        if file not in self._known and is_whole_rows and block_RC.nbytes >= _MIN_WRITE_BYTES:
+        if is_whole_rows and block_RC.nbytes >= _MIN_WRITE_BYTES:
             row_bytes = num_columns * block.element_size()
             self._write(self._descriptors[file], offset + first_row * row_bytes, block_RC)
             return
@@ -183,12 +151,8 @@ class Writer:
             data, offset = data[written:], offset + written
 
 
-def _identify(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-def _map(path: Path, size: int) -> torch.Tensor:
+def map_bytes(path: Path, size: int) -> torch.Tensor:
+    """Map a file's first bytes: what any process writes there is seen, and written here is seen there."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -223,7 +187,8 @@ def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[byte
     return header, starts, len(header) + position
 
 
-_DTYPES = {code: name for name, code in _CODES.items()}
+STORED_DTYPES = {code: name for name, code in _CODES.items()}
+"""The name of each dtype that files may hold, by the format's code of it."""
 # Tensors in old checkpoints that no model reads, because they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -269,11 +234,11 @@ class Checkpoint:
     def spec(self, name: str) -> TensorSpec:
         """Shape and dtype of a tensor, from the file's header."""
         piece = self._file_of[name].get_slice(name)
-        dtype = _DTYPES.get(piece.get_dtype())
+        dtype = STORED_DTYPES.get(piece.get_dtype())
         if dtype is None:
             raise InputError(
                 f"{name} in {self.folder} is stored as {piece.get_dtype()}: "
-                f"quantized checkpoints cannot be trained, use one in {', '.join(_DTYPES.values())}"
+                f"quantized checkpoints cannot be trained, use one in {', '.join(STORED_DTYPES.values())}"
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 

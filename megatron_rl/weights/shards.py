@@ -4,6 +4,7 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import InputError
 from megatron_rl.weights.files import Checkpoint
-from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest
+from megatron_rl.weights.fingerprint import DTYPES, NUM_LANES, digest, digests_by_row
 from megatron_rl.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
 # Large enough to amortize a call and, on a CPU, small enough that blocks are still in cache when they are digested.
@@ -52,14 +53,55 @@ class Shard:
         if covered < self.map.shape[dim]:
             self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
 
+    @functools.cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of each row, its row in its tensor, and the index of its piece; None if pieces do not have whole rows.
+
+        Rows that pad the vocabulary have the number of pieces as their index.
+        """
+        pieces = self.map.pieces
+        if any(piece.dim != 0 for piece in pieces):
+            return None
+        rows_R = torch.zeros(self.map.shape[0], dtype=torch.int64)
+        pieces_R = torch.full_like(rows_R, len(pieces))
+        for index, piece in enumerate(pieces):
+            rows_R[piece.target : piece.target + piece.length] = torch.arange(piece.source, piece.source + piece.length)
+            pieces_R[piece.target : piece.target + piece.length] = index
+        return rows_R.to(self.parameter.device), pieces_R.to(self.parameter.device)
+
+    def digest_pieces(self, dtype: torch.dtype) -> torch.Tensor:
+        """Digest each piece in the dtype it is exported in: (pieces, lanes).
+
+        All in one pass where they have whole rows, since a parameter may have hundreds of small pieces.
+        """
+        values, pieces = self.parameter.detach(), self.map.pieces
+        if self._rows is None:
+            parts = [
+                torch.stack([digest(block.to(dtype), row, column) for row, column, block in self.blocks(piece)]).sum(0)
+                for piece in pieces
+            ]
+            return torch.stack(parts)
+        rows_R, pieces_R = self._rows
+        num_rows = max(piece.source + piece.length for piece in pieces)
+        matrix_RC = values.reshape(values.shape[0], -1)
+        # A copy in another dtype is made of some rows at a time.
+        step = len(values) if values.dtype == dtype else max(1, _block_elements(values) // max(1, matrix_RC.shape[1]))
+        sums = torch.zeros(len(pieces), NUM_LANES, dtype=torch.int64, device=values.device)
+        for some in (slice(start, start + step) for start in range(0, len(values), step)):
+            sums += digests_by_row(matrix_RC[some].to(dtype), 0, rows_R[some], num_rows, pieces_R[some], len(pieces))
+        return sums
+
     def blocks(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the piece in blocks of rows, each with the row and column of the tensor at which it begins."""
         values = self.parameter.detach().narrow(piece.dim, piece.target, piece.length)
         first_row, first_column = (piece.source, 0) if piece.dim == 0 else (0, piece.source)
-        limit = _BLOCK_ELEMENTS_CPU if values.device.type == "cpu" else _BLOCK_ELEMENTS_DEVICE
-        step = max(1, limit // max(1, values[0].numel()))
+        step = max(1, _block_elements(values) // max(1, values[0].numel()))
         for start in range(0, values.shape[0], step):
             yield first_row + start, first_column, values[start : start + step]
+
+
+def _block_elements(values: torch.Tensor) -> int:
+    return _BLOCK_ELEMENTS_CPU if values.device.type == "cpu" else _BLOCK_ELEMENTS_DEVICE
 
 
 def map_shards(
@@ -100,6 +142,18 @@ class Digests:
         sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
         sums[NUM_LANES] += block.numel()
 
+    def add_shard(self, shard: Shard) -> None:
+        """Add all pieces of a parameter."""
+        if not shard.map.owned or not shard.map.pieces:
+            return
+        indices = [self._index[piece.name] for piece in shard.map.pieces]
+        dtype = DTYPES[self.specs[indices[0]].dtype]
+        lanes = shard.digest_pieces(dtype).cpu()
+        size, shape = shard.parameter.numel(), shard.parameter.shape
+        counts = [size // shape[piece.dim] * piece.length for piece in shard.map.pieces]
+        added = torch.cat([lanes, torch.tensor(counts)[:, None]], dim=1)
+        self._sums.index_add_(0, torch.tensor(indices), added)
+
     def combine(self, group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
         """Return every tensor's digest over all ranks; raise if a slice is missing or was counted twice."""
         if group is not None:
@@ -113,21 +167,20 @@ class Digests:
         return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
 
 
-def export(shards: Sequence[Shard], digests: Digests, put: Put | None = None, first: int = 0) -> None:
-    """Digest every slice that this rank owns, and hand it to `put` on the CPU, in the dtype it is exported in.
+def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[Put], first: int = 0) -> None:
+    """Hand every slice that this rank owns to each of `puts`, in the dtype it is exported in.
 
     `first` is the shard to begin with; those before it come last.
     """
-    dtypes = {spec.name: DTYPES[spec.dtype] for spec in digests.specs}
+    dtypes = {spec.name: DTYPES[spec.dtype] for spec in specs}
     for shard in (*shards[first:], *shards[:first]):
         if not shard.map.owned:
             continue
         for piece in shard.map.pieces:
             for first_row, first_column, values in shard.blocks(piece):
                 block = values.to(dtypes[piece.name])
-                if put is not None:
-                    put(piece.name, first_row, first_column, block.cpu())
-                digests.add(piece.name, first_row, first_column, block)
+                for put in puts:
+                    put(piece.name, first_row, first_column, block)
 
 
 Bucket = list[tuple[str, torch.Tensor]]

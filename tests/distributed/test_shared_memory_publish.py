@@ -1,6 +1,9 @@
 """A publish through files from several hosts: a host is a folder that only its ranks see."""
 
-import re
+import shutil
+import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.errors import PlatformError
+from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
 from megatron_rl.protocol.wire import EngineKind, Weights
-from megatron_rl.weights import files
+from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.weights.arrival import Arrival
+from megatron_rl.weights.files import Writer, read_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
 from tests import hf_models
@@ -82,44 +87,118 @@ def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_re
     assert (names, message) == ([set(load_file(model / "model.safetensors"))], "")
 
 
-class Digester:
-    """Holds what it reads against what it is told."""
+class EarlyReader:
+    """Reads the files as they come, in another order than they are written in, and holds them against what it is told.
+
+    Beside this it keeps which files there were, and how many of the tensors it had to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+        self.is_early: list[bool] = []
 
     def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
-        read = load_file(Path(weights.location) / "model.safetensors")
-        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in read.items()]
-        assert compute_fingerprint(specs, {name: digest(tensor).tolist() for name, tensor in read.items()}) == (
-            weights.fingerprint
-        )
+        folder = Path(weights.location)
+        tensors = Maps().find(folder)
+        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+        assert compute_fingerprint(specs, read_digests(folder)) == weights.fingerprint
+        waits: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            time.sleep(seconds)
+
+        with Arrival(folder, specs, sleep) as arrival:
+            for name, tensor in reversed(tensors.items()):
+                assert arrival.wait_for(name)
+                assert digest(tensor).tolist() == read_digests(folder)[name]
+        self.files.append((folder / "model.safetensors").stat().st_ino)
+        self.is_early.append(bool(waits))
         return EngineKind()
 
     def probed(self, answer: Any) -> None:
         raise AssertionError("no probe was given")
 
 
-def publish_changing(model: Path, folder: Path) -> tuple[list[int], list[str], list[str]]:
-    """How many files were mapped at each publish, and which of the run's were so before and after the end."""
-    counts, sees = [], re.compile(rf"{folder}/run/.*")
-    with start_session(CASES["TP2"]) as session, mock.patch.object(files, "_map", wraps=files._map) as mapped:
-        weights = build(session, CASES["TP2"], model).weights
-        receiver = Digester() if session.rank == 0 else None
+def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], list[bool], list[str]]:
+    """What the reader saw over some publishes, and what is left of the run's folder."""
+    reader = EarlyReader()
+    put = Writer.put
+
+    def slow_put(self: Writer, *arguments: Any) -> None:
+        time.sleep(0.002)
+        put(self, *arguments)
+
+    with start_session(CASES[case]) as session, mock.patch.object(Writer, "put", slow_put):
+        weights = build(session, CASES[case], model).weights
+        receiver = reader if session.rank == 0 else None
         publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run")
-        for version in range(7):
-            mapped.reset_mock()
+        for version in range(5):
             publisher.publish(version)
-            counts.append(mapped.call_count)
             with torch.no_grad():
                 for shard in weights.shards:
                     shard.parameter.mul_(1.5)
-        before = sees.findall(Path("/proc/self/maps").read_text())
         publisher.close()
-        return counts, before, sees.findall(Path("/proc/self/maps").read_text())
+    return reader.files, reader.is_early, [path.name for path in folder.iterdir()]
 
 
-def test_files_that_are_written_again_are_mapped_once_and_let_go_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["TP2", "DP2+distopt"])
+def test_files_in_memory_are_read_while_ranks_write_them_and_two_folders_take_turns(case: str, tmp_path: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    for counts, before, after in run_ranks(publish_changing, 2, model, tmp_path / "shared"):
-        # Two folders take turns, new at first, and are mapped when they are first written again.
-        assert counts == [1, 1, 1, 1, 0, 0, 0]
-        assert len(before) == 2
-        assert after == []
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        (files, is_early, left), _ = run_ranks(publish_changing, 2, case, model, folder)
+    finally:
+        shutil.rmtree(folder)
+    assert is_early == [True] * 5
+    assert files == [files[0], files[1], files[0], files[1], files[0]]
+    assert files[0] != files[1]
+    assert left == []
+
+
+def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
+    """What a rank raises when another one cannot write, and what is left of the version."""
+
+    def full(self: Writer, *arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with start_session(CASES["TP2"]) as session:
+        weights = build(session, CASES["TP2"], model).weights
+        reader = NobodyWrites() if session.rank == 0 else None
+        publisher = SharedMemoryPublisher(weights, session, reader, "run", folder / "run")
+        put = full if session.rank == 1 else Writer.put
+        with mock.patch.object(Writer, "put", put), pytest.raises(InputError) as caught:
+            publisher.publish(0)
+        if reader is not None:
+            assert reader.is_told.wait(60)
+        session.barrier()
+        return str(caught.value), [path.name for path in (folder / "run").iterdir()]
+
+
+class NobodyWrites:
+    """Waits for the first tensor, until it is told that nobody writes it."""
+
+    def __init__(self) -> None:
+        self.is_told = threading.Event()
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+        tensors = Maps().find(Path(weights.location))
+        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+        with Arrival(Path(weights.location), specs) as arrival:
+            if not all(map(arrival.wait_for, tensors)):
+                self.is_told.set()
+        return EngineKind()
+
+    def probed(self, answer: Any) -> None:
+        raise AssertionError("no probe was given")
+
+
+def test_a_rank_that_cannot_write_ends_the_publish_on_every_rank_and_for_who_reads_already(tmp_path: Path) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        for message, left in run_ranks(fail_to_write, 2, model, folder):
+            assert "No space left on device" in message
+            assert left == []
+    finally:
+        shutil.rmtree(folder)

@@ -19,8 +19,8 @@ ITERATIONS = 4
 # Code that a rank runs before it begins: `now()` is called at the moment, and kills in the second iteration.
 AT = {
     "publish": """
-        from megatron_rl.mcore.model.weights import ModelWeights as Owner
-        name = "write_files"
+        from megatron_rl.mcore.model.weights import FilesBegun as Owner
+        name = "write"
     """,
     "generation": """
         from megatron_rl.data.slots import IterationSlots as Owner

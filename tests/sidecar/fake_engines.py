@@ -14,6 +14,7 @@ from megatron_rl.sidecar.engines import (
     EngineRefused,
     EngineState,
     GroupRequest,
+    NotWritten,
     ProbeReport,
     WeightReport,
     WrongWeights,
@@ -93,6 +94,8 @@ class FakeEngine(ScriptedEngine):
                 await asyncio.Event().wait()
             if fault == "lost":
                 raise EngineLost(f"engine {self.name} is lost at {step}")
+            if fault == "not written":
+                raise NotWritten("the trainer ended before it had written 3 tensors: a, b, c")
             if fault == "refused":
                 raise EngineRefused(f"engine {self.name} refuses {step}")
 

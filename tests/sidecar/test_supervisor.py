@@ -187,6 +187,23 @@ def test_a_trainer_that_sends_no_log_probs_fails_the_publish_and_restarts_no_eng
     asyncio.run(check())
 
 
+def test_a_trainer_that_ends_while_it_writes_fails_the_publish_and_restarts_no_engine():
+    factory = FakeFactory()
+    factory.faults["engine-0", "load"].append("not written")
+    factory.faults["engine-1", "load"].append("not written")
+
+    async def check():
+        async with supervised(factory, 2) as supervisor:
+            with pytest.raises(PublishFailed, match="version 1 was not published: the trainer ended before it had"):
+                await supervisor.publish(weights(1))
+            assert all(len(made) == 1 for made in factory.made.values())
+            assert all(engine.steps == ["pause", "load"] for made in factory.made.values() for engine in made)
+            await supervisor.publish(weights(1))
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
 def test_an_engine_that_comes_back_is_compared_with_the_trainer_too(tmp_path):
     factory = FakeFactory()
     held = weights(1, location=str(tmp_path))

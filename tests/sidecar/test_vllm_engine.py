@@ -1,11 +1,13 @@
 """One real vLLM server: it samples from what was published, says so, and refuses what it cannot load."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,8 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WeightReport, WrongWeights
+from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, NotWritten, WeightReport, WrongWeights
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
+from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.worker import _specs
+from megatron_rl.weights import arrival
+from megatron_rl.weights.arrival import Counter
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,
@@ -211,6 +217,75 @@ def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch)
         "/collective_rpc", "/collective_rpc", "/megatron_rl/commit", "/megatron_rl/generate", "/megatron_rl/held",
         "/megatron_rl/pause", "/reset_prefix_cache", "/resume",
     ]  # fmt: skip
+
+
+class Writing:
+    """A trainer that writes the tensors of a folder, in this process, while an engine loads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tensors = Maps().find(folder)
+        self._given = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        self.names = list(self._tensors)
+        self.folder = folder
+        for tensor in self._tensors.values():
+            tensor.fill_(torch.nan)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[Counter]:
+        specs = _specs(self._tensors)
+        with arrival.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
+            yield counter
+
+    def write(self, name: str, counter: Counter) -> None:
+        self._tensors[name].copy_(self._given[name])
+        counter.put(name, 0, 0, self._given[name])
+
+
+def test_weights_are_loaded_while_they_are_written(run, engine, models):
+    expected = put(run, engine, models.second, 13)
+    put(run, engine, models.first, 13)
+
+    async def publish_slowly(weights) -> list[float]:
+        writing = Writing(Path(weights.location))
+        with writing.begun() as counter:
+            published = asyncio.create_task(publish(engine, weights))
+            for name in writing.names:
+                await asyncio.sleep(0.02)
+                assert not published.done()
+                writing.write(name, counter)
+        return await published
+
+    with in_shared_memory(models.second, 13) as weights:
+        assert run(publish_slowly(weights)) == expected
+
+
+@pytest.mark.parametrize("num_written", [0, 7])
+def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_next_weights(
+    run, engine, models, num_written
+):
+    expected = put(run, engine, models.first, 13)
+
+    async def publish_half(weights) -> None:
+        writing = Writing(Path(weights.location))
+        with writing.begun() as counter:
+            await engine.pause()
+            loaded = asyncio.create_task(engine.load(weights))
+            for name in writing.names[:num_written]:
+                writing.write(name, counter)
+            await asyncio.sleep(0.1)
+            assert not loaded.done()
+        left = len(writing.names) - num_written
+        with pytest.raises(NotWritten, match=f"ended before it had written {left} tensors: "):
+            await loaded
+        # Nobody writes any more, which is seen before a weight is touched.
+        with pytest.raises(NotWritten, match="lacks weights, and nobody writes them"):
+            await engine.load(weights)
+
+    with in_shared_memory(models.second, 14) as weights:
+        run(publish_half(weights))
+    with pytest.raises(EngineRefused, match="takes no groups"):
+        generate(run, engine, request())
+    assert put(run, engine, models.first, 15) == expected
 
 
 def edited(folder: Path, change) -> Path:

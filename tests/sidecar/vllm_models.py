@@ -14,8 +14,9 @@ import transformers
 
 from megatron_rl.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import Engine, GroupRequest
+from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.server import ServerConfig
-from megatron_rl.sidecar.vllm.worker import _mapped, _specs
+from megatron_rl.sidecar.vllm.worker import _specs
 from megatron_rl.weights.files import write_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from tests import hf_models
@@ -68,7 +69,7 @@ def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
 
 
 def described(folder: Path, version: int) -> Weights:
-    tensors = _mapped(folder)
+    tensors = Maps().find(folder)
     digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
     write_digests(folder, digests)
     return Weights(

@@ -1,14 +1,17 @@
 """The digest of a tensor: of its bits alone, however it is sliced."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
+from megatron_rl.weights import fingerprint, shards
 from megatron_rl.weights.fingerprint import NUM_LANES, compute_fingerprint, digest, digests_by_row
-from megatron_rl.weights.mapping import TensorSpec
-from megatron_rl.weights.shards import Digests
+from megatron_rl.weights.mapping import Piece, ShardMap, TensorSpec
+from megatron_rl.weights.shards import Digests, Shard, export
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -95,6 +98,42 @@ def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -
     ):
         assert compute_fingerprint(changed, digests) != value
     assert compute_fingerprint(specs, {"a": [3, -4], "b": [1, 2]}) != value
+
+
+ROWS = ShardMap((10, 6), (Piece("q", 0, 4, 0, 3), Piece("k", 0, 2, 3, 2), Piece("q", 0, 7, 5, 3)), owned=True)
+COLUMNS = ShardMap((4, 6), (Piece("q", 1, 6, 0, 3), Piece("k", 1, 3, 3, 3)), owned=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard_map", [ROWS, COLUMNS])
+def test_the_pieces_of_a_parameter_are_digested_as_the_slices_that_they_are(
+    shard_map: ShardMap, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(shard_map.shape)
+    shard = Shard("layer.weight", values, shard_map)
+    # Copies of two rows at a time, and the last rows of the first map are padding.
+    monkeypatch.setattr(shards, "_BLOCK_ELEMENTS_CPU", 12)
+    exported = values.to(fingerprint.DTYPES[dtype])
+    places = [(p.source, 0) if p.dim == 0 else (0, p.source) for p in shard_map.pieces]
+    expected = [
+        digest(exported.narrow(piece.dim, piece.target, piece.length), *place)
+        for piece, place in zip(shard_map.pieces, places, strict=True)
+    ]
+    assert torch.equal(shard.digest_pieces(fingerprint.DTYPES[dtype]), torch.stack(expected))
+    of_blocks, of_shard = (Digests([TensorSpec(name, (16, 9), dtype) for name in ("q", "k")]) for _ in range(2))
+    export([shard], of_blocks.specs, [of_blocks.add])
+    of_shard.add_shard(shard)
+    assert torch.equal(of_blocks._sums, of_shard._sums)
+
+
+def test_a_parameter_of_many_pieces_is_digested_in_one_pass() -> None:
+    pieces = tuple(Piece("qkv"[i % 3], 0, i // 3, i, 1) for i in range(300))
+    shard = Shard("qkv.weight", torch.randn(300, 8), ShardMap((300, 8), pieces, owned=True))
+    digests = Digests([TensorSpec(name, (100, 8), "float32") for name in "qkv"])
+    with mock.patch.object(torch, "mv", wraps=torch.mv) as products:
+        digests.add_shard(shard)
+    assert products.call_count == 1
+    assert digests.combine().keys() == {"q", "k", "v"}
 
 
 def test_a_slice_left_out_or_counted_twice_is_an_error_that_names_the_tensor() -> None:

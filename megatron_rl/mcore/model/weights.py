@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
-from megatron_rl.weights import files
+from megatron_rl.weights import arrival, files
 from megatron_rl.weights.families import derive_config
 from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import compute_fingerprint
 from megatron_rl.weights.mapping import Mapping, TensorSpec
-from megatron_rl.weights.shards import Bucket, Digests, Shard, StageRank, WeightStream, export, map_shards
+from megatron_rl.weights.shards import Bucket, Digests, Put, Shard, StageRank, WeightStream, export, map_shards
 
 # Files beside the weights that engines and users need, copied as they are.
 _COMPANIONS = (
@@ -39,7 +39,6 @@ class ModelWeights:
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
-        self._maps = files.Maps()
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
@@ -65,9 +64,8 @@ class ModelWeights:
 
     def fingerprint(self, dtype: str | None = None) -> str:
         """Compute the fingerprint of these weights as they would be exported."""
-        digests = Digests(self.mapping.manifest(dtype))
-        export(self.shards, digests)
-        return compute_fingerprint(digests.specs, digests.combine(self._session.control_group))
+        digests = self._digest(dtype)
+        return compute_fingerprint(self.mapping.manifest(dtype), digests)
 
     def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
@@ -76,61 +74,66 @@ class ModelWeights:
         system; the folder gets its name only when it is complete.
         """
         folder = Path(folder)
-        return self._write_folder(
-            folder, dtype, private=False, finish=lambda staged, plan, _: self._describe(staged, plan, source, dtype)
-        )
-
-    def write_files(self, folder: Path, dtype: str | None = None, instead_of: Path | None = None) -> str:
-        """Write the tensors and their digests, readable by this user alone, and return their fingerprint.
-
-        `instead_of` is a folder that an earlier call wrote with that dtype: it is renamed and its files overwritten.
-        """
-        return self._write_folder(
-            folder,
-            dtype,
-            private=True,
-            finish=lambda staged, _, digests: files.write_digests(staged, digests),
-            instead_of=instead_of,
-        )
-
-    def _write_folder(
-        self,
-        folder: Path,
-        dtype: str | None,
-        private: bool,
-        finish: Callable[[Path, files.FilePlan, dict[str, list[int]]], None],
-        instead_of: Path | None = None,
-    ) -> str:
         staged = folder.with_name(f".{folder.name}.partial")
         plan = files.FilePlan(self.mapping.manifest(dtype))
         session = self._session
 
-        def put_in_place(digests: dict[str, list[int]]) -> None:
-            finish(staged, plan, digests)
+        def put_in_place() -> None:
+            self._describe(staged, plan, source, dtype)
             files.put_in_place(staged, folder)
 
-        def stage() -> None:
-            # The folder may be gone: people who tidy a machine clear folders in memory too.
-            if instead_of is not None and instead_of.is_dir():
-                instead_of.rename(staged)
-            else:
-                _stage(staged, folder, plan, private)
-
-        session.run_or_raise_everywhere(lambda: stage() if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
         try:
-            maps = None if instead_of is None else self._maps
-            written = session.run_or_raise_everywhere(lambda: self._write(staged, plan, maps))
-            digests = written.combine(session.control_group)
-            session.run_or_raise_everywhere(lambda: put_in_place(digests) if session.rank == 0 else None)
+            sums = Digests(self.mapping.manifest(dtype))
+            session.run_or_raise_everywhere(lambda: self._write(staged, plan, [sums.add]))
+            digests = sums.combine(session.control_group)
+            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
-        return compute_fingerprint(written.specs, digests)
+        return compute_fingerprint(sums.specs, digests)
 
-    def forget_files(self) -> None:
-        """Let go of the files that `write_files` keeps mapped: their memory is free once they are removed."""
-        self._maps.clear()
+    def begin_files(
+        self, folder: Path, dtype: str | None = None, instead_of: Path | None = None, is_read_early: bool = False
+    ) -> "FilesBegun":
+        """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
+
+        The rest is written in the context of what this returns. If the folder is read early, `arrival.Arrival` tells
+        readers what is there. `instead_of` is a folder that an earlier call wrote with that dtype: it is renamed and
+        its files overwritten.
+        """
+        plan = files.FilePlan(self.mapping.manifest(dtype))
+        digests, session = self._digest(dtype), self._session
+        writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
+        opened = contextlib.ExitStack()
+
+        def begin() -> None:
+            staged = folder.with_name(f".{folder.name}.partial")
+            # The folder may be gone: people who tidy a machine clear folders in memory too.
+            if instead_of is not None and instead_of.is_dir():
+                instead_of.rename(staged)
+            else:
+                _stage(staged, folder, plan, private=True)
+            try:
+                files.write_digests(staged, digests)
+                if is_read_early:
+                    opened.enter_context(arrival.writing(staged, len(digests), len(writers)))
+                files.put_in_place(staged, folder)
+            except BaseException:
+                opened.close()
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
+
+        session.run_or_raise_everywhere(lambda: begin() if session.rank == 0 else None)
+        fingerprint = compute_fingerprint(plan.specs.values(), digests)
+        return FilesBegun(self, session, folder, plan, fingerprint, writers if is_read_early else [], opened)
+
+    def _digest(self, dtype: str | None) -> dict[str, list[int]]:
+        digests = Digests(self.mapping.manifest(dtype))
+        for shard in self.shards:
+            digests.add_shard(shard)
+        return digests.combine(self._session.control_group)
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
         """Yield the tensors of this rank's stage, in buckets, on the stage's first rank; other ranks get empty ones."""
@@ -159,19 +162,21 @@ class ModelWeights:
             self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
         )
 
-    def _write(self, staged: Path, plan: files.FilePlan, maps: files.Maps | None) -> Digests:
-        digests = Digests(list(plan.specs.values()))
+    def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put], in_order: bool = False) -> None:
+        """Write what this rank owns, and hand it to `puts` too."""
         coordinates = self._session.coordinates
-        first = len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
+        # Ranks that begin at different files do not wait for each other, but the first tensors are not whole first.
+        first = 0 if in_order else len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
+        # A rank that writes nothing may be on a host that does not have the folder.
+        if not self.is_written_here:
+            return
         try:
-            # A rank that writes nothing may be on a host that does not have the folder.
-            with files.Writer(staged, plan, maps) if self.is_written_here else contextlib.nullcontext() as writer:
-                export(self.shards, digests, None if writer is None else writer.put, first)
+            with files.Writer(folder, plan) as writer:
+                export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
         except OSError as error:
             raise InputError(
-                f"{staged} cannot be written: {error}; every rank that writes must reach the same folder"
+                f"{folder} cannot be written: {error}; every rank that writes must reach the same folder"
             ) from None
-        return digests
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
@@ -185,13 +190,56 @@ class ModelWeights:
                 shutil.copyfile(Path(source) / name, staged / name)
 
 
+class FilesBegun:
+    """Files whose tensors are still to be written, by all ranks; rank 0 removes them if that fails."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        folder: Path,
+        plan: files.FilePlan,
+        fingerprint: str,
+        writers: Sequence[int],
+        opened: contextlib.ExitStack,
+    ):
+        """`writers` are the ranks whose writing is counted; `opened` ends once all have written."""
+        self.fingerprint = fingerprint
+        self._weights = weights
+        self._session = session
+        self._folder = folder
+        self._plan = plan
+        self._writers = writers
+        self._opened = opened
+
+    def __enter__(self) -> "FilesBegun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._opened.close()
+        if kind is not None and self._session.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(self) -> None:
+        """Write all tensors; every rank calls it."""
+        self._session.run_or_raise_everywhere(self._write)
+
+    def _write(self) -> None:
+        rank, specs = self._session.rank, list(self._plan.specs.values())
+        if rank not in self._writers:
+            self._weights._write(self._folder, self._plan, [])
+            return
+        with arrival.Counter(self._folder, specs, self._writers.index(rank), len(self._writers)) as counter:
+            self._weights._write(self._folder, self._plan, [counter.put], in_order=True)
+
+
 def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
     checkpoint = Checkpoint(folder)
     checkpoint.check(mapping)
     return checkpoint
 
 
-def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool) -> None:
+def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
     # A run that was killed while it wrote may have left one.

@@ -1,7 +1,8 @@
 """The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
 
-Once all engines hold version v, the files of v-1 are reused for v+1. Memory that the run keeps need not be found and
-cleared again at every publish.
+In memory, engines load the first tensors while the last are written: what is announced is the fingerprint, which is
+computed before. Once all engines hold version v, the files of v-1 are reused for v+1. Memory that the run keeps need
+not be found and cleared again at every publish.
 """
 
 import datetime
@@ -20,6 +21,7 @@ from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.session import Session
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.weights.arrival import is_in_memory
 
 T = TypeVar("T")
 
@@ -87,7 +89,8 @@ class SharedMemoryPublisher:
             # Left by an attempt that failed.
             shutil.rmtree(folder, ignore_errors=True)
         spare, self._spare = self._spare, None
-        fingerprint = self._weights.write_files(folder, self._dtype, instead_of=spare)
+        begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early)
+        fingerprint = begun.fingerprint
         message = Weights(
             run=self._run,
             version=version,
@@ -98,8 +101,13 @@ class SharedMemoryPublisher:
             probe=b"" if self._probe is None else self._probe.tokens(version),
             deadline_seconds=self._deadline.total_seconds(),
         )
+        with begun:
+            if self._is_read_early:
+                told = in_background(lambda: self._send(message))
+            begun.write()
+        if not self._is_read_early:
+            told = in_background(lambda: self._send(message))
         # Engines load while the probe is computed here.
-        told = in_background(lambda: self._send(message))
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         self.engines = self._session.gather_or_raise_everywhere(told.result)[0]
@@ -111,7 +119,6 @@ class SharedMemoryPublisher:
 
     def close(self) -> None:
         """Remove the run's files."""
-        self._weights.forget_files()
         if self._session.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -123,6 +130,8 @@ class SharedMemoryPublisher:
         mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
         session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
         session.run_or_raise_everywhere(lambda: _find(mark, session.rank) if self._weights.is_written_here else None)
+        # Only there does every process see at once what another one writes.
+        self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
         if session.rank == 0:
             mark.unlink()
 

@@ -31,6 +31,10 @@ class EngineRefused(MegatronRLError):
     """The engine answered and refused the request."""
 
 
+class NotWritten(EngineRefused):
+    """The trainer ended before it had written all weights."""
+
+
 class WrongWeights(EngineRefused):
     """The engine was proved not to hold the version that it reports: nothing may be sampled with it."""
 

@@ -24,6 +24,7 @@ from megatron_rl.sidecar.engines import (
     EngineRefused,
     EngineState,
     GroupRequest,
+    NotWritten,
     ProbeReport,
     WeightReport,
     WrongWeights,
@@ -52,6 +53,8 @@ _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
+_REFUSALS = {"NotHeld": WrongWeights, "NotWritten": NotWritten}
+"""What a worker's refusals are here, by the names of their classes."""
 _COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 
 
@@ -353,7 +356,7 @@ class VllmEngine:
         answers = (await self._post(step, "/collective_rpc", content))["results"]
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                kind = WrongWeights if answer["is_wrong"] else EngineRefused
+                kind = _REFUSALS.get(answer["kind"], EngineRefused)
                 raise kind(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
         return answers
 

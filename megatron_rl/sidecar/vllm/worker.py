@@ -22,7 +22,9 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
+from megatron_rl.weights.arrival import Arrival
 from megatron_rl.weights.files import Checkpoint, read_digests
 from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
@@ -39,6 +41,10 @@ class Refusal(MegatronRLError):
     """The request cannot be served; nothing was changed."""
 
 
+class NotWritten(Refusal):
+    """The trainer ended before it had written all weights."""
+
+
 def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     """Turn a refusal into an answer."""
 
@@ -46,7 +52,7 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
         try:
             return method(self, *args)
         except MegatronRLError as refusal:
-            return {"error": str(refusal), "is_wrong": isinstance(refusal, NotHeld)}
+            return {"error": str(refusal), "kind": type(refusal).__name__}
 
     return call
 
@@ -58,6 +64,9 @@ class WorkerExtension:
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
+    megatron_rl_maps: Maps | None = None
+    # Names and shapes of the tensors of the checkpoint that the engine started from; None until they are read.
+    megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
     # Where in the parameters the tensors lie; None until it is learned.
     megatron_rl_order: Order | None = None
 
@@ -104,7 +113,9 @@ class WorkerExtension:
     def megatron_rl_load(self, folder: str, user: str, expected: str) -> RpcAnswer:
         """Load the weights in a folder, if their fingerprint is the announced one and no tensor is missing."""
         _must_be_private(Path(folder), int(user))
-        received, digests = _mapped(Path(folder)), read_digests(Path(folder))
+        if self.megatron_rl_maps is None:
+            self.megatron_rl_maps = Maps()
+        received, digests = self.megatron_rl_maps.find(Path(folder)), read_digests(Path(folder))
         specs = _specs(received)
         if nameless := sorted(received.keys() - digests.keys()):
             raise Refusal(f"{len(nameless)} tensors came without a digest: {', '.join(nameless[:5])}")
@@ -113,7 +124,15 @@ class WorkerExtension:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(specs)
         self.megatron_rl_learn(specs)
-        record = self.megatron_rl_load_in_place(received)
+        with Arrival(Path(folder), specs) as arrival:
+            if not arrival.is_coming():
+                raise NotWritten(f"{folder} lacks weights, and nobody writes them any more")
+            missing: list[str] = []
+            record = self.megatron_rl_load_in_place(_arriving(received, arrival, missing))
+        if missing:
+            raise NotWritten(
+                f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
+            )
         try:
             held = self.megatron_rl_compared(record, digests)
         except NotHeld as error:
@@ -141,7 +160,7 @@ class WorkerExtension:
         """Load in place the checkpoint that this engine started from; answer whether there is one."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
-            self.megatron_rl_load_in_place(tensors)
+            self.megatron_rl_load_in_place(tensors.items())
         return {"reloaded": bool(tensors)}
 
     @answered
@@ -180,7 +199,7 @@ class WorkerExtension:
         """Answer with the fingerprint of the weights that this worker holds; empty if an update broke off."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
-    def megatron_rl_load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> "Record":
+    def megatron_rl_load_in_place(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Record":
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
         with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
@@ -188,8 +207,8 @@ class WorkerExtension:
             recorded.check_all_loaded()
         return recorded
 
-    def megatron_rl_reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.reload_weights(weights_iterator=iter(tensors.items()))
+    def megatron_rl_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.reload_weights(weights_iterator=iter(tensors))
         pack_tied_layers(self.model_runner.get_model())
 
     @contextlib.contextmanager
@@ -235,7 +254,10 @@ class WorkerExtension:
         self.megatron_rl_fingerprint = ""
         dtype = self.vllm_config.model_config.dtype
         with self.megatron_rl_loading(), torch.no_grad():
-            self.megatron_rl_order = learn_order(self.model_runner.get_model(), specs, dtype, self.megatron_rl_reload)
+            model = self.model_runner.get_model()
+            self.megatron_rl_order = learn_order(
+                model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items())
+            )
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
         """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
@@ -250,8 +272,10 @@ class WorkerExtension:
 
     def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
         """Check names and shapes against the checkpoint that this engine started from."""
-        tensors = _started_from(Path(self.vllm_config.model_config.model))
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if self.megatron_rl_wanted is None:
+            tensors = _started_from(Path(self.vllm_config.model_config.model))
+            self.megatron_rl_wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = self.megatron_rl_wanted
         given = {spec.name: spec.shape for spec in specs}
         if not wanted:
             return
@@ -317,21 +341,17 @@ def _must_be_private(folder: Path, user: int) -> None:
             )
 
 
-def _mapped(folder: Path) -> dict[str, torch.Tensor]:
-    """Map the tensors in the folder's files, without copying them."""
-    from safetensors import safe_open
+def _arriving(
+    tensors: Mapping[str, torch.Tensor], arrival: Arrival, missing: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor once it is written.
 
-    tensors: dict[str, torch.Tensor] = {}
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        raise Refusal(f"{folder} must hold a safetensors file")
-    for path in files:
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:
-            raise Refusal(f"{path} cannot be read: {error}") from None
-    return tensors
+    Those that never will be are yielded too, and named in `missing`: vLLM cannot resume a load that broke off.
+    """
+    for name, tensor in tensors.items():
+        if missing or not arrival.wait_for(name):
+            missing.append(name)
+        yield name, tensor
 
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:

@@ -1,0 +1,91 @@
+"""The files that a trainer publishes, mapped into an engine's memory.
+
+The trainer writes two folders in turns. What a process maps anew it must find page by page, which takes longer than
+reading it, so the maps of both are kept for as long as the files exist.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.errors import InputError
+from megatron_rl.weights.arrival import is_in_memory
+from megatron_rl.weights.files import STORED_DTYPES, map_bytes
+from megatron_rl.weights.fingerprint import DTYPES
+
+Tensors = dict[str, torch.Tensor]
+Identity = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+    """Maps, and an open descriptor of each file, whose number is not given to another file meanwhile."""
+
+    files: tuple[Identity, ...]
+    descriptors: tuple[int, ...]
+    tensors: Tensors
+
+    def exists(self) -> bool:
+        return all(os.fstat(descriptor).st_nlink for descriptor in self.descriptors)
+
+    def close(self) -> None:
+        self.tensors.clear()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class Maps:
+    """Of the last two folders in this host's memory that were loaded."""
+
+    def __init__(self) -> None:
+        self._folders: list[_Folder] = []
+
+    def find(self, folder: Path) -> Tensors:
+        """Return the tensors in a folder's files, in the order in which they lie there, without copying them."""
+        paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if not paths:
+            raise InputError(f"{folder} must hold a safetensors file")
+        self._keep([known for known in self._folders if known.exists()])
+        files = tuple(_identify(path.stat()) for path in paths)
+        for known in self._folders:
+            if known.files == files:
+                return known.tensors
+        tensors: Tensors = {}
+        for path in paths:
+            tensors |= _map(path)
+        if is_in_memory(folder):
+            descriptors = tuple(os.open(path, os.O_RDONLY) for path in paths)
+            new = _Folder(tuple(_identify(os.fstat(one)) for one in descriptors), descriptors, tensors)
+            self._keep([*self._folders[-1:], new])
+        return tensors
+
+    def _keep(self, folders: list[_Folder]) -> None:
+        for known in self._folders:
+            if known not in folders:
+                known.close()
+        self._folders = folders
+
+
+def _identify(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino, status.st_size
+
+
+def _map(path: Path) -> Tensors:
+    """Map a file's tensors."""
+    tensors: Tensors = {}
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file, path.open("rb") as start:
+            end = 8 + int.from_bytes(start.read(8), "little")
+            whole = map_bytes(path, path.stat().st_size)
+            # By the format, tensors lie one behind the other, without gaps.
+            for name in file.offset_keys():
+                piece = file.get_slice(name)
+                dtype, shape = DTYPES[STORED_DTYPES[piece.get_dtype()]], piece.get_shape()
+                begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+                tensors[name] = whole[begin:end].view(dtype).view(shape)
+    except Exception as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    return tensors

@@ -1,0 +1,87 @@
+"""An engine's maps of what a trainer publishes."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.errors import InputError
+from megatron_rl.sidecar.vllm import maps
+from megatron_rl.sidecar.vllm.maps import Maps
+
+TENSORS = {"b.weight": torch.arange(12.0).view(4, 3), "a.bias": torch.arange(5).to(torch.bfloat16)}
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder
+
+
+def test_tensors_are_found_in_the_order_in_which_they_lie_and_show_what_is_written_later(memory: Path) -> None:
+    found = Maps().find(made(memory / "one"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    places = [tensor.data_ptr() for tensor in found.values()]
+    assert places == sorted(places)
+    with (memory / "one" / "model.safetensors").open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(torch.ones(5, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    assert found["a.bias"].tolist() == [1.0] * 5
+
+
+def test_two_folders_in_memory_stay_mapped_under_any_name_for_as_long_as_they_exist(memory: Path) -> None:
+    one, two = made(memory / "one"), made(memory / "two")
+    kept = Maps()
+    with mock.patch.object(maps, "_map", wraps=maps._map) as mapped:
+        first, second = kept.find(one), kept.find(two)
+        for _ in range(3):
+            one, two = one.rename(memory / "later"), two.rename(memory / "last")
+            assert kept.find(one) is first
+            assert kept.find(two) is second
+        assert mapped.call_count == 2
+        kept.find(made(memory / "third"))
+        assert mapped.call_count == 3
+        assert kept.find(one) is not first
+        assert mapped.call_count == 4
+
+
+def test_what_was_removed_is_let_go(memory: Path) -> None:
+    kept = Maps()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        folder = made(memory / str(number))
+        kept.find(folder)
+        shutil.rmtree(folder)
+    left = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(memory) in line]
+    assert len(left) == 1
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+
+
+def test_files_that_are_not_in_memory_are_mapped_each_time(tmp_path: Path) -> None:
+    folder, kept = made(tmp_path / "one"), Maps()
+    with mock.patch.object(maps, "_map", wraps=maps._map) as mapped:
+        kept.find(folder)
+        kept.find(folder)
+    assert mapped.call_count == 2
+
+
+def test_a_folder_without_tensors_and_half_a_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must hold a safetensors file"):
+        Maps().find(tmp_path)
+    folder = made(tmp_path / "one")
+    os.truncate(folder / "model.safetensors", 200)
+    with pytest.raises(InputError, match="cannot be read"):
+        Maps().find(folder)
