@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
 from megatron_rl.protocol.wire import EngineKind, Weights
-from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.weights.arrival import Arrival
 from megatron_rl.weights.files import Writer, read_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
@@ -99,7 +99,7 @@ class EarlyReader:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
         folder = Path(weights.location)
-        tensors = Maps().find(folder)
+        tensors = map_tensors(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         assert compute_fingerprint(specs, read_digests(folder)) == weights.fingerprint
         waits: list[float] = []
@@ -182,7 +182,7 @@ class NobodyWrites:
         self.is_told = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
-        tensors = Maps().find(Path(weights.location))
+        tensors = map_tensors(Path(weights.location))
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         with Arrival(Path(weights.location), specs) as arrival:
             if not all(map(arrival.wait_for, tensors)):

@@ -21,7 +21,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, NotWritten, WeightReport, WrongWeights
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
-from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.worker import _specs
 from megatron_rl.weights import arrival
 from megatron_rl.weights.arrival import Counter
@@ -223,7 +223,7 @@ class Writing:
     """A trainer that writes the tensors of a folder, in this process, while an engine loads them."""
 
     def __init__(self, folder: Path) -> None:
-        self._tensors = Maps().find(folder)
+        self._tensors = map_tensors(folder)
         self._given = {name: tensor.clone() for name, tensor in self._tensors.items()}
         self.names = list(self._tensors)
         self.folder = folder

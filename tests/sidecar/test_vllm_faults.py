@@ -219,8 +219,9 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         assert memory - early[name][0] < 20e6
         assert handles - early[name][1] <= 2
     for name in ("engine-0", "engine-1"):
-        maps = Path(f"/proc/{processes(supervisor, name)['core'].pid}/maps").read_text()
-        assert ".safetensors" not in maps
+        maps = Path(f"/proc/{processes(supervisor, name)['core'].pid}/maps").read_text().splitlines()
+        # The last folder, until the next load sees that it was removed.
+        assert len([line for line in maps if ".safetensors" in line]) == 1
 
 
 @pytest.mark.parametrize(

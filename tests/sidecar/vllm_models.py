@@ -14,7 +14,7 @@ import transformers
 
 from megatron_rl.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import Engine, GroupRequest
-from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _specs
 from megatron_rl.weights.files import write_digests
@@ -69,7 +69,7 @@ def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
 
 
 def described(folder: Path, version: int) -> Weights:
-    tensors = Maps().find(folder)
+    tensors = map_tensors(folder)
     digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
     write_digests(folder, digests)
     return Weights(

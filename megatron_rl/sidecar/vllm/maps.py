@@ -44,18 +44,14 @@ class Maps:
         self._folders: list[_Folder] = []
 
     def find(self, folder: Path) -> Tensors:
-        """Return the tensors in a folder's files, in the order in which they lie there, without copying them."""
-        paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-        if not paths:
-            raise InputError(f"{folder} must hold a safetensors file")
+        """Do as `map_tensors`, but map no file again that is mapped still."""
+        paths = _list_files(folder)
         self._keep([known for known in self._folders if known.exists()])
         files = tuple(_identify(path.stat()) for path in paths)
         for known in self._folders:
             if known.files == files:
                 return known.tensors
-        tensors: Tensors = {}
-        for path in paths:
-            tensors |= _map(path)
+        tensors = map_tensors(folder)
         if is_in_memory(folder):
             descriptors = tuple(os.open(path, os.O_RDONLY) for path in paths)
             new = _Folder(tuple(_identify(os.fstat(one)) for one in descriptors), descriptors, tensors)
@@ -67,6 +63,21 @@ class Maps:
             if known not in folders:
                 known.close()
         self._folders = folders
+
+
+def map_tensors(folder: Path) -> Tensors:
+    """Return the tensors in a folder's files, in the order in which they lie there, without copying them."""
+    tensors: Tensors = {}
+    for path in _list_files(folder):
+        tensors |= _map(path)
+    return tensors
+
+
+def _list_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not paths:
+        raise InputError(f"{folder} must hold a safetensors file")
+    return paths
 
 
 def _identify(status: os.stat_result) -> Identity:
