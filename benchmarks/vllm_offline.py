@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.sidecar.vllm.server import EXTENSION
+from megatron_rl.sidecar.vllm.server import EXTENSION, LARGE_PAGES
 
 Prompts = Sequence[Sequence[int]]
 Sampling = Sequence[dict[str, Any]]
@@ -27,6 +27,8 @@ def start(
     ours, theirs = multiprocessing.Pipe()
     arguments = (str(model), core, max_model_len, max_num_seqs, in_one_process, theirs)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
+    # As engines have it; glibc reads it when a process starts.
+    os.environ.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
     process.start()
 
     def generate(prompts: Prompts, sampling: Sampling) -> float:

@@ -27,6 +27,8 @@ from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"
+LARGE_PAGES = "glibc.malloc.hugetlb=1"
+"""What an engine on a CPU asks glibc for: packing its weights at a publish takes half as long, reading them no longer."""
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 # A unix socket's path may have 107 bytes; vLLM's own sockets have names of 36 characters in the same folder.
 _MAX_FOLDER_BYTES = 70
@@ -136,8 +138,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": environment.get("VLLM_CPU_KVCACHE_SPACE", str(config.cache_gib)),
             "TORCHDYNAMO_DISABLE": "1",
-            # Weights in large pages: packing them at a publish takes half as long, and reading them no longer.
-            "GLIBC_TUNABLES": environment.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+            "GLIBC_TUNABLES": environment.get("GLIBC_TUNABLES", LARGE_PAGES),
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
