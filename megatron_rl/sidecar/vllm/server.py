@@ -28,7 +28,7 @@ from megatron_rl.types import Architecture, RopeKind
 
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
-"""What an engine on a CPU asks glibc for: packing its weights at a publish takes half as long, reading them no longer."""
+"""What an engine on a CPU asks glibc for: packing weights at a publish takes half as long, reading them no longer."""
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 # A unix socket's path may have 107 bytes; vLLM's own sockets have names of 36 characters in the same folder.
 _MAX_FOLDER_BYTES = 70
