@@ -73,6 +73,12 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ratio_gen_double": "periodic / synchronous where it takes twice as long",
         "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
     },
+    "contention": {
+        "vllm_kept_32": "vLLM's own speed beside a plain loop that trains / alone, 32 responses at a time",
+        "vllm_kept_192": "the same, 192 responses at a time",
+        "vllm_kept_cached": "the same beside products of matrices that stay in the other core's cache",
+        "training_kept": "steps a second of that loop beside vLLM / alone",
+    },
     "trace": {
         "trace_overhead": "an iteration with a trace / one without, waits for groups left out, less 1",
         "trace_share": "the share of an iteration that a rank spends in recording",
