@@ -4,7 +4,6 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -53,20 +52,21 @@ class Shard:
         if covered < self.map.shape[dim]:
             self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
 
-    @functools.cached_property
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of each row, its row in its tensor, and the index of its piece; None if pieces do not have whole rows.
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row, its row in its tensor, and the index of its piece: all pieces must have whole rows.
 
-        Rows that pad the vocabulary have the number of pieces as their index.
+        Rows that pad the vocabulary, the last ones, have the number of pieces as their index. Nothing is kept: over a
+        large model it would be a hundred megabytes.
         """
         pieces = self.map.pieces
-        if any(piece.dim != 0 for piece in pieces):
-            return None
-        rows_R = torch.zeros(self.map.shape[0], dtype=torch.int64)
-        pieces_R = torch.full_like(rows_R, len(pieces))
-        for index, piece in enumerate(pieces):
-            rows_R[piece.target : piece.target + piece.length] = torch.arange(piece.source, piece.source + piece.length)
-            pieces_R[piece.target : piece.target + piece.length] = index
+        order = sorted(range(len(pieces)), key=lambda index: pieces[index].target)
+        lengths = [pieces[index].length for index in order]
+        shifts = [pieces[index].source - pieces[index].target for index in order]
+        num_padding = self.map.shape[0] - sum(lengths)
+        lengths_P = torch.tensor([*lengths, num_padding])
+        pieces_R = torch.tensor([*order, len(pieces)]).repeat_interleave(lengths_P)
+        rows_R = torch.arange(self.map.shape[0]) + torch.tensor([*shifts, 0]).repeat_interleave(lengths_P)
+        rows_R[len(rows_R) - num_padding :] = 0
         return rows_R.to(self.parameter.device), pieces_R.to(self.parameter.device)
 
     def digest_pieces(self, dtype: torch.dtype) -> torch.Tensor:
@@ -75,13 +75,13 @@ class Shard:
         All in one pass where they have whole rows, since a parameter may have hundreds of small pieces.
         """
         values, pieces = self.parameter.detach(), self.map.pieces
-        if self._rows is None:
+        if any(piece.dim != 0 for piece in pieces):
             parts = [
                 torch.stack([digest(block.to(dtype), row, column) for row, column, block in self.blocks(piece)]).sum(0)
                 for piece in pieces
             ]
             return torch.stack(parts)
-        rows_R, pieces_R = self._rows
+        rows_R, pieces_R = self._rows()
         num_rows = max(piece.source + piece.length for piece in pieces)
         matrix_RC = values.reshape(values.shape[0], -1)
         # A copy in another dtype is made of some rows at a time.

@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 Identity = tuple[int, int, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Folder:
     """Maps, and an open descriptor of each file, whose number is not given to another file meanwhile."""
 
