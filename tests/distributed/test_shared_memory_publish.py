@@ -95,7 +95,8 @@ class EarlyReader:
 
     def __init__(self) -> None:
         self.files: list[int] = []
-        self.is_early: list[bool] = []
+        self.num_waits: list[int] = []
+        self.is_waiting = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
         folder = Path(weights.location)
@@ -106,6 +107,7 @@ class EarlyReader:
 
         def sleep(seconds: float) -> None:
             waits.append(seconds)
+            self.is_waiting.set()
             time.sleep(seconds)
 
         with Arrival(folder, specs, sleep) as arrival:
@@ -113,33 +115,34 @@ class EarlyReader:
                 assert arrival.wait_for(name)
                 assert digest(tensor).tolist() == read_digests(folder)[name]
         self.files.append((folder / "model.safetensors").stat().st_ino)
-        self.is_early.append(bool(waits))
+        self.num_waits.append(len(waits))
         return EngineKind()
 
     def probed(self, answer: Any) -> None:
         raise AssertionError("no probe was given")
 
 
-def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], list[bool], list[str]]:
+def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], list[int], list[str]]:
     """What the reader saw over some publishes, and what is left of the run's folder."""
     reader = EarlyReader()
     put = Writer.put
 
-    def slow_put(self: Writer, *arguments: Any) -> None:
-        time.sleep(0.002)
+    def late_put(self: Writer, *arguments: Any) -> None:
+        assert session.rank != 0 or reader.is_waiting.wait(60)
         put(self, *arguments)
 
-    with start_session(CASES[case]) as session, mock.patch.object(Writer, "put", slow_put):
+    with start_session(CASES[case]) as session, mock.patch.object(Writer, "put", late_put):
         weights = build(session, CASES[case], model).weights
         receiver = reader if session.rank == 0 else None
         publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run")
         for version in range(5):
+            reader.is_waiting.clear()
             publisher.publish(version)
             with torch.no_grad():
                 for shard in weights.shards:
                     shard.parameter.mul_(1.5)
         publisher.close()
-    return reader.files, reader.is_early, [path.name for path in folder.iterdir()]
+    return reader.files, reader.num_waits, [path.name for path in folder.iterdir()]
 
 
 @pytest.mark.parametrize("case", ["TP2", "DP2+distopt"])
@@ -147,10 +150,11 @@ def test_files_in_memory_are_read_while_ranks_write_them_and_two_folders_take_tu
     model = hf_models.draw("qwen3", tmp_path / "model")
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
     try:
-        (files, is_early, left), _ = run_ranks(publish_changing, 2, case, model, folder)
+        (files, num_waits, left), _ = run_ranks(publish_changing, 2, case, model, folder)
     finally:
         shutil.rmtree(folder)
-    assert is_early == [True] * 5
+    assert len(num_waits) == 5
+    assert min(num_waits) > 0
     assert files == [files[0], files[1], files[0], files[1], files[0]]
     assert files[0] != files[1]
     assert left == []

@@ -265,6 +265,17 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
 ):
     expected = put(run, engine, models.first, 13)
 
+    async def until_it_reads(folder: Path) -> None:
+        server = psutil.Process(engine._handle.pid)
+        async with asyncio.timeout(60):
+            while not any(
+                Path(file.path) == folder / "arrived"
+                for process in server.children(recursive=True)
+                for file in process.open_files()
+            ):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+
     async def publish_half(weights) -> None:
         writing = Writing(Path(weights.location))
         with writing.begun() as counter:
@@ -272,7 +283,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
             loaded = asyncio.create_task(engine.load(weights))
             for name in writing.names[:num_written]:
                 writing.write(name, counter)
-            await asyncio.sleep(0.1)
+            await until_it_reads(writing.folder)
             assert not loaded.done()
         left = len(writing.names) - num_written
         with pytest.raises(NotWritten, match=f"ended before it had written {left} tensors: "):
