@@ -74,10 +74,13 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
     },
     "contention": {
-        "vllm_kept_32": "vLLM's own speed beside a plain loop that trains / alone, 32 responses at a time",
-        "vllm_kept_192": "the same, 192 responses at a time",
-        "vllm_kept_cached": "the same beside products of matrices that stay in the other core's cache",
-        "training_kept": "steps a second of that loop beside vLLM / alone",
+        "vllm_kept_balanced": "vLLM's own speed beside a run's steps / alone, at the balanced load",
+        "steps_kept_balanced": "the run's steps a second beside vLLM / alone",
+        "vllm_kept_plain_balanced": "vLLM's own speed beside a plain loop that trains / alone",
+        "vllm_kept_gen_double": "as the first, where generation is the longer part",
+        "steps_kept_gen_double": "as the second, where generation is the longer part",
+        "vllm_kept_plain_gen_double": "as the third, where generation is the longer part",
+        "vllm_kept_cached": "vLLM's own speed beside products of matrices that stay in the other core's cache / alone",
     },
     "trace": {
         "trace_overhead": "an iteration with a trace / one without, waits for groups left out, less 1",

@@ -1,10 +1,12 @@
-"""What two cores take from each other without our code: vLLM's own `generate` on one, a loop of torch on the other.
+"""What two cores take from each other without a run: vLLM's own `generate` on one, a loop on the other.
 
-What `overlap` finds lost beyond this is ours. Beside a program that trains, both lose; beside products of matrices that
-stay in the core's own cache, vLLM should lose nothing. All in turns.
+The loop trains a plain torch model, or takes the steps that a run of `overlap` takes, without ever waiting for a
+response. What `overlap` finds lost beyond this is the run's. Beside products of matrices that stay in the other core's
+own cache vLLM should lose nothing. All in turns.
 """
 
 import argparse
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -13,17 +15,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from benchmarks import report, vllm_offline
+from benchmarks.overlap import ENGINE_CORE, GROUP_SIZE, LOADS, SEQ_LENGTH, TRAINER_CORE, VOCAB_SIZE, Load, draw_model
+from megatron_rl import platforms
+from tests.ranks import free_port
 
-VLLM_CORE, OTHER_CORE = 0, 1
-SEATS = (32, 192)
-"""Responses that vLLM samples at a time, as in `overlap`'s loads."""
-GROUP_SIZE, PROMPT_LENGTH, NUM_TOKENS, VOCAB_SIZE = 8, 56, 43, 512
-IDLE, CACHED, TRAINING = range(3)
-NAMES = {IDLE: "nothing", CACHED: "products in cache", TRAINING: "training"}
+NUM_TOKENS = 43
+"""Of a response: the mean in `overlap`."""
+NUM_PROMPTS = 60
+GROUPS_OF_A_STEP = 4
+"""Few, for what is counted are whole steps."""
+IDLE, CACHED, PLAIN, STEPS = range(4)
+NAMES = {IDLE: "nothing", CACHED: "products in cache", PLAIN: "a plain loop that trains", STEPS: "a run's steps"}
 
 
 def main() -> None:
@@ -31,58 +38,65 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
     arguments = parser.parse_args()
+    rounds = 1 if arguments.tiny else arguments.rounds
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, _other_core() as other:
-        model = _draw_model(Path(folder))
-        for seats in SEATS[-1:] if arguments.tiny else SEATS:
-            speeds, steps = _measure(model, seats, other, 1 if arguments.tiny else arguments.rounds, arguments.tiny)
-            report.table(
-                f"vLLM, {seats} responses at a time, beside", {NAMES[kind]: speeds[kind] for kind in NAMES}, "tokens/s"
-            )
-            report.table("the loop that trains", steps, "steps/s")
-            kept = [beside / alone for beside, alone in zip(speeds[TRAINING], speeds[IDLE], strict=True)]
-            cached = [beside / alone for beside, alone in zip(speeds[CACHED], speeds[IDLE], strict=True)]
-            trained = [beside / alone for beside, alone in zip(steps["beside vLLM"], steps["alone"], strict=True)]
-            report.table("kept", {"vLLM": kept, "vLLM, in cache": cached, "training": trained}, "")
-            figures[f"vllm_kept_{seats}"] = statistics.median(kept)
-            figures |= {"vllm_kept_cached": statistics.median(cached), "training_kept": statistics.median(trained)}
+    with tempfile.TemporaryDirectory() as folder:
+        model = draw_model(Path(folder) / "model")
+        for load in (LOADS["balanced"],) if arguments.tiny else (LOADS["gen_double"], LOADS["balanced"]):
+            with _other_core(model, load) as other:
+                speeds, beside, alone = _measure(model, load, other, rounds, arguments.tiny)
+            figures |= _compare(load, speeds, beside, alone)
     report.finish(figures)
 
 
-def _draw_model(folder: Path) -> Path:
-    """The model of `overlap`."""
-    from tests.e2e import loop
+Measured = dict[int, list[float]]
 
-    return loop.draw_model(
-        folder / "model", vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, head_dim=64,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-    )  # fmt: skip
+
+def _compare(load: Load, speeds: Measured, beside: Measured, alone: Measured) -> dict[str, float]:
+    """Tables of what each keeps beside the other, and the figures."""
+    report.table(
+        f"vLLM, {load.in_flight} responses at a time, beside",
+        {name: speeds[kind] for kind, name in NAMES.items()},
+        "tokens/s",
+    )
+    kept = {kind: [now / was for now, was in zip(speeds[kind], speeds[IDLE], strict=True)] for kind in NAMES}
+    others = {kind: [now / was for now, was in zip(beside[kind], alone[kind], strict=True)] for kind in beside}
+    report.table("vLLM keeps, beside", {NAMES[kind]: kept[kind] for kind in beside}, "")
+    report.table("beside vLLM is kept by", {NAMES[kind]: values for kind, values in others.items()}, "")
+    of_load, middle = f"_{load.name}", statistics.median
+    return {
+        f"vllm_kept{of_load}": middle(kept[STEPS]),
+        f"steps_kept{of_load}": middle(others[STEPS]),
+        f"vllm_kept_plain{of_load}": middle(kept[PLAIN]),
+        "vllm_kept_cached": middle(kept[CACHED]),
+    }
 
 
 def _measure(
-    model: Path, seats: int, other: "_OtherCore", rounds: int, is_tiny: bool
-) -> tuple[dict[int, list[float]], dict[str, list[float]]]:
-    """Tokens a second by what the other core does, and steps a second of the loop that trains."""
-    draw = random.Random(seats)
-    count = 1 if is_tiny else 3 * seats // GROUP_SIZE
-    prompts = [[draw.randrange(20, VOCAB_SIZE) for _ in range(PROMPT_LENGTH)] for _ in range(count)]
+    model: Path, load: Load, other: "_OtherCore", rounds: int, is_tiny: bool
+) -> tuple[Measured, Measured, Measured]:
+    """By what the other core does: vLLM's tokens a second, and the other's counts a second beside vLLM and alone."""
+    draw = random.Random(load.in_flight)
+    count = 1 if is_tiny else NUM_PROMPTS
+    prompts = [[draw.randrange(20, VOCAB_SIZE) for _ in range(load.prompt_length)] for _ in range(count)]
     sampling = [
         {"n": GROUP_SIZE, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0, "seed": seed}
         for seed in range(count)
     ]
-    speeds: dict[int, list[float]] = {kind: [] for kind in NAMES}
-    steps: dict[str, list[float]] = {"alone": [], "beside vLLM": []}
-    with vllm_offline.start(model, VLLM_CORE, 2048, seats, in_one_process=True) as generate:
+    speeds: Measured = {kind: [] for kind in NAMES}
+    beside: Measured = {kind: [] for kind in NAMES if kind != IDLE}
+    alone: Measured = {kind: [] for kind in beside}
+    with vllm_offline.start(model, ENGINE_CORE, SEQ_LENGTH, load.in_flight, in_one_process=True) as generate:
         generate(prompts, sampling)
         for _ in range(rounds):
             for kind in NAMES:
                 with other.doing(kind):
                     speed, rate = other.watch(lambda: generate(prompts, sampling))
-                speeds[kind].append(speed)
-            steps["beside vLLM"].append(rate)
-            with other.doing(TRAINING):
-                steps["alone"].append(other.watch(lambda: _wait(0.2 if is_tiny else 3.0))[1])
-    return speeds, steps
+                    speeds[kind].append(speed)
+                    if kind != IDLE:
+                        beside[kind].append(rate)
+                        alone[kind].append(other.watch(lambda: _wait(0.5 if is_tiny else 2.0))[1])
+    return speeds, beside, alone
 
 
 def _wait(seconds: float) -> float:
@@ -90,66 +104,101 @@ def _wait(seconds: float) -> float:
     return seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What both processes see."""
+
+    kind: "Synchronized[int]"
+    count: "Synchronized[int]"
+    seconds: "Synchronized[float]"
+    """That the counts took."""
+
+
 class _OtherCore:
     """A process on the other core, which computes what it is told to and counts how often."""
 
-    def __init__(self, kind: "Synchronized[int]", count: "Synchronized[int]") -> None:
-        self._kind = kind
-        self._count = count
+    def __init__(self, process: BaseProcess, shared: _Shared) -> None:
+        self._process = process
+        self._shared = shared
 
     @contextmanager
     def doing(self, kind: int) -> Iterator[None]:
-        self._kind.value = kind
-        begun = self._count.value
+        self._shared.kind.value = kind
+        begun = self._shared.count.value
         # It has taken notice once it counts.
-        while kind != IDLE and self._count.value < begun + 2:
+        while kind != IDLE and self._shared.count.value < begun + 2:
+            if not self._process.is_alive():
+                raise RuntimeError("the process on the other core has ended; what it printed is above")
             time.sleep(0.01)
         try:
             yield
         finally:
-            self._kind.value = IDLE
+            self._shared.kind.value = IDLE
 
     def watch(self, action: Callable[[], float]) -> tuple[float, float]:
         """Return what the action does, and the process's counts a second meanwhile."""
-        start, begun = time.perf_counter(), self._count.value
+        count, seconds = self._shared.count.value, self._shared.seconds.value
         result = action()
-        return result, (self._count.value - begun) / (time.perf_counter() - start)
+        counted = self._shared.count.value - count
+        return result, counted / (self._shared.seconds.value - seconds) if counted else 0.0
 
 
 @contextmanager
-def _other_core() -> Iterator[_OtherCore]:
+def _other_core(model: Path, load: Load) -> Iterator[_OtherCore]:
     context = multiprocessing.get_context("spawn")
-    kind, count = context.Value("i", IDLE), context.Value("q", 0)
-    process = context.Process(target=_compute, args=(kind, count), daemon=True)
+    shared = _Shared(context.Value("i", IDLE), context.Value("q", 0), context.Value("d", 0.0))
+    process = context.Process(target=_compute, args=(shared, model, load), daemon=True)
     process.start()
+    other = _OtherCore(process, shared)
     try:
-        yield _OtherCore(kind, count)
+        with other.doing(STEPS):
+            pass
+        yield other
     finally:
         process.kill()
         process.join()
 
 
-def _compute(kind: "Synchronized[int]", count: "Synchronized[int]") -> None:
-    os.sched_setaffinity(0, {OTHER_CORE})
+def _compute(shared: _Shared, model: Path, load: Load) -> None:
+    os.sched_setaffinity(0, {TRAINER_CORE})
+    os.environ |= {"OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # Before anything that imports megatron.
+    platforms.select("cpu").install()
     import torch
+
+    from benchmarks import shared_prompt_step
+    from megatron_rl.arguments import command_line
+    from megatron_rl.mcore.session import start_session
 
     torch.set_num_threads(1)
     small, few = torch.randn(256, 256), torch.randn(64, 256)
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(256, 768), torch.nn.SiLU(), torch.nn.Linear(768, 256)) for _ in range(4)
     ]
-    model = torch.nn.Sequential(*blocks, torch.nn.Linear(256, VOCAB_SIZE))
+    plain = torch.nn.Sequential(*blocks, torch.nn.Linear(256, VOCAB_SIZE))
     tokens, targets = torch.randn(512, 256), torch.randint(0, VOCAB_SIZE, (512,))
-    while True:
-        if kind.value == IDLE:
-            time.sleep(0.005)
-            continue
-        if kind.value == CACHED:
-            for _ in range(100):
-                few @ small
-        else:
-            torch.nn.functional.cross_entropy(model(tokens), targets).backward()
-        count.value += 1
+    words = shared_prompt_step.FLAGS.format(groups=GROUPS_OF_A_STEP, k=GROUP_SIZE, r=NUM_TOKENS, length=SEQ_LENGTH)
+    # The last value of a flag is taken.
+    several = ["--micro-batch-size", str(load.groups * GROUP_SIZE)]
+    settings = command_line.parse([*words.split(), *several, "--hf-model", str(model)])
+    slot = shared_prompt_step.draw_slot(load.prompt_length, NUM_TOKENS, GROUP_SIZE, VOCAB_SIZE, load.groups)
+    with start_session(settings) as session:
+        step = shared_prompt_step.our_step(settings, session, slot)
+        actions: dict[int, Callable[[], object]] = {
+            CACHED: lambda: [few @ small for _ in range(100)],
+            PLAIN: lambda: torch.nn.functional.cross_entropy(plain(tokens), targets).backward(),
+            STEPS: step,
+        }
+        while True:
+            kind = shared.kind.value
+            if kind == IDLE:
+                time.sleep(0.005)
+                continue
+            begun = time.perf_counter()
+            actions[kind]()
+            shared.seconds.value += time.perf_counter() - begun
+            shared.count.value += 1
 
 
 if __name__ == "__main__":

@@ -61,13 +61,13 @@ class Load:
         return self.waves * self.in_flight // GROUP_SIZE
 
 
-BALANCED = Load("balanced", 1.0, 192, 144, waves=12, groups=2)
+BALANCED = Load("balanced", 1.0, 192, 288, waves=12, groups=2)
 # What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
 # what two runs of the same differ by.
 IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (BALANCED.groups, 1)
 LOADS = {
     load.name: load
-    for load in (BALANCED, Load("gen_half", 0.5, 96, 360, MORE_TRAINING), Load("gen_double", 2.0, 32, 56, waves=15))
+    for load in (BALANCED, Load("gen_half", 0.5, 96, 560, MORE_TRAINING), Load("gen_double", 2.0, 24, 56, waves=15))
 }
 TINY = dataclasses.replace(BALANCED, in_flight=GROUP_SIZE, prompt_length=24, waves=2, groups=1)
 
@@ -194,6 +194,16 @@ def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
     return found
 
 
+def draw_model(folder: Path) -> Path:
+    """One of two layers and 256 hidden units."""
+    from tests.e2e import loop
+
+    return loop.draw_model(
+        folder, vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ_LENGTH,
+    )  # fmt: skip
+
+
 class _World:
     """A model, a sidecar, and runs of a trainer against it."""
 
@@ -205,10 +215,7 @@ class _World:
         self._folder = folder / load.name
         self._folder.mkdir()
         self._run = self._folder / f"overlap-{os.getpid()}"
-        self._model = loop.draw_model(
-            self._folder / "model", vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, head_dim=64,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ_LENGTH,
-        )  # fmt: skip
+        self._model = draw_model(self._folder / "model")
         self._reward = loop.write_reward(self._folder / "reward.py")
         self._num_runs = 0
 

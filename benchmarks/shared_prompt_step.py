@@ -61,11 +61,14 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
     return {name: values[1:] for name, values in measured.items()}
 
 
-def draw_slot(prompt: int, response: int, num_responses: int, vocab_size: int = ARCHITECTURE.vocab_size) -> wire.Slot:
-    """One group of random tokens and rewards."""
+def draw_slot(
+    prompt: int, response: int, num_responses: int, vocab_size: int = ARCHITECTURE.vocab_size, num_groups: int = 1
+) -> wire.Slot:
+    """Groups of random tokens and rewards, of one micro-batch."""
     draw = np.random.default_rng(0)
-    responses = [
-        wire.Response(
+
+    def draw_response(number: int) -> wire.Response:
+        return wire.Response(
             tokens=wire.encode_tokens(draw.integers(0, vocab_size, response).tolist()),
             log_probs=wire.encode_log_probs(np.full(response, -9.0)),
             finish_reason="stop",
@@ -75,14 +78,17 @@ def draw_slot(prompt: int, response: int, num_responses: int, vocab_size: int = 
             fingerprint="weights",
             reward=float(number % 2),
         )
-        for number in range(num_responses)
-    ]
-    part = wire.GroupPart(
-        prompt_index=0, row="row", first_response=0, responses=responses,
-        prompt_tokens=wire.encode_tokens(draw.integers(0, vocab_size, prompt).tolist()),
-        rewards=[one.reward for one in responses],
-    )  # fmt: skip
-    return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
+
+    def draw_part(index: int) -> wire.GroupPart:
+        responses = [draw_response(number) for number in range(num_responses)]
+        return wire.GroupPart(
+            prompt_index=index, row=f"row-{index}", first_response=0, responses=responses,
+            prompt_tokens=wire.encode_tokens(draw.integers(0, vocab_size, prompt).tolist()),
+            rewards=[one.reward for one in responses],
+        )  # fmt: skip
+
+    parts = [draw_part(index) for index in range(num_groups)]
+    return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=parts)
 
 
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:

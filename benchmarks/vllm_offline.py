@@ -27,9 +27,9 @@ def start(
     ours, theirs = multiprocessing.Pipe()
     arguments = (str(model), core, max_model_len, max_num_seqs, in_one_process, theirs)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-    # As engines have it; glibc reads it when a process starts.
-    os.environ.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
-    process.start()
+    # Read when a process starts, or when it imports torch; glibc's is what engines have.
+    with _environment({"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", LARGE_PAGES)}):
+        process.start()
 
     def generate(prompts: Prompts, sampling: Sampling) -> float:
         ours.send((prompts, sampling))
@@ -43,10 +43,21 @@ def start(
         process.join(30)
 
 
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """What processes started meanwhile inherit."""
+    before = dict(os.environ)
+    os.environ |= values
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
 def _serve(model: str, core: int, max_model_len: int, max_num_seqs: int, in_one_process: bool, pipe: Pipe) -> None:
     os.sched_setaffinity(0, {core})
     os.environ |= {
-        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_one_process)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 LEFT_OUT = {
     "publish": {"seconds", "vs"},
     "overlap": {"ratio_gen_half", "ratio_gen_double"},
-    "contention": {"vllm_kept_32"},
+    "contention": {"vllm_kept_gen_double", "steps_kept_gen_double", "vllm_kept_plain_gen_double"},
     "sidecar": {"service_vs_offline_40m"},
     "trace": {"engine_vs"},
     "trl": {"vs_trl_10m", "vs_trl_40m", "vs_colocated", "default_vs_pinned"},
