@@ -41,13 +41,16 @@ KNOWN = {
             estimator="k1",
         ),
         dataclasses.replace(
-            PLAIN, name="reinforce_plus_plus_baseline", advantage="batch", is_in_reward=True, estimator="k3",
+            PLAIN, name="reinforce_plus_plus_baseline", advantage="batch", is_in_reward=True, estimator="k1",
             is_corrected=True, truncation=1.1, least_weight=0.9, is_masked=True,
         ),
         dataclasses.replace(
-            PLAIN, name="reinforce_plus_plus", advantage="global", baseline=0.3, is_in_reward=True, is_corrected=True,
+            PLAIN, name="reinforce_plus_plus", advantage="global", baseline=0.3, is_in_reward=True, estimator="k1",
+            is_corrected=True,
         ),
-        dataclasses.replace(PLAIN, name="gdpo", advantage="gdpo", is_in_reward=True, is_corrected=True, truncation=1.1),
+        dataclasses.replace(
+            PLAIN, name="gdpo", advantage="gdpo", is_in_reward=True, estimator="k1", is_corrected=True, truncation=1.1,
+        ),
         dataclasses.replace(
             PLAIN, name="cispo", loss="cispo", lower=0.1, upper=0.15, estimator="k3+", least_kept=0.98, most_kept=1.02,
         ),
@@ -133,7 +136,7 @@ class Trial:
             (f"--grpo-reject-below {rules.least_kept}", rules.least_kept > 0),
             (f"--grpo-reject-above {rules.most_kept}", rules.most_kept < math.inf),
             (f"--grpo-dual-clip {rules.dual}", rules.dual is not None),
-            (f"--grpo-kl-estimator {rules.estimator}", rules.estimator != "k3"),
+            (f"--grpo-kl-estimator {rules.estimator}", rules.estimator not in ("k1", "k3")),
             ("--grpo-kl-in reward", rules.is_in_reward),
             ("--reward exact length:8=-0.5", rules.advantage == "gdpo"),
             (f"--grpo-entropy-coef {rules.entropy}", rules.entropy > 0),

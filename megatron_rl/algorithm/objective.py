@@ -121,6 +121,7 @@ class Objective:
         assert log_probs.reference_N is not None
         policy_N = log_probs.policy_N if self.config.kl_in == "loss" else log_probs.old_N
         ratio_N = (policy_N - log_probs.old_N).exp()
+        assert self.config.kl_estimator is not None
         return DIVERGENCES[self.config.kl_estimator](policy_N - log_probs.reference_N, ratio_N)
 
 

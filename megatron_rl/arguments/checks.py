@@ -136,8 +136,11 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
     estimator = f"--grpo-kl-estimator {algorithm.kl_estimator}"
     if algorithm.kl_beta and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield f"{estimator} in the loss has a gradient whose mean is 0: write k2, k3 or k3+, or --grpo-kl-in reward"
-    if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator in ("k3+", "unbiased"):
-        yield f"{estimator} is about gradients, and a reward has none: write k1, k2 or k3, or --grpo-kl-in loss"
+    if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield (
+            f"{estimator} in the reward hardly pulls towards the reference, since the first order of its effect "
+            "cancels: write k1, or --grpo-kl-in loss"
+        )
     if algorithm.advantage == "gdpo":
         if settings.service.endpoint is not None and not settings.reward.functions:
             yield "--grpo-advantage gdpo takes the weights of --reward: write it beside --rollout-endpoint too"

@@ -117,8 +117,10 @@ class AlgorithmConfig:
         "tokens that a response may have.",
         "--grpo-aggregation",
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = own_flag(
-        "k3", "How the divergence of a token is estimated.", "--grpo-kl-estimator"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] | None = own_flag(
+        None,
+        "How the divergence of a token is estimated; k3 in the loss and k1 in the reward if not given.",
+        "--grpo-kl-estimator",
     )
     kl_in: Literal["loss", "reward"] = own_flag(
         "loss",
@@ -171,6 +173,14 @@ class AlgorithmConfig:
         bound="above 0",
     )
 
+    def __post_init__(self) -> None:
+        if self.kl_estimator is None:
+            # Set past the frozen dataclass, so that every reader gets the estimator that holds.
+            object.__setattr__(self, "kl_estimator", ESTIMATORS[self.kl_in])
+
+
+ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
+"""The estimator of the divergence that each place has without a flag."""
 
 _CLIP = {"loss": "clip", "clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2}
 

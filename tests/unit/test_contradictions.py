@@ -61,7 +61,14 @@ from tests.command_lines import DENSE, SPARSE, error, parse
             "--grpo-kl-beta 0.1 --grpo-kl-estimator k1",
             "--grpo-kl-estimator k1 in the loss has a gradient whose mean is 0",
         ),
-        ("--grpo-kl-beta 0.1 --grpo-kl-estimator k3+ --grpo-kl-in reward", "is about gradients, and a reward has none"),
+        *(
+            (
+                f"--grpo-kl-beta 0.1 --grpo-kl-in reward --grpo-kl-estimator {estimator}",
+                f"--grpo-kl-estimator {estimator} in the reward hardly pulls towards the reference, since the first "
+                "order of its effect cancels: write k1, or --grpo-kl-in loss",
+            )
+            for estimator in ("k2", "k3", "k3+", "unbiased")
+        ),
         ("--grpo-correction-level sequence", "needs --rl-inference-logprobs-is-correction"),
         (
             "--rl-inference-logprobs-is-correction --grpo-correction-mode mask",

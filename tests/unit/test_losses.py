@@ -37,9 +37,9 @@ CONFIGS = {
         loss="sapo", sapo_temperature_neg=1.4, aggregation="sequence", kl_beta=0.05, kl_estimator="k2"
     ),
     "reinforce": AlgorithmConfig(
-        loss="reinforce", aggregation="constant", kl_beta=0.05, kl_in="reward", kl_estimator="k1"
+        loss="reinforce", aggregation="constant", kl_beta=0.05, kl_in="reward"
     ),
-    "k3 in the reward": AlgorithmConfig(kl_beta=0.05, kl_in="reward", **NARROW),
+    "clip, divergence in the reward": AlgorithmConfig(kl_beta=0.05, kl_in="reward", **NARROW),
     "truncated tokens": AlgorithmConfig(importance_correction=True, importance_truncation=1.05, correction_lower=0.9),
     "masked tokens": AlgorithmConfig(
         importance_correction=True, importance_truncation=1.05, correction_lower=0.9, correction_mode="mask"
@@ -262,7 +262,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
         lambda: mock.patch.dict(losses.WEIGHTS, sequence=lambda one, loss: loss / MAX_TOKENS),
     ),
     "the divergence of the tokens before": (
-        "k3 in the reward",
+        "clip, divergence in the reward",
         lambda: mock.patch.object(Sequences, "sum_from", lambda self, value: self.sum(value) - _later(self, value)),
     ),
     "k3 for k3+": ("cispo", lambda: mock.patch.dict(divergences.DIVERGENCES, {"k3+": divergences.k3})),
