@@ -71,6 +71,7 @@ class Rules:
     gates: tuple[float, float] = (1.0, 1.05)
     """How steep the gate of `sapo` is, where advantages are positive and where not."""
     estimator: str = "k3"
+    """Of the divergence; a reward takes k1 alone."""
     is_in_reward: bool = False
     entropy: float = 0.0
     """The weight of the entropy."""
@@ -159,14 +160,15 @@ class Twin:
         if not rules.is_in_reward:
             loss_BL = loss_BL + rules.beta * kl_BL
         loss_BL = loss_BL - rules.entropy * entropy_BL
-        loss = self._aggregate(loss_BL, mask_BL) / self._deviation(batch)
+        deviation = self._deviation(advantage_BL, mask_BL)
+        loss = self._aggregate(loss_BL, mask_BL) / deviation
         loss.backward()
         gradients = {name: value.grad.clone() for name, value in self._policy.named_parameters()}
         with torch.no_grad():
             away_BL = old_BL - batch.engine_BL
             bounds = [*((ratio_BL, edge) for edge in edges), *more]
             found |= {
-                "loss": loss_BL / self._deviation(batch),
+                "loss": loss_BL / deviation,
                 "ratio": ratio_BL,
                 "kl": kl_BL,
                 "entropy_policy": entropy_BL,
@@ -204,11 +206,14 @@ class Twin:
         log_probs, entropies = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropies)
 
-    def _deviation(self, batch: _Padded) -> float:
-        """What all advantages of an update are divided by, if it is theirs."""
-        if self.rules.advantage not in ("batch", "gdpo", "global"):
-            return 1.0
-        return float((batch.advantages_B1.double() ** 2).mean().sqrt()) + 1e-6
+    def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
+        """What all advantages of an update are divided by, if it is theirs: over tokens, or over responses."""
+        squares_BL = torch.where(mask_BL, advantage_BL.double() ** 2, 0.0)
+        if self.rules.advantage in ("batch", "global"):
+            return float((squares_BL.sum() / mask_BL.sum()).sqrt()) + 1e-6
+        if self.rules.advantage == "gdpo":
+            return float((squares_BL.sum(1) / mask_BL.sum(1)).mean().sqrt()) + 1e-6
+        return 1.0
 
     def _aggregate(self, loss_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         masked_BL = torch.where(mask_BL, loss_BL, 0.0)

@@ -78,7 +78,7 @@ class GroupAdvantages:
 
     @property
     def is_divided(self) -> bool:
-        """Whether their deviation over the update divides the whole loss, once all its groups are there."""
+        """Whether their deviation over the update divides the whole loss, once all its groups have arrived."""
         return self._config.advantage in DIVIDED
 
     def __call__(self, group: Rewarded) -> np.ndarray:
@@ -104,20 +104,14 @@ def _read_components(group: Rewarded, weights: Mapping[str, float]) -> dict[str,
     return {name: np.asarray(values_K, dtype=np.float64) for name, values_K in group.components.items()}
 
 
-def spread(advantages: Iterable[np.ndarray]) -> tuple[float, int]:
-    """Return the sum of the squares of the advantages of all responses of some groups, and their number."""
-    values = np.concatenate([np.zeros(0), *advantages])
-    return math.fsum(values**2), len(values)
-
-
-def deviation(parts: Iterable[tuple[float, int]]) -> float:
-    """Return, from all parts of an update, what the advantages of `DIVIDED` are divided by.
+def compute_deviation(of_replicas: Iterable[Mapping[str, float]]) -> float:
+    """Compute, from the statistics of all parts of an update, what the advantages of `DIVIDED` are divided by.
 
     It is the deviation from what was taken off. From the advantages' own mean it would be 0 where all rewards are equal
     and the mean of the iteration before is another one: the update would be a million times as large.
     """
-    squares, counts = zip(*parts, strict=True)
-    return math.sqrt(math.fsum(squares) / sum(counts)) + _EPSILON
+    squares, counts = zip(*((sums["advantage.squares"], sums["advantage.count"]) for sums in of_replicas), strict=True)
+    return math.sqrt(math.fsum(squares) / math.fsum(counts)) + _EPSILON
 
 
 def is_all_equal(rewards_K: np.ndarray) -> bool:
@@ -132,5 +126,8 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "batch": mean,
     "global": mean,
 }
-DIVIDED = ("batch", "gdpo", "global")
-"""Their deviation over the update is known once all its groups are there. It divides the whole loss, at the end."""
+DIVIDED: Mapping[str, str] = {"batch": "token", "global": "token", "gdpo": "sequence"}
+"""Their deviation over the update is known once all its groups have arrived. It divides the whole loss, at the end.
+
+By name, what counts once in the deviation: as in the papers each token, or each response. As in `--grpo-aggregation`.
+"""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megatron_rl.algorithm.advantages import DIVIDED
 from megatron_rl.algorithm.corrections import Correction, correct
 from megatron_rl.algorithm.divergences import DIVERGENCES
 from megatron_rl.algorithm.losses import WEIGHTS, count_share
@@ -104,6 +105,8 @@ class Objective:
         total = WEIGHTS[config.aggregation](sequences, loss_N).sum()
         with torch.no_grad():
             sums = _measure(surrogate, correction, old_N, divergence_N)
+            if config.advantage in DIVIDED:
+                sums |= _spread(DIVIDED[config.advantage], advantages_N, sequences)
             if log_probs.entropies_N is not None:
                 sums["entropy_policy"] = log_probs.entropies_N.sum(dtype=torch.float64)
             mismatch_N = old_N - engine_N
@@ -123,6 +126,17 @@ class Objective:
         ratio_N = (policy_N - log_probs.old_N).exp()
         assert self.config.kl_estimator is not None
         return DIVERGENCES[self.config.kl_estimator](policy_N - log_probs.reference_N, ratio_N)
+
+
+def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> dict[str, torch.Tensor]:
+    """Return what `compute_deviation` needs of a micro-batch: advantages as they count, divergences taken off."""
+    num_responses = len(sequences.lengths_S)
+    return {
+        "advantage.squares": WEIGHTS[counted](sequences, advantages_N.double().square()).sum(),
+        "advantage.count": torch.tensor(
+            float(count_share(counted, len(advantages_N), num_responses, sequences.max_tokens))
+        ),
+    }
 
 
 def _measure(

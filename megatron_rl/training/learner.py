@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.advantages import GroupAdvantages, deviation, spread
+from megatron_rl.algorithm.advantages import GroupAdvantages, compute_deviation
 from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics, copy_to_host
 from megatron_rl.data.slots import IterationSlots
 from megatron_rl.errors import ExitCode, MegatronRLError
@@ -89,7 +89,7 @@ class Learner:
                 raise MismatchBeyond(slots.identity.version, mismatch)
             parts += of_replicas
             with self._timeline.part("optimizer"):
-                updates.append(self._step(slots, update))
+                updates.append(self._step(slots, update, of_update))
             statistics += of_update
         with self._timeline.part("report"):
             measures = Measures(sums=take_losses())
@@ -117,21 +117,18 @@ class Learner:
                 self._roles.keep_old(slots, reference_is_policy)
             return copy_to_host([report["statistics"] for report in reports])
 
-    def _step(self, slots: IterationSlots, update: int) -> UpdateOutcome:
+    def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
         denominator = sum_over_replicas(self._session, sum(shares))
         if self._group_advantages.is_divided:
-            denominator *= self._deviation(slots, update)
+            denominator *= self._compute_deviation(of_update)
         return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
 
-    def _deviation(self, slots: IterationSlots, update: int) -> float:
+    def _compute_deviation(self, of_update: list[Statistics]) -> float:
         """Return the deviation of the advantages of an update, over all replicas."""
-        groups = [
-            part for contents in slots.of_update(update).contents for part in contents.parts if part.first_response == 0
-        ]
-        of_replica = spread(map(self._group_advantages, groups)) if is_reporter() else None
+        of_replica = combine_statistics(of_update)[0] if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
-        return deviation(part for part in found if part is not None)
+        return compute_deviation(sums for sums in found if sums is not None)
 
 
 def sum_over_replicas(session: Session, share: int) -> float:

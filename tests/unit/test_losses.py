@@ -362,17 +362,50 @@ def test_sums_over_responses_are_numpys(lengths, seed) -> None:
         assert near(found, np.concatenate(expected))
 
 
-groups = st.lists(st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=4).map(np.array), min_size=1, max_size=6)
-
-
-@given(groups, st.integers(1, 3))
-def test_what_batch_divides_by_is_the_deviation_over_all_groups_however_they_are_shared_out(
-    drawn, num_replicas
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, MAX_TOKENS), min_size=2, max_size=9), st.sampled_from(["batch", "global", "gdpo"]),
+    st.integers(0, 10**6), st.integers(1, 4), st.booleans(),
+)  # fmt: skip
+def test_the_deviation_is_of_the_advantages_less_the_divergence_however_responses_are_packed(
+    lengths, name, seed, num_parts, has_reference
 ) -> None:
-    shares = [drawn[number::num_replicas] for number in range(num_replicas)]
-    found = advantages.deviation(advantages.spread(map(advantages.mean, share)) for share in shares)
-    centred = np.concatenate([rewards - rewards.mean() for rewards in drawn])
-    assert found == pytest.approx(np.sqrt((centred**2).mean()) + 1e-6, rel=1e-6, abs=1e-6)
+    config = AlgorithmConfig(advantage=name, kl_beta=0.3 if has_reference else 0.0, kl_in="reward")
+    batch = draw_batch(lengths, seed)
+    squares_N, first = [], 0
+    for length in lengths:
+        part = slice(first, first + length)
+        away = (batch["old"][part] - batch["reference"][part]).numpy()
+        to_come = np.array([away[place:].sum() for place in range(length)])
+        squares_N.append((batch["advantages"][part].numpy() - config.kl_beta * to_come) ** 2)
+        first += length
+    mean = np.mean([squares.mean() for squares in squares_N]) if name == "gdpo" else np.concatenate(squares_N).mean()
+    sums = [compute(config, part)[2].sums for part in _divide(batch, num_parts)]
+    assert advantages.compute_deviation(sums) == pytest.approx(np.sqrt(mean) + 1e-6, rel=1e-12)
+
+
+def _divide(batch: Batch, num_parts: int) -> Iterator[Batch]:
+    """The responses of a batch in several micro-batches."""
+    lengths = batch["lengths"].tolist()
+    for numbers in filter(len, np.array_split(np.arange(len(lengths)), num_parts)):
+        tokens = torch.isin(batch["sequences"], torch.from_numpy(numbers))
+        part = {name: batch[name][tokens] for name in NAMES}
+        yield part | {
+            "sequences": batch["sequences"][tokens] - int(numbers[0]), "lengths": batch["lengths"][numbers]
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["batch", "global", "gdpo"])
+def test_advantages_stay_small_where_all_rewards_of_an_update_are_equal(name) -> None:
+    """A deviation of rewards alone would be 1e-6 there, and multiply what the divergence takes off by a million."""
+    batch = draw_batch([3, 40, 7], seed=3)
+    batch["policy"], batch["advantages"] = batch["old"], torch.zeros_like(batch["old"])
+    config = AlgorithmConfig(advantage=name, loss="reinforce", kl_beta=1e-3, kl_in="reward", aggregation="constant")
+    _, gradient, statistics = compute(config, batch)
+    used = -gradient * 3 * MAX_TOKENS / advantages.compute_deviation([statistics.sums])
+    assert 1 < used.abs().max() < np.sqrt(len(batch["old"]))
+    without = compute(dataclasses.replace(config, kl_beta=0.0), batch)
+    assert not (without[1] / advantages.compute_deviation([without[2].sums])).any()
 
 
 def test_rewards_count_within_their_bounds() -> None:
@@ -388,16 +421,13 @@ def test_global_takes_off_the_mean_of_the_iteration_before_and_in_the_first_one_
     of_global.baseline = 0.75
     found = [of_global(group) for group in groups]
     assert near(np.concatenate(found), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75)
-    parts = [advantages.spread(found[:1]), advantages.spread(found[1:])]
-    away = np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75
-    assert near(np.array(advantages.deviation(parts)), np.sqrt((away**2).mean()) + 1e-6)
 
 
-def test_global_stays_small_where_all_rewards_of_an_update_are_equal() -> None:
-    of_global = advantages.GroupAdvantages(AlgorithmConfig(advantage="global"))
-    of_global.baseline = 0.5
-    found = of_global(SimpleNamespace(rewards=[1.0] * 8, components={}))
-    assert np.abs(found / advantages.deviation([advantages.spread([found])])).max() <= 1
+def test_global_divides_by_the_deviation_from_the_baseline_so_that_equal_rewards_stay_small() -> None:
+    batch = draw_batch([2, 3])
+    batch["advantages"] = torch.full_like(batch["old"], 0.5)
+    statistics = compute(AlgorithmConfig(advantage="global"), batch)[2]
+    assert 0.5 / advantages.compute_deviation([statistics.sums]) == pytest.approx(1, rel=1e-5)
 
 
 @given(
