@@ -12,6 +12,7 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.algorithm.advantages import DIVIDED
 from megatron_rl.arguments import model_checks
+from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import Settings
@@ -31,6 +32,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":
         yield from _check_algorithm(settings)
+        yield from check_filter(settings)
         yield from _check_curriculum(settings)
         yield from _check_endpoint(settings)
     yield from _check_batches(settings)

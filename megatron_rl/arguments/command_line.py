@@ -12,6 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 from megatron_rl import platforms
 from megatron_rl.arguments import checks, describe, flags, model, resolve
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
+from megatron_rl.arguments.filtering import note_filter
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, find_longest_group, resolve_run
 from megatron_rl.arguments.stage import list_others
@@ -269,7 +270,11 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
-        notes = (*_note_other_defaults(reading, settings.run.stage), *checks.note_idle_flags(settings))
+        notes = (
+            *_note_other_defaults(reading, settings.run.stage),
+            *checks.note_idle_flags(settings),
+            *note_filter(settings),
+        )
         settings = dataclasses.replace(settings, notes=(*settings.notes, *notes))
     return settings
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
+from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError, UsageError
@@ -311,6 +312,7 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         num_spare=_count_spare(settings, prompts),
         tail=settings.sampling.tail,
         num_tail=_count_tail(settings, prompts),
+        deciding_rewards=name_deciding_rewards(settings),
         least_reward=algorithm.reward_min if algorithm.reward_min > -math.inf else None,
         largest_reward=algorithm.reward_max if algorithm.reward_max < math.inf else None,
     )

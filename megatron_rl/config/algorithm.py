@@ -28,8 +28,14 @@ class AlgorithmConfig:
     )
     filter_groups: bool = megatron_flag(
         False,
-        "Sample other prompts in place of those whose responses all got the same reward.",
+        "Sample other prompts in place of those whose responses all got the same reward; see `--grpo-filter-by`.",
         "--grpo-filter-groups-with-same-reward",
+    )
+    filter_by: str | None = own_flag(
+        None,
+        "The function of `--reward` whose values must differ within a group, or `sum` for the weighted sum; if not "
+        "given the first function, and with `--grpo-advantage gdpo` any of them.",
+        "--grpo-filter-by",
     )
     spare_prompts: int | None = own_flag(
         None,

@@ -1,7 +1,7 @@
 """Which groups of an iteration are trained on, and in which update; the same in the sidecar and in the audit.
 
-Without spare prompts that is said with the plan: all of them, prompt i at number i. With spare prompts, groups whose
-rewards are all equal teach nothing, and later prompts take their numbers. Invariants:
+Without spare prompts that is said with the plan: all of them, prompt i at number i. With spare prompts, groups without
+a signal teach nothing, and later prompts take their numbers. Invariants:
 
 1. The groups that are trained on are the first `num_prompts` with a signal, in the order of the prompts, and their
    numbers count them in that order. It does not matter which of them were sampled first, or faster: short responses
@@ -13,7 +13,8 @@ rewards are all equal teach nothing, and later prompts take their numbers. Invar
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,16 @@ Pool = int | Place
 """An update, or, with order "prompt", a unit."""
 
 _UNKNOWN, _WITHOUT, _WITH = 0, 1, 2
+
+
+class Rewarded(Protocol):
+    """A response's weighted sum of rewards, and what each function gave; None where one does not apply."""
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def components(self) -> Mapping[str, float | None]: ...
 
 
 class Places:
@@ -136,6 +147,15 @@ def bound(rewards: Sequence[float], plan: Plan) -> list[float]:
     return [min(max(reward, least), largest) for reward in rewards]
 
 
-def has_signal(rewards: Sequence[float], plan: Plan) -> bool:
-    """Whether the rewards of a group differ, as they count."""
-    return len(set(bound(rewards, plan))) > 1
+def has_signal(responses: Sequence[Rewarded], plan: Plan) -> bool:
+    """Whether what decides differs within a group: one of the functions that the plan names, or the sum as it counts.
+
+    Of a function's values only those of responses that it applies to are compared.
+    """
+    if not plan.deciding_rewards:
+        return _is_varied(bound([response.reward for response in responses], plan))
+    return any(_is_varied([response.components.get(name) for response in responses]) for name in plan.deciding_rewards)
+
+
+def _is_varied(values: Iterable[float | None]) -> bool:
+    return len({value for value in values if value is not None}) > 1

@@ -56,16 +56,21 @@ def check_group(asked: Asked, group: Group) -> None:
 
 
 def check_rewards(asked: Asked, group: Group) -> None:
-    """Raise GroupRefused unless every reward of a scored group is finite."""
-    _refuse(
-        asked,
-        group,
-        (
-            f"response {number} of engine {response.engine}: its reward is {response.reward}"
-            for number, response in enumerate(group.responses)
-            if not np.isfinite(response.reward)
-        ),
-    )
+    """Raise GroupRefused unless every reward of a scored group is finite, and those that decide are among them."""
+    _refuse(asked, group, _find_reward_problems(asked, group))
+
+
+def _find_reward_problems(asked: Asked, group: Group) -> Iterator[str]:
+    deciding = [] if isinstance(asked, Evaluation) else asked.plan.deciding_rewards
+    for number, response in enumerate(group.responses):
+        if not np.isfinite(response.reward):
+            yield f"response {number} of engine {response.engine}: its reward is {response.reward}"
+        for name in deciding:
+            if name not in response.components:
+                yield (
+                    f"{name} is to decide whether it has a signal, and the sidecar's rewards are "
+                    f"{', '.join(response.components) or 'none'}: write one of these at --grpo-filter-by"
+                )
 
 
 def _refuse(asked: Asked, group: Group, problems: Iterator[str]) -> None:

@@ -61,7 +61,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_updates: int = 1
     order: Order = "completion"
     num_spare: int = 0
-    """Prompts beyond `num_prompts`, for groups whose rewards are all equal; 0: every group is trained on."""
+    """Prompts beyond `num_prompts`, for groups without a signal; 0: every group is trained on."""
+    deciding_rewards: list[str] = []
+    """The reward functions of which one must differ within a group, or it is without a signal; none: the sum must."""
     least_reward: float | None = None
     """A reward below it counts as this one."""
     largest_reward: float | None = None
@@ -268,7 +270,7 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_considered: int
     """The first so many prompts decided what was trained on; those after them are still to be taken."""
     num_without_signal: int
-    """Among these, groups whose rewards are all equal."""
+    """Among these, groups in which no reward that decides differs."""
     reward: float
     """The mean reward of the groups that were considered, as it counts: those without a signal are among them."""
     put_off: list[int] = []

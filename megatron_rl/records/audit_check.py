@@ -225,8 +225,7 @@ class _Meaning:
             return
         attempt.groups[event.prompt] = len(event.responses)
         if attempt.places is not None:
-            rewards = [response.reward for response in event.responses]
-            attempt.places.learn(event.prompt, has_signal(rewards, attempt.submit.plan))
+            attempt.places.learn(event.prompt, has_signal(event.responses, attempt.submit.plan))
         _count(attempt.summary, event)
         attempt.num_cut += any(response.finish_reason == "cut" for response in event.responses)
         if attempt.num_cut > attempt.submit.plan.num_tail:

@@ -168,7 +168,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A response, its tokens and log-probs as hashes."""
 
     tokens: str
@@ -180,6 +180,8 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[SpanRecord]
     fingerprint: str
     reward: float
+    components: dict[str, float | None] = {}
+    """What each reward function gave."""
 
 
 class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
@@ -333,6 +335,7 @@ class AuditLog:
                 spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
                 fingerprint=response.fingerprint,
                 reward=response.reward,
+                components=response.components,
             )
             for response in group.responses
         ]

@@ -318,7 +318,7 @@ class Iteration:
         prompt = group.prompt.index
         self._groups[prompt] = group
         rewards = bound([response.reward for response in group.responses], self.submission.plan)
-        has = has_signal(rewards, self.submission.plan)
+        has = has_signal(group.responses, self.submission.plan)
         self._seen[prompt] = (math.fsum(rewards) / len(rewards), has)
         self._move(prompt, GroupState.FINISHED)
         self._places.learn(prompt, has)

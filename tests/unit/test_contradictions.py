@@ -82,6 +82,19 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--algorithm reinforce_plus_plus_baseline --grpo-kl-beta 0.1 --grpo-kl-in loss", "write --grpo-kl-in reward"),
         ("--grpo-reward-min 1 --grpo-reward-max 1", "--grpo-reward-min 1 must be below --grpo-reward-max 1"),
         ("--grpo-advantage batch --grpo-entropy-coef 0.1", "would divide this term too: drop one of them"),
+        ("--grpo-filter-by sum", "--grpo-filter-by sum needs --grpo-filter-groups-with-same-reward"),
+        (
+            "--reward exact length:9,3 --grpo-filter-groups-with-same-reward --grpo-filter-by exat",
+            "--grpo-filter-by exat must be sum or a function of --reward: write one of sum, exact, length",
+        ),
+        (
+            "--algorithm dapo --grpo-advantage global",
+            "have advantages too, and the gradient is biased without them: write --grpo-advantage batch",
+        ),
+        (
+            "--algorithm dapo --rollout-endpoint http://a:1",
+            "does not say which reward decides: write --grpo-filter-by sum",
+        ),
         ("--grpo-spare-prompts 8", "--grpo-spare-prompts 8 needs --grpo-filter-groups-with-same-reward"),
         ("--algorithm gdpo --rollout-endpoint http://a:1", "write it beside --rollout-endpoint too"),
         ("--algorithm gdpo --grpo-reward-max 1", "--grpo-reward-max 1 bounds the sum of the rewards"),

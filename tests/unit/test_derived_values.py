@@ -131,6 +131,29 @@ def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
     assert parse(*DENSE, "--kl-loss-coef 0.1 --use-unbiased-kl").algorithm.kl_estimator == "unbiased"
 
 
+@pytest.mark.parametrize(
+    ("words", "deciding"),
+    [
+        ("--reward exact", []),
+        ("--reward exact length:9,3", ["exact"]),
+        ("--reward exact length:9,3 --grpo-filter-by length", ["length"]),
+        ("--reward exact length:9,3 --grpo-filter-by sum", []),
+        ("--reward exact length:9,3 --grpo-advantage gdpo", ["exact", "length"]),
+        ("--reward exact length:9,3=0 --grpo-advantage gdpo", ["exact"]),
+    ],
+)
+def test_what_decides_whether_a_group_has_a_signal_is_named_or_follows_from_the_rewards(
+    words, deciding, tmp_path
+) -> None:
+    run = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *without(RUN, "--reward")]
+    settings = parse_run(*run, "--grpo-filter-groups-with-same-reward", words)
+    assert settings.sizes.plan.deciding_rewards == deciding
+    is_chosen = words == "--reward exact length:9,3"
+    notes = [note for note in settings.notes if "compares exact, the first of --reward" in note]
+    assert len(notes) == is_chosen
+    assert parse_run(*run, words.partition("--grpo-filter-by")[0]).sizes.plan.deciding_rewards == []
+
+
 SLIMES = "--rollout-batch-size 8"
 
 

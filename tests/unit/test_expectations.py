@@ -227,3 +227,16 @@ def list_table(prompt: Prompt) -> list[tuple[float, list[float], list[torch.Tens
         scores = [torch.autograd.grad(one, logits, retain_graph=True)[0].flatten() for one in live]
         rows.append((float(live.detach().sum()), (live.detach() - frozen).tolist(), scores))
     return rows
+
+
+def test_dropping_groups_of_equal_rewards_weighs_prompts_and_with_global_it_points_elsewhere_and_is_refused() -> None:
+    """Of one prompt by itself, a group without a signal has no gradient of `rloo`, and one of `global`."""
+    truth = find_truth(PROMPTS, 0.0)
+    size = len(truth) // 2
+    for advantage in ("rloo", "global"):
+        found = expect_gradient(make_config(advantage), is_filtered=True)
+        rests = [find_bias(found[part], truth[part]).rest for part in (slice(size), slice(size, None))]
+        assert (max(rests) < EXACT) == (advantage == "rloo"), rests
+        more = "--grpo-filter-groups-with-same-reward"
+        assert is_accepted(advantage, None, more) == (advantage == "rloo")
+    assert max(rests) > 0.1

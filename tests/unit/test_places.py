@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,9 +14,9 @@ from megatron_rl.protocol.places import Places, has_signal
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Plan, Slot, Submission, decode
 from megatron_rl.records.audit_check import verify
-from megatron_rl.records.audit_log import AuditLog, EngineReport
+from megatron_rl.records.audit_log import FILE_NAME, AuditLog, EngineReport
 from megatron_rl.sidecar.iteration import GroupState, Iteration, NotAllClaimed
-from tests.submissions import make_group, make_plan, make_submission, plans
+from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 
 at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -227,9 +228,66 @@ def test_what_is_missing_is_said_without_what_is_sampled_ahead() -> None:
         iteration.complete()
 
 
+def rewarded(rewards: list[float], **components: list[float | None]) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(reward=reward, components={name: values[place] for name, values in components.items()})
+        for place, reward in enumerate(rewards)
+    ]
+
+
+def test_the_rewards_that_the_plan_names_decide_whether_a_group_has_a_signal() -> None:
+    all_wrong = rewarded([0.0, -0.5], right=[0.0, 0.0], length=[0.0, -0.5])
+    of_equal_sums = rewarded([1.0, 1.0], right=[1.0, 0.0], length=[0.0, 1.0])
+    cases = (
+        ([], True, False),
+        (["right"], False, True),
+        (["length"], True, True),
+        (["right", "length"], True, True),
+    )
+    for names, *expected in cases:
+        plan = make_plan(num_spare=1, deciding_rewards=names)
+        assert [has_signal(group, plan) for group in (all_wrong, of_equal_sums)] == expected, names
+
+
+def test_a_function_decides_by_the_responses_that_it_applies_to() -> None:
+    plan = make_plan(num_spare=1, deciding_rewards=["right"])
+    assert not has_signal(rewarded([0.0] * 3, right=[None, 1.0, 1.0]), plan)
+    assert not has_signal(rewarded([0.0, 1.0], right=[None, None]), plan)
+    assert has_signal(rewarded([0.0] * 3, right=[None, 1.0, 0.0]), plan)
+
+
+def test_groups_are_chosen_by_the_named_reward_in_the_iteration_and_in_its_audit(tmp_path) -> None:
+    """Every sum differs; of each third group what is right does not."""
+    plan = make_plan(num_prompts=4, num_replicas=1, num_spare=4, deciding_rewards=["exact"])
+    submission = make_submission(plan)
+    log = AuditLog(tmp_path / FILE_NAME, submission.run)
+    report = EngineReport(engine="engine-0", version=submission.version, fingerprint=submission.fingerprint)
+    log.publish(submission.version, submission.fingerprint, [report])
+    log.submit(submission)
+    iteration = Iteration(
+        submission,
+        lambda group: log.group(submission.version, group),
+        lambda claim: log.claim(submission.version, claim),
+    )
+    for prompt in range(6):
+        group = make_group(submission, prompt)
+        if prompt % 3 == 0:
+            for number in range(plan.group_size):
+                group = with_response(group, number, components={"exact": 1.0, "other": float(number)})
+        iteration.finished(group)
+    for index in range(4):
+        iteration.claim(0, index)
+    iteration.complete()
+    log.complete(submission.version, 4, 16)
+    log.close()
+    assert sorted(prompt for claim in iteration.claims for prompt in claim.prompts) == [1, 2, 4, 5]
+    assert iteration.census().num_without_signal == 2
+    assert not verify(tmp_path / FILE_NAME).breaches
+
+
 def test_rewards_count_within_their_bounds() -> None:
     plan = make_plan(num_spare=1, least_reward=-1.0, largest_reward=1.0)
-    assert not has_signal([2.0, 1.0, 7.0], plan)
-    assert not has_signal([-2.0, -1.0], plan)
-    assert has_signal([2.0, 0.5], plan)
-    assert has_signal([2.0, 1.0], make_plan())
+    assert not has_signal(rewarded([2.0, 1.0, 7.0]), plan)
+    assert not has_signal(rewarded([-2.0, -1.0]), plan)
+    assert has_signal(rewarded([2.0, 0.5]), plan)
+    assert has_signal(rewarded([2.0, 1.0]), make_plan())
