@@ -106,12 +106,27 @@ def _print(report: Report) -> None:
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
         f"{proofs.num_probed} with the trainer's log-probs (at most {proofs.furthest:.3g} apart on average)"
     )
+    _print_put_off(report)
     _print_breaches(report, report.breaches)
     num_complete = sum(item.outcome == "complete" for item in report.iterations)
     print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
     print(f"head {report.head}")
     if report.num_covered:
         print(f"lines 1 to {report.num_covered} are unchanged since the head was kept")
+
+
+def _print_put_off(report: Report) -> None:
+    """Name the prompts that were submitted and, when the log ends, not trained on."""
+    if report.put_off is None:
+        print("which prompts are put off is unknown: the log does not begin with version 0")
+    if not report.put_off:
+        return
+    num_responses = sum(one.num_responses for one in report.put_off)
+    print(
+        f"{len(report.put_off)} prompts ({num_responses} responses) are put off and not trained on when the log ends:"
+    )
+    for one in report.put_off:
+        print(f"  prompt {one.prompt} of version {one.version}, tokens {one.tokens}")
 
 
 def _print_outcome(report: Report, outcome: "Outcome") -> None:

@@ -77,9 +77,9 @@ class RowOrder:
         return sum(last >= epoch for last in self._resting.values())
 
     @property
-    def num_put_off(self) -> int:
-        """How many rows were taken before, and put off."""
-        return len(self._put_off)
+    def put_off(self) -> tuple[int, ...]:
+        """Rows that were taken before and put off, in the order in which they come again."""
+        return tuple(self._put_off)
 
     def peek(self, count: int, num_carried: int = 0) -> list[int]:
         """The next rows, the first of them put off earlier; the same again until some are taken."""

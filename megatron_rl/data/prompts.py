@@ -73,9 +73,9 @@ class PromptSource:
         return self._order.num_resting
 
     @property
-    def num_put_off(self) -> int:
-        """How many prompts were taken before, and put off."""
-        return self._order.num_put_off
+    def put_off(self) -> list[str]:
+        """The names of prompts that were taken before and put off, in the order in which they come again."""
+        return [self._prompts[row].row for row in self._order.put_off]
 
     @property
     def epochs(self) -> float:

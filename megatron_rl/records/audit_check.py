@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.arrivals import Arrivals
@@ -55,6 +56,16 @@ class Proofs:
             self.furthest = max(self.furthest, report.probe.mean)
 
 
+class PutOff(NamedTuple):
+    """A prompt that was submitted and put off, with the number of its responses that were asked for."""
+
+    version: int
+    prompt: int
+    tokens: str
+    """The hash of its tokens."""
+    num_responses: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The contents of a log, and its breaches."""
@@ -70,6 +81,8 @@ class Report:
     iterations: list[IterationSummary]
     evaluations: list[audit_log.Evaluate]
     proofs: Proofs
+    put_off: list[PutOff] | None
+    """Prompts that were not trained on when the log ended; None if the log does not begin with the run."""
     breaches: list[Breach]
 
     @property
@@ -116,8 +129,9 @@ class _Meaning:
         self._engines: set[str] = set()
         self._attempt: _Attempt | None = None
         self._highest: int | None = None
-        # After each version that is complete, the hashes of the prompts that are put off.
-        self._put_off: dict[int, list[str]] = {-1: []}
+        # After each version that is complete, the prompts that are put off.
+        self._put_off: dict[int, list[PutOff]] = {-1: []}
+        self._puts_off = False
 
     def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
         match event:
@@ -182,6 +196,9 @@ class _Meaning:
         if self._highest is not None and event.version > self._highest + 1:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
+        # This attempt decides anew what the version puts off.
+        self._put_off.pop(event.version, None)
+        self._puts_off |= event.plan.tail == "carry" or event.num_carried > 0
         division = None
         try:
             division = divide(event.plan)
@@ -196,7 +213,7 @@ class _Meaning:
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
         put_off = self._put_off.get(event.version - 1)
         if put_off is not None:
-            due = put_off[: event.plan.count_carried(len(put_off))]
+            due = [one.tokens for one in put_off[: event.plan.count_carried(len(put_off))]]
             if event.prompts[: event.num_carried] != due:
                 detail = f"version {event.version} takes {event.num_carried} of the {len(put_off)}, {len(due)} are due"
                 yield BreachName.NOT_CARRIED, detail
@@ -309,8 +326,16 @@ class _Meaning:
         before = self._put_off.get(submit.version - 1)
         if before is not None:
             self._put_off[submit.version] = before[submit.num_carried :] + [
-                submit.prompts[prompt] for prompt in put_off
+                PutOff(submit.version, prompt, submit.prompts[prompt], submit.plan.group_size) for prompt in put_off
             ]
+
+    @property
+    def put_off(self) -> list[PutOff] | None:
+        """What is put off after the last version that is complete; None if that is unknown."""
+        if self._highest is None or not self._puts_off:
+            return []
+        last = self._highest
+        return self._put_off.get(last, self._put_off.get(last - 1))
 
     def _current(self, version: int) -> _Attempt | None:
         attempt = self._attempt
@@ -364,6 +389,7 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         iterations=meaning.summaries,
         evaluations=meaning.evaluations,
         proofs=meaning.proofs,
+        put_off=meaning.put_off,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )
 

@@ -46,6 +46,9 @@ class MetricsReporter:
     def phase(self, name: str) -> None:
         self._progress.phase(name)
 
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
     def close(self) -> None:
         self._progress.close()
         self._sinks.close()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ class TakesPrompts(Protocol):
     def num_resting(self) -> int | None: ...
 
     @property
-    def num_put_off(self) -> int: ...
+    def put_off(self) -> Sequence[str]: ...
 
 
 Schedule = Callable[[IterationSlots, Session], None]
@@ -123,7 +124,7 @@ class Rollouts:
             assert self._prompts is not None
             ended = self._client.complete(version, mismatch)
             self.audit_head, self._census = ended.head, ended.census
-            num_carried = self._division.plan.count_carried(self._prompts.num_put_off)
+            num_carried = self._division.plan.count_carried(len(self._prompts.put_off))
             census = ended.census
             self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
         if self._group_advantages is not None and self._group_advantages.has_baseline:
@@ -142,7 +143,28 @@ class Rollouts:
             }
         if self._prompts is not None and self._prompts.num_resting is not None:
             described["resting"] = self._prompts.num_resting
+        if self._prompts is not None and (self._division.plan.tail == "carry" or self._prompts.put_off):
+            described["put_off"] = len(self._prompts.put_off)
         return {"prompts": described} if described else {}
+
+    def describe_put_off(self, checkpoint: Path | None) -> str | None:
+        """Name the prompts that were put off and never trained on; None if there are none, and on other ranks.
+
+        `checkpoint` is the last one, which holds them.
+        """
+        if self._prompts is None or not (put_off := self._prompts.put_off):
+            return None
+        plan = self._division.plan
+        remedy = "no checkpoint holds them: with --save a later run could train on them"
+        if checkpoint is not None:
+            remedy = (
+                f"{checkpoint} holds them: a run that resumes from it, with a larger --train-iters if none is left, "
+                f"trains on them once {plan.num_prompts} are put off, or at once with --rollout-tail stop"
+            )
+        return (
+            f"note: {len(put_off)} prompts that --rollout-tail carry put off were not trained on, nor were their "
+            f"{len(put_off) * plan.group_size} responses: {', '.join(put_off)}. {remedy[0].upper()}{remedy[1:]}"
+        )
 
     def _open_slots(self, identity: Identity) -> IterationSlots:
         replica, num_slots = self._session.replica, self._division.slots_per_replica
@@ -168,7 +190,7 @@ class Rollouts:
             return
         assert self._prompts is not None
         plan = self._division.plan
-        num_carried = plan.count_carried(self._prompts.num_put_off)
+        num_carried = plan.count_carried(len(self._prompts.put_off))
         self._client.submit(
             Submission(
                 run=identity.run,

@@ -100,6 +100,8 @@ class Trainer:
             self.saver.finish()
         if self._trace is not None:
             self._trace.end(version)
+        if version > self._version:
+            self._name_put_off()
         return version
 
     @property
@@ -143,6 +145,12 @@ class Trainer:
             if self.reporter is not None:
                 self.reporter.evaluation(version, evaluated.groups)
             return self._evaluator.summary(evaluated)
+
+    def _name_put_off(self) -> None:
+        """Name the prompts that were submitted and not trained on."""
+        note = self._rollouts.describe_put_off(self.saver.last_saved)
+        if self.reporter is not None and note is not None:
+            self.reporter.say(note)
 
     def _evaluate_last(self, version: int) -> None:
         """Publish and evaluate the policy after the last update, if evaluation is due."""

@@ -79,7 +79,7 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
         num_prompts=2 * NUM_SLOTS * session.num_replicas, group_size=2, num_replicas=session.num_replicas,
         micro_batch_size=4, num_updates=2,
     )  # fmt: skip
-    prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "num_put_off": 0})()
+    prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
     return Rollouts(
         sidecar, session, "run", divide(plan), wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"])),
         schedule, 60.0, prompts if session.rank == 0 else None, contextlib.nullcontext,
@@ -265,7 +265,7 @@ def opened(
                 "encoded_slot": lambda self, version, replica, index, seconds: wire.encode(source.slot(index)),
             },
         )()
-        prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "num_put_off": 0})()
+        prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
         rollouts = Rollouts(
             sidecar, session, identity.run, division, wire.Sampling(max_tokens=8), batcher, start_at_once, 60.0,
             prompts, contextlib.nullcontext,

@@ -2,14 +2,18 @@
 
 import json
 import random
+import re
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.prompts import load_prompts
 from megatron_rl.observe.metrics import read
 from megatron_rl.records.audit_check import verify
+from megatron_rl.records.audit_log import hash_content
 from tests.e2e import loop
 from tests.e2e.test_resume import fault
 
@@ -28,7 +32,7 @@ def words(world: loop.World, folder: Path, tail: str) -> list[str]:
     return world.words(
         "run", rollout_folder=folder / "run", save=folder / "save", load=folder / "save", save_interval=1,
         rollout_patience_seconds=5, train_iters=ITERATIONS, consume_order="completion", rollout_script=script,
-        rollout_tail=tail, rollout_tail_groups=4, distributed_timeout_minutes=1,
+        rollout_tail=tail, rollout_tail_groups=None if tail == "stop" else 4, distributed_timeout_minutes=1,
     )  # fmt: skip
 
 
@@ -67,8 +71,28 @@ def test_prompts_that_are_put_off_are_trained_on_next_also_by_a_run_that_was_kil
     folder = world.folder / "carry"
     with loop.running(folder, 2, words(world, folder, "carry"), {1: fault("backward", "rank", call=6)}) as ranks:
         assert all(ranks.wait())
-    loop.run(folder, 2, words(world, folder, "carry"))
+    text = loop.run(folder, 2, words(world, folder, "carry")).text()
     assert_each_prompt_counts_once(folder / "run")
+    # The last iteration's are named, and a run that resumes trains on them.
+    assert "4 prompts that --rollout-tail carry put off were not trained on, nor were their 16 responses" in text
+    assert text.count("put off were not trained on") == 1
+    assert [line["prompts"]["put_off"] for line in read(folder / "run")] == [4, 8, 0, 4]
+    left = verify(folder / "run").put_off
+    assert left is not None
+    assert [one.version for one in left] == [3] * 4
+    named = re.search(r"16 responses: (.*)\. (\S*) holds them: a run that resumes from it", text)
+    assert named is not None
+    assert Path(named[2]) == folder / "save" / f"iter_{ITERATIONS:07d}"
+    source = load_prompts(DataConfig(prompts=[world.prompts]), world.model, seed=0, longest=40, vocab_size=128)
+    tokens = {prompt.row: hash_content(prompt.tokens) for prompt in source.peek(source.num_rows)}
+    assert [tokens[row] for row in named[1].split(", ")] == [one.tokens for one in left]
+
+    more = [*words(world, folder, "stop"), "--train-iters", str(ITERATIONS + 1), "--override-opt-param-scheduler"]
+    assert "put off were not trained on" not in loop.run(folder, 2, more).text()
+    assert verify(folder / "run").put_off == []
+    last = next(event for event in reversed(read_events(folder / "run")) if event["event"] == "submit")
+    assert last["num_carried"] == 4
+    assert last["prompts"][:4] == [one.tokens for one in left]
 
 
 @pytest.mark.each_change

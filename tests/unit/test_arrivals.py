@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.commands import audit
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.slots import Claim, divide
 from megatron_rl.protocol.wire import Plan, Submission, encode_tokens
@@ -128,6 +129,47 @@ def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(t
     assert "prompt that was put off is not carried on" in {
         str(breach.name) for breach in verify(tmp_path / "early.jsonl").breaches
     }
+
+
+def test_the_audit_names_the_prompts_that_are_put_off_when_the_log_ends(tmp_path, capsys) -> None:
+    plan = make_plan(tail="carry", num_tail=4)
+    first, second, last = (number_from(make_submission(plan, version=version), 100 * version) for version in (0, 1, 3))
+    put_off = write_log(tmp_path / "a.jsonl", [first, second])
+    left = [(version, prompt) for version, prompts in enumerate(put_off) for prompt in prompts]
+    found = verify(tmp_path / "a.jsonl").put_off
+    assert found is not None
+    assert [(one.version, one.prompt) for one in found] == left
+    assert {one.num_responses for one in found} == {plan.group_size}
+    assert audit.main([str(tmp_path / "a.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert f"8 prompts ({8 * plan.group_size} responses) are put off and not trained on when the log ends:" in printed
+    assert [line.split(",")[0].strip() for line in printed.splitlines() if line.startswith("  prompt ")] == [
+        f"prompt {prompt} of version {version}" for version, prompt in left
+    ]
+
+    gathered = [(first, second)[version].prompts[prompt].tokens for version, prompt in left]
+    third = replace_tokens(make_submission(plan, version=2, num_carried=8), gathered)
+    write_log(tmp_path / "carried.jsonl", [first, second, third])
+    assert verify(tmp_path / "carried.jsonl").put_off == []
+    assert audit.main([str(tmp_path / "carried.jsonl")]) == 0
+    assert "put off" not in capsys.readouterr().out
+    # A log that begins in the midst of a run does not say what the run had put off before.
+    write_log(tmp_path / "late.jsonl", [last])
+    audit.main([str(tmp_path / "late.jsonl")])
+    assert "which prompts are put off is unknown" in capsys.readouterr().out
+
+
+def test_an_iteration_that_begins_again_puts_off_what_its_last_attempt_puts_off(tmp_path) -> None:
+    plan = make_plan(tail="carry", num_tail=2)
+    first, second = (number_from(make_submission(plan, version=version), 100 * version) for version in (0, 1))
+    (before, *_) = write_log(tmp_path / "a.jsonl", [first, second])
+    with AuditLog(tmp_path / "a.jsonl", "run") as log:
+        report = EngineReport(engine="engine-0", version=1, fingerprint=second.fingerprint)
+        log.publish(1, second.fingerprint, [report])
+        log.submit(second)
+    found = verify(tmp_path / "a.jsonl").put_off
+    assert found is not None
+    assert [(one.version, one.prompt) for one in found] == [(0, prompt) for prompt in before]
 
 
 def number_from(submission: Submission, first: int) -> Submission:

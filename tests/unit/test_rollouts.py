@@ -21,7 +21,7 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollou
     session: Any = types.SimpleNamespace(
         rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
-    prompts: Any = types.SimpleNamespace(num_put_off=0, peek=lambda count, num_carried: [])
+    prompts: Any = types.SimpleNamespace(put_off=[], peek=lambda count, num_carried: [])
     sampling, batcher = wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"]))
     return Rollouts(
         client, session, "run", divide(PLAN), sampling, batcher, start_at_once, 5.0, prompts if rank == 0 else None,
