@@ -10,6 +10,7 @@ One process suffices; under torchrun the ranks share the work, divided as the fl
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_rl.arguments import command_line
 from megatron_rl.config.settings import Settings
@@ -57,5 +58,16 @@ def _convert(settings: Settings) -> str:
         if checkpoint.save is not None:
             save_model(chunks, checkpoint.save, iteration, session)
         if checkpoint.save_hf is not None:
-            return weights.save_hf(checkpoint.save_hf, source=hf_model)
+            ends = [] if checkpoint.load is None else _read_stops(checkpoint.load, checkpoint.ckpt_step)
+            return weights.save_hf(checkpoint.save_hf, source=hf_model, ends=ends)
         return weights.fingerprint()
+
+
+def _read_stops(load: Path, step: int | None) -> list[int]:
+    """Return the tokens that end a response besides those of the model's files, as the checkpoint's run found them."""
+    from megatron_rl.mcore.checkpoint import folders, serialization
+    from megatron_rl.mcore.checkpoint.checkpointer import EXTRA
+
+    _, source = folders.find(load, step)
+    stops: list[int] = serialization.read_common(source).get(EXTRA, {}).get("stops", [])
+    return stops

@@ -6,7 +6,8 @@ the tokens of responses are trained on. Invariants:
 - a response stands behind exactly the tokens that a prompt of the same messages has when a response is sampled to it;
 - the turns of a chat share a sequence as far as the chat template writes the beginning of a chat in the same way
   whatever follows; a response whose beginning it writes otherwise begins a sequence of its own;
-- a response ends with the token that ends a response. What the template writes behind it is given, not learned.
+- a response ends with the token that ends a response: in a chat the template's end of a turn, after text the
+  tokenizer's end of text. What the template writes after it is given, not learned.
 """
 
 import dataclasses
@@ -63,6 +64,7 @@ class DemonstrationSource:
         shuffle: bool = True,
         notes: Sequence[str] = (),
         num_read: int | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         self._demonstrations = list(demonstrations)
         self._held_out = list(held_out)
@@ -71,6 +73,8 @@ class DemonstrationSource:
         """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
         """What a person should know about the data; each note is printed once."""
+        self.stops = tuple(stops)
+        """Tokens that end a response besides those that the model's files list."""
 
     @property
     def num_rows(self) -> int:
@@ -121,8 +125,16 @@ def load_demonstrations(
     else:
         held_out = draw(fitting, config.held_out, seed)
     trained = leave_out(fitting, held_out, config, notes)
-    num_read = len(rows) + len(eval_rows)
-    return DemonstrationSource(trained, held_out, seed=seed, shuffle=config.shuffle, notes=notes, num_read=num_read)
+    stops = tokenizer.find_stops((tokenizer.text(row) for row in (*rows, *eval_rows)), notes)
+    return DemonstrationSource(
+        trained,
+        held_out,
+        seed=seed,
+        shuffle=config.shuffle,
+        notes=notes,
+        num_read=len(rows) + len(eval_rows),
+        stops=stops,
+    )
 
 
 def _fitting(
@@ -149,11 +161,13 @@ def tokenize(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Demons
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
         batch = rows[start : start + _ROWS_AT_A_TIME]
         written = [_write(row, tokenizer) for row in batch]
-        for row, sequences in zip(batch, _encode(written, tokenizer), strict=True):
+        for row, one, sequences in zip(batch, written, _encode(written, tokenizer), strict=True):
             for turn in itertools.chain.from_iterable(sequences):
                 tokenizer.check_vocabulary(row, turn)
             if not all(len(response) for turns in sequences for response in turns[1::2]):
                 raise row.error("has a response that the tokenizer makes no token of; write one, or leave the row out")
+            if one.is_chat:
+                _check_ends(row, sequences, tokenizer)
             kept = tuple(tuple(turn.astype(np.int32) for turn in turns) for turns in sequences)
             yield Demonstration(row.identity, kept)
 
@@ -216,9 +230,26 @@ def _encode(written: Sequence[_Written], tokenizer: PromptTokenizer) -> Iterator
     for one in written:
         sequences = [_divide(turns, [next(tokens[one.is_chat]) for _ in turns], tokenizer) for turns in one.sequences]
         if one.is_chat:
-            yield [_cut(turns, tokenizer.end) for turns in sequences]
+            yield [_cut(turns, tokenizer.end_of_turn) for turns in sequences]
         else:
-            yield [[prompt, _ended(completion, tokenizer.end)] for prompt, completion in sequences]
+            yield [[prompt, _ended(completion, tokenizer.end_of_text)] for prompt, completion in sequences]
+
+
+def _check_ends(row: Row, sequences: Sequence[Sequence[np.ndarray]], tokenizer: PromptTokenizer) -> None:
+    """Raise an InputError that names the row unless each response of a chat ends with the template's end of a turn."""
+    end = tokenizer.end_of_turn
+    if end is None:
+        raise row.error(
+            f"is a chat, and the chat template of --hf-model {tokenizer.folder} writes no special token after an "
+            f"answer, so the model would not learn where to stop: have the template write one, or write prompt and "
+            f"completion as text"
+        )
+    if any(response[-1] != end for turns in sequences for response in turns[1::2]):
+        raise row.error(
+            f"has an answer after which the chat template does not write "
+            f"{tokenizer.tokenizer.convert_ids_to_tokens(end)}, its end of a turn: have it write it after each "
+            f"answer, or write prompt and completion as text"
+        )
 
 
 def _divide(turns: Sequence[str], beginnings: Sequence[np.ndarray], tokenizer: PromptTokenizer) -> list[np.ndarray]:

@@ -31,6 +31,7 @@ class PromptSource:
         notes: Sequence[str] = (),
         num_read: int | None = None,
         curriculum: Curriculum | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         self._prompts = list(prompts)
         self._held_out = list(held_out)
@@ -39,6 +40,8 @@ class PromptSource:
         """Rows of all files, those that are left out included."""
         self.notes = tuple(notes)
         """What a person should know about the data; each note is printed once."""
+        self.stops = tuple(stops)
+        """Tokens that end a response besides those that the model's files list."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
         """The most tokens of a prompt, those held out included."""
 
@@ -135,6 +138,7 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
         held_out = draw(prompts, config.held_out, seed)
     trained = leave_out(prompts, held_out, config, notes)
     num_read = len(rows) + len(eval_rows)
+    stops = tokenizer.find_stops((prompt.text for prompt in (*trained, *held_out)), notes)
     return PromptSource(
         trained,
         held_out,
@@ -143,6 +147,7 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
         notes=notes,
         num_read=num_read,
         curriculum=_build_curriculum(config),
+        stops=stops,
     )
 
 

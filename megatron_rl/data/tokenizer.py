@@ -1,18 +1,22 @@
 """From rows to prompts: the tokenizer of the model, its chat template, and checks of what both return."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.prompt_files import Row
+from megatron_rl.data.prompt_files import ASSISTANT, Row
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.protocol.wire import JSON, Prompt, encode_tokens
+from megatron_rl.weights.ends import read_ends
 
 _ROWS_AT_A_TIME = 1024
+# An answer that no template writes by itself.
+_ANSWER = "megatronrl0answer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +54,47 @@ class PromptTokenizer:
         return cls(folder, tokenizer, vocab_size, config)
 
     @property
-    def end(self) -> int | None:
-        """The token that ends a response; None for a tokenizer that has none."""
+    def end_of_text(self) -> int | None:
+        """The token that ends a response to text; None for a tokenizer that has none."""
         end: int | None = self.tokenizer.eos_token_id
         return end
+
+    @functools.cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends a response in a chat: the first special one that the template writes after an answer.
+
+        None if there is none, or no template.
+        """
+        messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _ANSWER}]
+        if self.config.system_message is not None:
+            messages.insert(0, {"role": "system", "content": self.config.system_message})
+        try:
+            written: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        # A template is a program: what is wrong with it is said of the row that it refuses.
+        except Exception:
+            return None
+        _, found, after = written.rpartition(_ANSWER)
+        if not found or not after:
+            return None
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        special.discard(self.tokenizer.unk_token_id)
+        return next((token for token in self.encode([after], False)[0].tolist() if token in special), None)
+
+    def find_stops(self, texts: Iterable[str | list[JSON]], notes: list[str]) -> list[int]:
+        """Return the tokens that end responses to these prompts and that the model's files do not list as ends.
+
+        If there are any, add a note of it.
+        """
+        end = self.end_of_turn if any(not isinstance(text, str) for text in texts) else None
+        if end is None or end in (listed := read_ends(self.folder)):
+            return []
+        known = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in listed) or "none"
+        notes.append(
+            f"the chat template ends a turn with {self.tokenizer.convert_ids_to_tokens(end)} ({end}), and config.json "
+            f"and generation_config.json of {self.folder} list other ends of a response ({known}): responses to chats "
+            f"end with either, and --save-hf lists both in generation_config.json"
+        )
+        return [end]
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[Prompt]:
         """Yield the rows as prompts, in their order, each with index 0."""

@@ -302,7 +302,7 @@ def _build_rollouts(
         session,
         settings.name,
         settings.sizes.division,
-        _sampling(settings, settings.sampling.temperature),
+        _sampling(settings, settings.sampling.temperature, prompts),
         batcher,
         schedule,
         settings.service.deadline_minutes * 60,
@@ -338,7 +338,7 @@ def _build_evaluator(settings: RunSettings, client: RolloutClient, prompts: Prom
         client,
         settings.name,
         prompts.held_out(settings.evaluation.num_prompts),
-        _sampling(settings, settings.evaluation.temperature),
+        _sampling(settings, settings.evaluation.temperature, prompts),
         settings.service.deadline_minutes * 60,
     )
 
@@ -361,12 +361,14 @@ def _build_reporter(
     return reporter
 
 
-def _sampling(settings: RunSettings, temperature: float) -> Sampling:
+def _sampling(settings: RunSettings, temperature: float, prompts: PromptSource | None) -> Sampling:
+    """Return how responses are sampled; rank 0, which has prompts, is the one that asks for them."""
     sampling = settings.sampling
+    stops = [] if prompts is None or sampling.ignore_eos else prompts.stops
     return Sampling(
         max_tokens=settings.sizes.longest_response,
         temperature=temperature,
-        stop_token_ids=sampling.stop_token_ids or [],
+        stop_token_ids=list(dict.fromkeys([*(sampling.stop_token_ids or []), *stops])),
         ignore_eos=sampling.ignore_eos,
     )
 

@@ -1,6 +1,6 @@
 """When a run is saved, what is saved beside model and optimizer, and what a resumed run must match."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,9 @@ class Data(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: object) -> None: ...
+
+    @property
+    def stops(self) -> Sequence[int]: ...
 
 
 class Saver:
@@ -43,6 +46,7 @@ class Saver:
         self._policy = policy
         self._run = run
         self._prompts = prompts
+        self._stops = [] if prompts is None else list(prompts.stops)
         self._group_advantages = group_advantages
         self._start = None if reference is None else reference.start
         self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
@@ -100,7 +104,8 @@ class Saver:
 
     def _save_hf(self, folder: Path) -> None:
         self._policy.synchronize()
-        self._policy.weights.save_hf(folder, self._settings.model.hf_model, self._settings.publish.dtype)
+        settings = self._settings
+        self._policy.weights.save_hf(folder, settings.model.hf_model, settings.publish.dtype, self._stops)
         self.last_hf = folder
 
     def _extra(self, audit_head: str) -> dict[str, Any]:
@@ -108,6 +113,7 @@ class Saver:
             "run": self._run,
             "stage": self._settings.run.stage,
             "prompts": self._prompts.state() if self._prompts is not None else {},
+            "stops": self._stops,
             "reference": self._start,
             "audit_head": audit_head,
             "baseline": None if self._group_advantages is None else self._group_advantages.baseline,

@@ -14,6 +14,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
 from megatron_rl.weights import arrival, files
+from megatron_rl.weights.ends import add_ends
 from megatron_rl.weights.families import derive_config
 from megatron_rl.weights.files import Checkpoint
 from megatron_rl.weights.fingerprint import compute_fingerprint
@@ -67,11 +68,18 @@ class ModelWeights:
         digests = self._digest(dtype)
         return compute_fingerprint(self.mapping.manifest(dtype), digests)
 
-    def save_hf(self, folder: Path | str, source: Path | str | None = None, dtype: str | None = None) -> str:
+    def save_hf(
+        self,
+        folder: Path | str,
+        source: Path | str | None = None,
+        dtype: str | None = None,
+        ends: Sequence[int] = (),
+    ) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
 
-        Configuration and tokenizer are copied from the folder `source`. All ranks that write must write to one file
-        system; the folder gets its name only when it is complete.
+        Configuration and tokenizer are copied from the folder `source`; rank 0's `ends` are listed as tokens that end
+        a response. All ranks that write must write to one file system; the folder gets its name only when it is
+        complete.
         """
         folder = Path(folder)
         staged = folder.with_name(f".{folder.name}.partial")
@@ -80,6 +88,7 @@ class ModelWeights:
 
         def put_in_place() -> None:
             self._describe(staged, plan, source, dtype)
+            add_ends(staged, ends)
             files.put_in_place(staged, folder)
 
         session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)

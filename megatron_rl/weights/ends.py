@@ -1,0 +1,44 @@
+"""Which tokens end a response, by the files beside a model's weights."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_KEY = "eos_token_id"
+
+
+def read_ends(folder: Path) -> list[int]:
+    """Return the tokens that end a response by the folder's generation_config.json and config.json."""
+    config = _read(folder / _CONFIG)
+    values = (_read(folder / _GENERATION).get(_KEY), config.get(_KEY), config.get("text_config", {}).get(_KEY))
+    listed = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
+    return list(dict.fromkeys(token for tokens in listed for token in tokens))
+
+
+def add_ends(folder: Path, ends: Iterable[int]) -> None:
+    """Have the folder's generation_config.json list these tokens, too, as ends of a response."""
+    known = read_ends(folder)
+    missing = [token for token in ends if token not in known]
+    if not missing:
+        return
+    config, path = _read(folder / _CONFIG), folder / _GENERATION
+    # What other software takes from config.json where there is no generation_config.json.
+    beside = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
+    generation = _read(path) if path.exists() else beside
+    path.write_text(json.dumps({**generation, _KEY: [*known, *missing]}, indent=2) + "\n")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}; put the model's own file there") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object: put the model's own file there")
+    return found
