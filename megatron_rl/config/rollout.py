@@ -181,9 +181,11 @@ class SamplingConfig:
         "--rl-default-temperature",
     )
     stop_token_ids: list[int] | None = own_flag(
-        None, "Tokens that end a response, besides the model's own.", "--rollout-stop-tokens"
+        None, "Tokens that end a response, besides the model's own and the chat template's.", "--rollout-stop-tokens"
     )
-    ignore_eos: bool = own_flag(False, "Keep sampling after the end-of-text token.", "--rollout-ignore-eos")
+    ignore_eos: bool = own_flag(
+        False, "Keep sampling after the tokens that end a text or a turn.", "--rollout-ignore-eos"
+    )
     tail: Literal["stop", "truncate", "carry"] = own_flag(
         "stop",
         "What becomes of an iteration's last groups: `stop` waits for them until `--rollout-deadline-minutes`, "
