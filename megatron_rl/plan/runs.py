@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe import config_file, metrics
+from megatron_rl.observe.run_folder import check_samples
 from megatron_rl.plan.calibrate import MeasuredRun, RunLayout
 from megatron_rl.plan.configured import read_layout
 from megatron_rl.plan.records import read_record
@@ -20,6 +21,7 @@ _TRACE = "trace"
 
 def read_run(folder: Path, given: Mapping[str, Any]) -> MeasuredRun:
     """Read a run; what is `given` of its layout comes before what its trace says, and that before its configuration."""
+    check_samples(folder, "groups to calibrate a plan on")
     config = config_file.read(folder / config_file.FILE_NAME)
     layout = read_layout(config) if config is not None else {}
     trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))

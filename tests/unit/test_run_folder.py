@@ -1,0 +1,39 @@
+"""Which folder a command reads, and what it says of one that holds another kind of run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.errors import ExitCode
+from megatron_rl.observe import config_file
+from megatron_rl.observe.config_file import RunConfig, Value
+
+
+def write_run(folder: Path, stage: str) -> Path:
+    """A run's metrics and configuration, without an audit log."""
+    folder.mkdir(parents=True)
+    config = RunConfig(sections={"run": {"stage": Value(stage, f"--stage {stage}")}})
+    config_file.write(folder / config_file.FILE_NAME, config)
+    lines = [{"version": version, "loss": 1.0, "demonstrations": 8} for version in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["audit", "plan"])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_command_that_needs_rollouts_says_that_a_supervised_run_has_none(tmp_path, capsys, command, is_saved):
+    run = write_run(tmp_path / "save" / "rollout" / "warm-up", "sft")
+    assert cli.main([command, str(tmp_path / "save" if is_saved else run)]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert f"{run} is a run of --stage sft, which samples nothing" in said
+    assert "name a run of --stage grpo" in said
+
+
+def test_a_run_of_rollouts_without_its_audit_log_is_said_to_lack_it(tmp_path, capsys):
+    run = write_run(tmp_path / "run", "grpo")
+    assert cli.main(["audit", str(run)]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "has no audit.jsonl" in said
+    assert "sft" not in said
