@@ -10,6 +10,7 @@ Several runs also say how wrong they are about each other.
 
 import argparse
 import dataclasses
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.chips import CHIPS, find_figures
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
 from megatron_rl.plan.ledger import Result
-from megatron_rl.plan.lengths import Lognormal, Uniform, parse_lengths
+from megatron_rl.plan.lengths import Lengths, Lognormal, Uniform, parse_lengths
 from megatron_rl.plan.runs import read_run
 from megatron_rl.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.plan.simulate import simulate
@@ -176,6 +177,9 @@ def _check_counts(arguments: argparse.Namespace) -> None:
         least = 0 if name == "staleness" else 1
         if type(value) is int and value < least:
             raise UsageError(f"--{name.replace('_', '-')} {value} must be at least {least}: write one that is")
+    seconds = arguments.reward_seconds
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise UsageError(f"--reward-seconds {seconds:g} must be a finite number, at least 0: write one")
 
 
 def _change_costs(costs: Costs, arguments: argparse.Namespace) -> Costs:
@@ -295,14 +299,38 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
         # A quarter of the bound on average, with a tail that reaches it: what reasoning models' responses look like.
         responses=Lognormal(response / 4, 0.8, response),
     )
+    changed = _change(base, arguments)
+    architecture = read_architecture(arguments.hf_model)
+    if prompt + response > architecture.max_position_embeddings:
+        raise UsageError(
+            f"--max-prompt-tokens {prompt} and --rollout-max-tokens {response} are {prompt + response} tokens "
+            f"together, above the model's longest sequence, {architecture.max_position_embeddings}: lower one of them"
+        )
     return Wanted(
-        architecture=read_architecture(arguments.hf_model),
+        architecture=architecture,
         chip=find_figures(arguments.chip),
         num_devices=arguments.devices,
         devices_per_host=arguments.devices_per_host,
-        setting=_change(base, arguments),
+        setting=dataclasses.replace(
+            changed,
+            prompts=_bound(changed.prompts, "--prompt-length", "--max-prompt-tokens", prompt),
+            responses=_bound(changed.responses, "--response-length", "--rollout-max-tokens", response),
+        ),
         longest_prompt=prompt,
         longest_response=response,
         num_frozen=int(arguments.reference),
         recomputes=arguments.recompute,
     )
+
+
+def _bound(lengths: Lengths, flag: str, bound_flag: str, bound: int) -> Lengths:
+    """Cut a tail without an end where the run cuts it; refuse lengths that the run cannot have."""
+    if isinstance(lengths, Lognormal) and math.isinf(lengths.most) and lengths.uncut_mean <= bound:
+        return dataclasses.replace(lengths, most=bound)
+    if lengths.most > bound:
+        reached = lengths.uncut_mean if isinstance(lengths, Lognormal) and math.isinf(lengths.most) else lengths.most
+        raise UsageError(
+            f"{flag} reaches {reached:g} tokens, above {bound_flag} {bound}, which is the most that the run has: "
+            f"shorten it, or raise {bound_flag}"
+        )
+    return lengths

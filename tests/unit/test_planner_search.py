@@ -33,6 +33,7 @@ WANTED = Wanted(
     longest_response=4096,
     recomputes=True,
 )
+SEARCH = ["--hf-model", "MODEL", "--devices", "8"]
 SPARSE = dataclasses.replace(
     QWEN3_4B, family="qwen3_moe", num_layers=48, hidden_size=2048, num_query_groups=4, tied_embeddings=False,
     experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
@@ -207,12 +208,40 @@ def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys
         (["FOLDER", "--engine-speed", "0"], "--engine-speed 0 must be a finite number above 0"),
         (["FOLDER", "--grpo-group-size", "0"], "--grpo-group-size 0 must be at least 1"),
         (["FOLDER", "--response-length", "long"], "--response-length long must be"),
+        (["FOLDER", "--reward-seconds", "-5"], "--reward-seconds -5 must be a finite number, at least 0"),
+        (["FOLDER", "--reward-seconds", "nan"], "--reward-seconds nan must be a finite number, at least 0"),
+        (["FOLDER", "--reward-seconds", "inf"], "--reward-seconds inf must be a finite number, at least 0"),
+        ([*SEARCH, "--reward-seconds", "nan"], "--reward-seconds nan must be a finite number, at least 0"),
+        ([*SEARCH, "--response-length", "fixed:9000"], "--response-length reaches 9000 tokens, above --rollout-max-to"),
+        ([*SEARCH, "--response-length", "uniform:1:8193"], "reaches 8193 tokens, above --rollout-max-tokens 8192"),
+        ([*SEARCH, "--response-length", "lognormal:9000:0.5"], "reaches 9000 tokens, above --rollout-max-tokens 8192"),
+        ([*SEARCH, "--response-length", "lognormal:900:0.5:9000"], "reaches 9000 tokens, above --rollout-max-tokens"),
+        ([*SEARCH, "--prompt-length", "fixed:1025"], "--prompt-length reaches 1025 tokens, above --max-prompt-tokens"),
+        (
+            [*SEARCH, "--rollout-max-tokens", "40000"],
+            "41024 tokens together, above the model's longest sequence, 40960",
+        ),
     ],
 )
-def test_mistakes_name_the_flag_and_what_to_write(words, message, folder, capsys):
-    code = cli.main(["plan", *[str(folder) if word == "FOLDER" else word for word in words]])
+def test_mistakes_name_the_flag_and_what_to_write(words, message, folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    named = {"FOLDER": str(folder), "MODEL": str(tmp_path)}
+    code = cli.main(["plan", *[named.get(word, word) for word in words]])
     assert code == ExitCode.USAGE
     assert message in capsys.readouterr().err
+
+
+def test_a_tail_without_an_end_is_cut_where_the_run_cuts_it(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    said = []
+    for most in ("", ":2048"):
+        words = [
+            "--hf-model", str(tmp_path), "--devices", "8", "--rollout-max-tokens", "2048", "--simulate", "2",
+            "--iterations", "1", "--grpo-prompts-per-step", "16", "--response-length", f"lognormal:1000:1{most}",
+        ]  # fmt: skip
+        assert cli.main(["plan", *words]) == ExitCode.OK
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
