@@ -40,10 +40,13 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     return settings
 
 
-def parse_run(argv: Sequence[str] | None = None) -> RunSettings:
-    """Parse the settings of a run that trains, on the launcher's ranks, or on one rank without a launcher."""
+def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) -> RunSettings:
+    """Parse the settings of a run that trains, on this many ranks.
+
+    By default these are the launcher's ranks, or one rank without a launcher.
+    """
     reading = _read(argv)
-    world_size = _find_world_size()
+    world_size = _find_world_size() if world_size is None else world_size
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
     settings = _resolve_settings(reading, world_size, needs_folder=True)
@@ -67,8 +70,8 @@ class _Reading:
     faulty: set[str] = dataclasses.field(default_factory=set)
     # The error of reading a file; raised itself if nothing else is wrong.
     input_error: InputError | None = None
-    # The names that were written.
-    written: set[str] = dataclasses.field(default_factory=set)
+    # The flags that were written, each with its values.
+    written: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     # Flags of other projects that mean one of ours, by project.
     meant: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
     # Flags without effect, by reason.
@@ -166,7 +169,7 @@ class _Store(argparse.Action):
     ) -> None:
         name, words, reading = option or self.flag.name, list(values), namespace.reading
         source = " ".join((name, *words))
-        reading.written.add(name)
+        reading.written[name] = words
         try:
             self.flag.check_count(words, name)
             value = self.flag.read(words, name)
@@ -308,7 +311,7 @@ def _derive(
         # A demonstration is a group of one response.
         defaults["algorithm.group_size"] = 1
     derivation = Derivation(reading.given, defaults, reading.notes.append)
-    derivation.imply_project(reading.written, index_by_name(reading.flags))
+    derivation.imply_projects(reading.written, index_by_name(reading.flags))
     derivation.settle_algorithm()
     derivation.settle_vocabulary(architecture)
     if is_sampled:

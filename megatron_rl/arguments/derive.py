@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
+from megatron_rl.arguments.projects import Words, choose_estimator, is_of_project, list_implied, list_implied_by
 from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.cores import count_cores
+from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture
 from megatron_rl.weights import mapping
 
@@ -35,22 +37,48 @@ class Derivation:
         self._note = note
         self.problems: list[str] = []
 
-    def imply_project(self, names: set[str], by_name: Mapping[str, Any]) -> None:
-        """Add what another project's scripts leave out, if a flag shows that this is one of them."""
+    def imply_projects(self, written: Words, by_name: Mapping[str, Any]) -> None:
+        """Add what other projects' scripts leave out, if a flag shows that this is one of theirs."""
         for project in list_projects().values():
+            is_theirs, title = is_of_project(project, written), project["title"]
+            words = list_implied(project, written) if is_theirs else list_implied_by(project, written)
             implied = []
-            for name, unless in project.get("implies", {}).items():
-                name, *words = name.split()
-                flag, source = by_name[name], f"{project['title']} implies {' '.join((name, *words))}"
-                if names.isdisjoint(project["signs"].split()) or unless in names:
-                    continue
+            for name, values in words.items():
+                flag, text = by_name[name], " ".join((name, *values))
                 if set(flag.targets) <= self._given.keys():
                     continue
-                implied.append(" ".join((name, *words)))
+                value = flag.read(values)
+                self.problems += (f"{title} implies {problem}" for problem in flag.check_bound(value))
+                implied.append(text)
                 for target in flag.targets:
-                    self._given.setdefault(target, Given(flag.read(words), source, name, IMPLIED))
+                    self._given.setdefault(target, Given(value, f"{title} implies {text}", name, IMPLIED))
             if implied:
-                self._note(f"taken as {project['title']}'s, whose runs have {', '.join(implied)}")
+                said = f"taken as {title}'s, whose runs have" if is_theirs else f"{title}'s flags imply"
+                self._note(f"{said} {', '.join(implied)}")
+        self._settle_divergence()
+
+    def _settle_divergence(self) -> None:
+        """Settle what slime's flags of a divergence in the loss come to, which count together only."""
+        weight, has_term = self._given.get("algorithm.kl_beta"), "slime.has_divergence" in self._given
+        of_slime = weight is not None and weight.name == "--kl-loss-coef"
+        if weight is not None and of_slime and not has_term:
+            del self._given["algorithm.kl_beta"]
+            self._note(f"{weight.source} has no effect without --use-kl-loss, as in slime")
+        kinds = [self._given[name] for name in ("slime.estimator", "slime.is_unbiased") if name in self._given]
+        if "algorithm.kl_beta" not in self._given or not self._given["algorithm.kl_beta"].value:
+            if kinds:
+                self._note(f"{', '.join(kind.source for kind in kinds)} has no effect without a weight above 0")
+            return
+        if "algorithm.kl_estimator" in self._given or not (kinds or of_slime):
+            return
+        estimator = self._given.get("slime.estimator")
+        try:
+            name = choose_estimator(estimator and estimator.value, "slime.is_unbiased" in self._given)
+        except UsageError as error:
+            self.problems += error.problems
+            return
+        source = kinds[-1] if kinds else Given(name, "--kl-loss-type k1, which is slime's default", "--kl-loss-type")
+        self._given["algorithm.kl_estimator"] = Given(name, source.source, source.name)
 
     def settle_algorithm(self) -> None:
         """Add what is called by the name of --algorithm, unless its flags are written."""

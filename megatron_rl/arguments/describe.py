@@ -188,6 +188,12 @@ def _write_projects(flags: Sequence[Flag]) -> Iterator[str]:
             implied = ", ".join(f"`{words}`" for words in section["implies"])
             signs = ", ".join(f"`{sign}`" for sign in section["signs"].split())
             yield from (f"Any of {signs} implies {implied}.", "")
+            yield from (f"`{name}` implies `{words}`." for name, words in section.get("implied_by", {}).items())
+            yield from (
+                f"`{name}` is what `{other}` says, where that is written."
+                for name, other in section.get("follows", {}).items()
+            )
+            yield ""
         if any(flag.kind is Kind.USED for flag in of_project):
             yield "| flag | taken as |"
             yield "| --- | --- |"

@@ -106,7 +106,9 @@ def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(
 
 
 def test_a_flag_of_another_project_is_taken_as_ours_which_goes_before_it() -> None:
-    settings = parse(*DENSE, "--kl-loss-coef 0.1 --eps-clip 0.3 --n-samples-per-prompt 4")
+    settings = parse(
+        *DENSE, "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --eps-clip 0.3 --n-samples-per-prompt 4"
+    )
     assert (settings.algorithm.kl_beta, settings.algorithm.clamp_eps_upper) == (0.1, 0.3)
     assert settings.algorithm.group_size == 4
     for words in ("--grpo-kl-beta 0.2 --kl-loss-coef 0.1", "--kl-loss-coef 0.1 --grpo-kl-beta 0.2"):
@@ -128,7 +130,6 @@ def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
     for words in ("--algorithm dapo --grpo-clamp-eps-upper 0.3", "--grpo-clamp-eps-upper 0.3 --algorithm dapo"):
         algorithm = parse(*DENSE, words).algorithm
         assert (algorithm.clamp_eps_lower, algorithm.clamp_eps_upper) == (0.2, 0.3)
-    assert parse(*DENSE, "--kl-loss-coef 0.1 --use-unbiased-kl").algorithm.kl_estimator == "unbiased"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_what_decides_whether_a_group_has_a_signal_is_named_or_follows_from_the_
     assert parse_run(*run, words.partition("--grpo-filter-by")[0]).sizes.plan.deciding_rewards == []
 
 
-SLIMES = "--rollout-batch-size 8"
+SLIMES = "--rollout-batch-size 8 --n-samples-per-prompt 8"
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,69 @@ def test_what_slime_estimates_otherwise_is_refused_with_what_to_write() -> None:
     assert parse(*DENSE, "--eps-clip-c 3").algorithm.dual_clip == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "weight", "estimator"),
+    [
+        ("--kl-loss-coef 0.1", 0, "k3"),
+        ("--kl-loss-coef 0.1 --kl-loss-type k2", 0, "k3"),
+        ("--use-kl-loss --kl-loss-coef 0 --kl-loss-type k1", 0, "k3"),
+        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl", 0.1, "k3"),
+        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2", 0.1, "k2"),
+        ("--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl", 0.1, "unbiased"),
+        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --use-unbiased-kl", 0.1, "unbiased"),
+        ("--use-kl-loss --grpo-kl-beta 0.1", 0.1, "k3"),
+    ],
+)
+def test_slimes_divergence_counts_as_it_does_there(words: str, weight: float, estimator: str) -> None:
+    settings = parse(*DENSE, SLIMES, words)
+    assert (settings.algorithm.kl_beta, settings.algorithm.kl_estimator) == (weight, estimator)
+    if not weight:
+        assert any("has no effect" in note and "--kl-loss" in note for note in settings.notes)
+
+
+def test_slimes_default_of_a_divergence_in_the_loss_is_refused_since_its_gradient_has_no_mean() -> None:
+    assert "--grpo-kl-estimator k1 in the loss" in error(*DENSE, SLIMES, "--use-kl-loss --kl-loss-coef 0.1")
+    words = "--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type k2"
+    assert "--use-unbiased-kl with --kl-loss-type k2 has no estimator here" in error(*DENSE, SLIMES, words)
+
+
+def test_slimes_correction_alone_is_cut_off_at_two() -> None:
+    for words, cap in (
+        ("--use-tis", 2),
+        ("--use-tis --tis-clip 3", 3),
+        (f"{SLIMES} --use-tis", 2),
+        ("--use-tis --rl-importance-sampling-truncation-coef 5", 5),
+    ):
+        algorithm = parse(*DENSE, words).algorithm
+        assert (algorithm.importance_correction, algorithm.importance_truncation) == (True, cap)
+    assert parse(*DENSE, "--rl-inference-logprobs-is-correction").algorithm.importance_truncation is None
+
+
+def test_an_evaluation_of_a_slime_run_has_the_temperature_of_its_samples() -> None:
+    for words, temperature in (
+        ("", 1),
+        ("--rollout-temperature 0.8", 0.8),
+        ("--rollout-temperature 0.8 --eval-temperature 0.6", 0.6),
+    ):
+        assert parse(*DENSE, SLIMES, words).evaluation.temperature == temperature
+
+
+def test_what_slime_leaves_out_is_implied() -> None:
+    settings = parse(*without(DENSE, "--lr"), SLIMES)
+    assert (settings.optimizer.lr, settings.data.shuffle, settings.data.prompt_key) == (1e-6, False, "input")
+    assert parse(*DENSE, SLIMES, "--rollout-shuffle --prompts a").data.prompt_key == "prompt"
+    assert parse(*DENSE, SLIMES, "--rollout-shuffle").data.shuffle
+    assert "slime implies --grpo-group-size 1 must be at least 2" in error(*DENSE, "--rollout-batch-size 8")
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     words = (
         "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "
-        "--moe-router-score-function softmax --first-k-dense-replace -1 --kl-loss-type low_var_kl"
+        "--moe-router-score-function softmax --first-k-dense-replace -1"
     )
     defaults = [note for note in parse(*DENSE).notes if not note.startswith("defaults that are not")]
     assert [note for note in parse(*DENSE, words).notes if not note.startswith("defaults that are not")] == defaults
-    for wrong in ("--grpo-iterations 2", "--grpo-entropy-term-weight 0.1", "--kl-loss-type k1"):
+    for wrong in ("--grpo-iterations 2", "--grpo-entropy-term-weight 0.1", "--kl-coef 0.1"):
         assert f"{wrong} is refused" in error(*DENSE, wrong)
 
 
