@@ -73,7 +73,7 @@ class Derivation:
             return
         estimator = self._given.get("slime.estimator")
         try:
-            name = choose_estimator(estimator and estimator.value, "slime.is_unbiased" in self._given)
+            name = choose_estimator(None if estimator is None else estimator.value, "slime.is_unbiased" in self._given)
         except UsageError as error:
             self.problems += error.problems
             return

@@ -1,5 +1,8 @@
 """What `megatron-rl translate` makes of other projects' scripts, and how it reads them."""
 
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,9 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.commands import translate
 from megatron_rl.commands.shell_script import read_shell_script
+from megatron_rl.commands.translation import Translation
 from megatron_rl.errors import ExitCode, InputError
+from tests.command_lines import QWEN3, folder
 from tests.documents import blocks
 
 SLIME = """
@@ -48,11 +53,18 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def translate_text(folder: Path, name: str, text: str) -> Translation:
+    return translate.translate(write(folder / name, text))
+
+
+def is_named(text: str, among: Sequence[str]) -> bool:
+    return any(line.startswith(text) for line in among)
+
+
 def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.sh").write_text("MODEL_ARGS=(--num-layers 36 --swiglu --qk-layernorm)\n")
-    found = translate.translate(write(tmp_path / "run.sh", SLIME))
+    found = translate_text(tmp_path, "run.sh", SLIME)
     assert found.source == "slime"
-    assert found.ranks == 8
     assert found.words["--grpo-prompts-per-step"] == ["32"]
     assert found.words["--train-iters"] == ["3000"]
     assert found.words["--hf-model"] == ["/root/Qwen3-4B"]
@@ -61,57 +73,275 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
     assert found.words["--advantage-estimator"] == ["gspo"]
     assert found.words["--grpo-aggregation"] == ["sequence"]
     assert found.words["--grpo-entropy-coef"] == ["0.00"]
-    assert {"--colocate", "--sglang-mem-fraction-static"} <= set(found.unsaid)
+    assert found.words["--grpo-clamp-eps-upper"] == ["0.2"]
+    assert {"--colocate", "--sglang-mem-fraction-static"} <= set(found.meaningless)
 
 
 def test_what_slime_averages_and_estimates_is_kept_or_named(tmp_path: Path) -> None:
     by_token = SLIME.replace("--eps-clip", "--calculate-per-token-loss --eps-clip")
-    assert "--grpo-aggregation" not in translate.translate(write(tmp_path / "run.sh", by_token)).words
-    of_critic = SLIME.replace("estimator gspo", "estimator ppo")
-    found = translate.translate(write(tmp_path / "run.sh", of_critic))
+    assert "--grpo-aggregation" not in translate_text(tmp_path, "run.sh", by_token).words
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo"))
     assert "--advantage-estimator" not in found.words
-    assert any(text.startswith("--advantage-estimator ppo: ") for text in found.lost)
+    assert is_named("--advantage-estimator ppo: ", [*found.missing])
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "changed", "meaningless"),
+    [
+        ("--use-tis", {"--rl-importance-sampling-truncation-coef": ["2"]}, "", ""),
+        ("--use-tis --tis-clip 3", {"--rl-importance-sampling-truncation-coef": ["3"]}, "", ""),
+        ("--kl-loss-coef 0.1", {"--grpo-kl-beta": None}, "", "--kl-loss-coef"),
+        ("--use-kl-loss --kl-loss-coef 0.1", {"--grpo-kl-beta": None}, "--kl-loss-coef 0.1 with k1", ""),
+        (
+            "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl",
+            {"--grpo-kl-beta": ["0.1"], "--grpo-kl-estimator": ["k3"]},
+            "",
+            "",
+        ),
+        ("--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type k1", {"--grpo-kl-beta": None}, "", "--kl-loss-type"),
+        ("--rollout-temperature 0.8", {"--eval-temperature": ["0.8"]}, "", ""),
+        ("--num-steps-per-rollout 4", {"--global-batch-size": ["64"]}, "", ""),
+        ("--eval-prompt-data a a.jsonl b b.jsonl", {"--eval-prompts": ["a.jsonl", "b.jsonl"]}, "", ""),
+        ("--kl-coef 0.1", {"--grpo-kl-beta": None}, "--kl-coef 0.1: ", ""),
+        ("--no-such-flag 3", {}, "--no-such-flag 3: this package has no such flag", ""),
+    ],
+)
+def test_slimes_flags_that_count_together_are_carried_over_together(
+    words: str, flags: Mapping[str, list[str] | None], changed: str, meaningless: str, tmp_path: Path
+) -> None:
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
+    assert {name: found.words.get(name) for name in flags} == flags
+    assert is_named(changed, found.changed)
+    assert not meaningless or meaningless in found.meaningless
 
 
 def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
-    found = translate.translate(write(tmp_path / "run.sh", VERL))
-    assert found.ranks == 16
+    found = translate_text(tmp_path, "run.sh", VERL)
     assert found.words["--global-batch-size"] == ["1280"]
     assert found.words["--grpo-prompts-per-step"] == ["1024"]
     assert found.words["--grpo-kl-beta"] == ["0.001"]
-    assert found.words["--grpo-aggregation"] == ["token"]
     assert "--save-interval" not in found.words
-    assert any(text.startswith("trainer.total_epochs = 15") for text in found.lost)
+    assert is_named("trainer.total_epochs = 15", found.changed)
     assert '--prompts "$HOME/train.parquet"' in translate.write(found)
 
 
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "changed"),
+    [
+        ("", {"--lr-decay-style": ["constant"], "--grpo-dual-clip": ["3.0"], "--bf16": []}, ""),
+        # Four updates in a training step.
+        (f"{ACTOR}.optim.lr_warmup_steps=10", {"--lr-warmup-iters": ["40"]}, ""),
+        (f"{ACTOR}.optim.lr_warmup_steps=10 {ACTOR}.ppo_mini_batch_size=64", {"--lr-warmup-iters": ["160"]}, ""),
+        (
+            f"{ACTOR}.strategy=megatron {ACTOR}.optim.lr_decay_style=cosine {ACTOR}.optim.lr_decay_steps=100",
+            {"--lr-decay-style": ["cosine"], "--lr-decay-iters": ["400"]},
+            "",
+        ),
+        (
+            f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.min_lr_ratio=0.1",
+            {"--lr-decay-style": ["cosine"], "--min-lr": ["1e-07"]},
+            "",
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=gspo",
+            {"--grpo-loss": ["gspo"], "--grpo-aggregation": ["sequence"], "--grpo-dual-clip": None},
+            "loss_agg_mode = token-mean: with gspo",
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.tau_neg=1.2 {ACTOR}.clip_ratio_low=0.1",
+            {
+                "--grpo-loss": ["sapo"],
+                "--grpo-aggregation": ["sequence"],
+                "--sapo-temperature-neg": ["1.2"],
+                "--grpo-clamp-eps-lower": None,
+            },
+            "",
+        ),
+        (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+            {"--grpo-aggregation": ["constant"]},
+            "",
+        ),
+        (f"{ACTOR}.clip_ratio=0.3", {"--grpo-clamp-eps-lower": None}, f"{ACTOR}.clip_ratio = 0.3: verl reads"),
+        (f"{ACTOR}.kl_loss_type=kl", {"--grpo-kl-beta": None}, "kl_loss_type = kl: the mean of its gradient"),
+        (f"{ACTOR}.kl_loss_type=low_var_kl+", {"--grpo-kl-estimator": ["k3+"]}, ""),
+        ("algorithm.norm_adv_by_std_in_grpo=False", {"--grpo-advantage": ["mean"]}, ""),
+        (
+            "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=0.5_5",
+            {
+                "--grpo-correction-level": ["sequence"],
+                "--grpo-correction-lower": ["0.5"],
+                "--rl-importance-sampling-truncation-coef": ["5"],
+            },
+            "",
+        ),
+        (f"{ACTOR}.ppo_epochs=2", {}, f"{ACTOR}.ppo_epochs = 2: each response is trained on once"),
+        ("data.shuffle=maybe", {}, "data.shuffle = maybe: only false, true can be carried over"),
+        ("algorithm.no_such=3", {}, "algorithm.no_such = 3: this package has no such setting"),
+    ],
+)
+def test_verls_settings_are_carried_over_with_what_follows_from_them(
+    words: str, flags: Mapping[str, list[str] | None], changed: str, tmp_path: Path
+) -> None:
+    found = translate_text(tmp_path, "run.sh", VERL.replace("$@", words))
+    assert {name: found.words.get(name) for name in flags} == flags
+    assert is_named(changed, found.changed)
+
+
 def test_a_trl_program_comes_to_our_flags(tmp_path: Path) -> None:
-    found = translate.translate(write(tmp_path / "train.py", TRL))
+    found = translate_text(tmp_path, "train.py", TRL)
     assert found.words["--grpo-aggregation"] == ["constant"]
     assert found.words["--grpo-advantage"] == ["mean"]
     assert found.words["--hf-model"] == ["Qwen/Qwen2.5-7B"]
     assert found.words["--bf16"] == []
-    assert any(text.startswith("reward_funcs = [accuracy]") for text in found.lost)
+    assert is_named("reward_funcs = [accuracy]", found.changed)
+    attributes = TRL.replace("GRPOConfig(", "trl.GRPOConfig(").replace("GRPOTrainer(", "trl.GRPOTrainer(")
+    assert translate_text(tmp_path, "train.py", attributes).words == found.words
 
 
 def test_trls_settings_and_command_line_come_to_the_same(tmp_path: Path) -> None:
-    of_file = translate.translate(write(tmp_path / "grpo.yaml", "num_generations: 4  # few\nbeta: 0.1\n"))
+    of_file = translate_text(tmp_path, "grpo.yaml", "num_generations: 4  # few\nbeta: 0.1\nnum_processes: 4\n")
     words = "accelerate launch --num_processes 4 grpo.py --num_generations 4 --beta=0.1\n"
-    of_script = translate.translate(write(tmp_path / "run.sh", words))
-    assert of_file.words == of_script.words == {"--grpo-group-size": ["4"], "--grpo-kl-beta": ["0.1"]}
-    assert of_script.ranks == 4
+    of_script = translate_text(tmp_path, "run.sh", words)
+    assert of_file.words == of_script.words
+    assert (of_file.words["--grpo-group-size"], of_file.words["--grpo-kl-beta"]) == (["4"], ["0.1"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "changed"),
+    [
+        # Eight responses on each of four devices, in groups of eight.
+        ("", {"--grpo-prompts-per-step": ["4"], "--global-batch-size": ["32"], "--weight-decay": ["0.0"]}, ""),
+        ("per_device_train_batch_size: 2", {"--grpo-prompts-per-step": ["1"]}, ""),
+        (
+            "gradient_accumulation_steps: 2\nsteps_per_generation: 8\nmax_steps: 400\nsave_steps: 40",
+            {
+                "--grpo-prompts-per-step": ["32"],
+                "--global-batch-size": ["64"],
+                "--train-iters": ["100"],
+                "--save-interval": ["10"],
+            },
+            "",
+        ),
+        (
+            "use_vllm: true",
+            {
+                "--rl-inference-logprobs-is-correction": [],
+                "--grpo-correction-level": ["sequence"],
+                "--grpo-correction-mode": ["mask"],
+                "--rl-importance-sampling-truncation-coef": ["3.0"],
+            },
+            "",
+        ),
+        ("use_vllm: false", {"--rl-inference-logprobs-is-correction": None}, ""),
+        ("mask_truncated_completions: true", {}, "mask_truncated_completions = true: responses that end"),
+        (
+            "loss_type: cispo\nepsilon_high: 5.0",
+            {"--grpo-loss": ["cispo"], "--grpo-clamp-eps-lower": ["1"], "--grpo-clamp-eps-upper": ["4"]},
+            "",
+        ),
+        ("loss_type: sapo", {"--grpo-loss": ["sapo"], "--grpo-aggregation": ["sequence"]}, ""),
+        ("loss_type: bnpo", {"--grpo-aggregation": None}, "loss_type = bnpo: TRL averages over the tokens"),
+        ("entropy_coef: 0.01", {"--grpo-entropy-coef": ["0.01"]}, ""),
+        ("entropy_coef: 0.01\nloss_type: grpo", {"--grpo-entropy-coef": ["0.01"]}, "entropy_coef = 0.01: TRL averages"),
+        ("use_bias_correction_kl: true", {"--grpo-kl-estimator": None}, ""),
+        ("use_bias_correction_kl: true\nbeta: 0.1", {"--grpo-kl-estimator": ["unbiased"]}, ""),
+        ("scale_rewards: none", {"--grpo-advantage": ["mean"]}, ""),
+        ("scale_rewards: batch", {"--grpo-advantage": ["batch"]}, "scale_rewards = batch: TRL divides"),
+        ("fp16: true", {"--fp16": [], "--bf16": None}, ""),
+        ("eval_strategy: steps\ntemperature: 0.9", {"--eval-temperature": ["0.9"], "--eval-num-samples": ["8"]}, ""),
+        ("lr_scheduler_type: polynomial", {"--lr-decay-style": None}, "lr_scheduler_type = polynomial: "),
+    ],
+)
+def test_trls_settings_are_carried_over_with_what_follows_from_them(
+    lines: str, flags: Mapping[str, list[str] | None], changed: str, tmp_path: Path
+) -> None:
+    found = translate_text(tmp_path, "grpo.yaml", f"num_processes: 4\n{lines}\n")
+    assert {name: found.words.get(name) for name in flags} == flags
+    assert is_named(changed, found.changed)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "ranks", "engines"),
+    [
+        ("--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate", 1, 4, 4),
+        ("--actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 2", 1, 4, 2),
+        (
+            "--actor-num-gpus-per-node 8 --colocate --tensor-model-parallel-size 4 --rollout-num-gpus-per-engine 4",
+            1,
+            4,
+            1,
+        ),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 1, 4, 2),
+        ("--actor-num-gpus-per-node 8 --colocate --tensor-model-parallel-size 8", 1, 8, None),
+        ("--actor-num-nodes 4 --actor-num-gpus-per-node 8 --colocate", 2, 8, None),
+    ],
+)
+def test_a_run_takes_no_more_devices_than_there(
+    words: str, nodes: int, ranks: int, engines: int | None, tmp_path: Path
+) -> None:
+    text = re.sub("--actor-num-nodes.*--colocate", words, SLIME)
+    found = translate_text(tmp_path, "run.sh", text)
+    assert (found.nodes, found.ranks) == (nodes, ranks)
+    written = found.words.get("--rollout-num-engines", ["1"])
+    if engines is not None:
+        assert written == [str(engines)]
+    assert (engines is None) == any("--rollout-endpoint" in text for text in found.missing)
 
 
 def test_a_script_that_starts_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="starts no run that is known"):
-        translate.translate(write(tmp_path / "run.sh", "echo hello\n"))
+    for name, text, said in (
+        ("run.sh", "echo hello\n", "starts no run that is known"),
+        ("other.py", "print(1)\n", "other.py is a program that calls neither GRPOConfig nor GRPOTrainer"),
+        ("other.yaml", "kind: Deployment\n", "other.yaml has no setting of TRL's GRPOConfig"),
+        ("run.sh", "python3 train.py --depth 3\n", "starts train.py without a known flag"),
+        ("run.sh", "accelerate launch train.py --depth 3\n", "has no setting of TRL's GRPOConfig"),
+    ):
+        with pytest.raises(InputError, match=said):
+            translate_text(tmp_path, name, text)
     with pytest.raises(InputError, match="cannot be read"):
         translate.translate(tmp_path / "none.sh")
 
 
+def test_a_command_that_a_run_would_refuse_ends_in_an_error_with_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--micro-batch-size 3 --eval-interval 5 --actor-num-gpus-per-node 4"
+    script = write(tmp_path / "run.sh", SLIME.replace("--lr 1e-6", words).replace("/root/Qwen3-4B", "Qwen/Qwen3-4B"))
+    assert cli.main(["translate", str(script)]) == ExitCode.USAGE
+    printed = capsys.readouterr().out
+    listed = printed[printed.index("# What you must add or change:") : printed.index("torchrun")]
+    for said in (
+        "Qwen/Qwen3-4B",
+        "--micro-batch-size 3 is neither a multiple nor a divisor of --grpo-group-size 8",
+        "--eval-interval 5 has no prompts to evaluate on",
+        "--reward is missing",
+    ):
+        assert said in listed
+
+
+def test_a_command_that_is_complete_with_what_is_added_ends_in_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder(tmp_path, dataclasses.replace(QWEN3, max_position_embeddings=32768))
+    (tmp_path / "prompts.jsonl").write_text("")
+    script = write(tmp_path / "run.sh", SLIME.replace("gspo", "grpo"))
+    added = (
+        f"--hf-model {model} --prompts {tmp_path / 'prompts.jsonl'} --reward exact --rollout-folder {tmp_path / 'r'}"
+    )
+    assert cli.main(["translate", str(script), "--add", added]) == ExitCode.USAGE
+    assert "rollout-endpoint" in capsys.readouterr().out
+    script.write_text(script.read_text().replace("--actor-num-nodes 2", "--actor-num-nodes 1"))
+    assert cli.main(["translate", str(script), "--add", added]) == ExitCode.OK
+    assert "What you must add" not in capsys.readouterr().out
+
+
 def test_the_command_prints_what_a_shell_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = write(tmp_path / "run.sh", "torchrun --nproc_per_node 2 pretrain_gpt.py --lr 1e-6 --save 'a b'\n")
-    assert cli.main(["translate", str(script)]) == ExitCode.OK
+    assert cli.main(["translate", str(script)]) == ExitCode.USAGE
     words = read_shell_script(capsys.readouterr().out).commands[0]
     assert words[:3] == ["torchrun", "--nproc-per-node", "2"]
     assert words[-4:] == ["--lr", "1e-6", "--save", "a b"]
@@ -121,4 +351,5 @@ def test_the_example_of_the_documents_prints_what_they_say(tmp_path: Path) -> No
     script, command, printed = blocks("docs/translate.md")
     assert script.title is not None
     assert command.commands == [f"megatron-rl translate {script.title}"]
-    assert translate.write(translate.translate(write(tmp_path / script.title, script.text))) == printed.text
+    found = translate.translate(write(tmp_path / script.title, script.text))
+    assert translate.write(found, translate.find_problems(found)) == printed.text
