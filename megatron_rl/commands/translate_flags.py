@@ -32,8 +32,8 @@ def translate_flags(head: Sequence[str], words: Sequence[str], script: object) -
         _carry_batches(written, to)
         if "--disable-grpo-std-normalization" not in written and "--algorithm" not in written:
             to.changed.append(
-                "the advantages: slime divides by the sample's deviation, this package by the population's, which makes "
-                "advantages of n responses larger by the root of n / (n - 1)"
+                "the advantages: slime divides by the sample's deviation, this package by the population's, which "
+                "makes advantages of n responses larger by the root of n / (n - 1)"
             )
         if "--eval-prompt-data" in written:
             values = written["--eval-prompt-data"]

@@ -348,7 +348,7 @@ def test_the_command_prints_what_a_shell_can_run(tmp_path: Path, capsys: pytest.
 
 
 def test_the_example_of_the_documents_prints_what_they_say(tmp_path: Path) -> None:
-    script, command, printed = blocks("docs/translate.md")
+    script, command, printed, _ = blocks("docs/translate.md")
     assert script.title is not None
     assert command.commands == [f"megatron-rl translate {script.title}"]
     found = translate.translate(write(tmp_path / script.title, script.text))
