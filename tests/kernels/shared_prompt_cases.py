@@ -41,9 +41,10 @@ class Case:
         head_dim: int,
         dtype: torch.dtype = torch.float64,
         window: int | None = None,
+        draw: int = 0,
     ) -> "Case":
-        """Query heads and key-value heads; the same numbers at each call."""
-        generator = torch.Generator().manual_seed(layout.num_tokens)
+        """Draw inputs for query heads and key-value heads; each draw has the same numbers at each call."""
+        generator = torch.Generator().manual_seed(layout.num_tokens + draw)
         tensors = [
             torch.randn(layout.num_tokens, num, head_dim, generator=generator, dtype=torch.float64).to(dtype)
             for num in (heads[0], heads[1], heads[1], heads[0])
@@ -81,3 +82,13 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, fl
         name: (one.double() - other).abs().max().item() if other.numel() else 0.0
         for name, one, other in zip(NAMES, found, exact, strict=True)
     }
+
+
+def token_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the mean square error of each token, over its heads and their numbers, for each tensor."""
+    return {name: mean_squares(one.double() - other) for name, one, other in zip(NAMES, found, exact, strict=True)}
+
+
+def mean_squares(tensor_THD: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of each token's numbers."""
+    return tensor_THD.square().mean(dim=(1, 2))

@@ -12,11 +12,16 @@ import torch
 from benchmarks import gpu_check, gpu_times, roofline
 from benchmarks.gpu_times import Row, Shape, Times
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import Backend
+from megatron_rl.ops.shared_prompt.backends import Backend, gather
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
+from megatron_rl.ops.shared_prompt.layout import Layout
+from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, errors
 from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.each_change
+
+# What makes one of four heads wrong by 2 %.
+ONE_HEAD_H1 = torch.tensor([[1.0], [1.02], [1.0], [1.0]])
 
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
 
@@ -58,6 +63,85 @@ def test_a_wrong_backend_fails(broken: Callable) -> None:
     broken(lambda *arguments: true(*arguments) * 1.1)
     failures = list(gpu_check.check_rightness("merge", "cpu"))
     assert any(failure.startswith("merge, bf16 ragged, 4/2 heads of 64: out ") for failure in failures)
+
+
+class _SummedInHalf(torch.autograd.Function):
+    """Takes rows, and adds their gradients up strand by strand in their own precision, as CUDA does for `gather`."""
+
+    @staticmethod
+    def forward(ctx, tensor_TGD, gathered):
+        ctx.gathered, ctx.num_tokens = gathered, len(tensor_TGD)
+        return tensor_TGD.index_select(0, gathered.rows_N)
+
+    @staticmethod
+    def backward(ctx, grad_NGD):
+        total_TGD = grad_NGD.new_zeros(ctx.num_tokens, *grad_NGD.shape[1:])
+        lengths = ctx.gathered.key_lengths
+        for rows, part in zip(ctx.gathered.rows_N.split(lengths), grad_NGD.split(lengths), strict=True):
+            total_TGD[rows] += part
+        return total_TGD, None
+
+
+def _gather_as_on_cuda(q_THD, k_TGD, v_TGD, layout, scale, window=None):
+    gathered = gather.prepare(layout, q_THD.device)
+    k_NGD, v_NGD = (_SummedInHalf.apply(tensor, gathered).float() for tensor in (k_TGD, v_TGD))
+    return gather._strand_by_strand(q_THD.float(), k_NGD, v_NGD, gathered, scale, window).to(q_THD.dtype)
+
+
+def test_gradients_that_are_summed_in_half_precision_pass_though_one_draw_has_more_than_twice_the_largest_error() -> (
+    None
+):
+    ratios, largest = [], []
+    for question in gpu_check.questions("cuda"):
+        if question.name == "branched" and question.dtype_name == "bf16" and question.head_dim <= 128:
+            ratios += gpu_check.compare(question, _gather_as_on_cuda, "cpu").values()
+            for draw in range(gpu_check.DRAWS):
+                case = question.case("cpu", draw)
+                exact = case.exact()
+                found, definition = (
+                    errors(case.run(run), exact) for run in (_gather_as_on_cuda, BACKENDS["naive"].attention)
+                )
+                largest += [found[tensor] / definition[tensor] for tensor in ("keys", "values")]
+    assert max(ratios) < 0.75
+    assert max(largest) > 2
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Makes the gradient of one token wrong by 5 %."""
+
+    @staticmethod
+    def forward(ctx, tensor_TGD):
+        return tensor_TGD.clone()
+
+    @staticmethod
+    def backward(ctx, grad_TGD):
+        return torch.cat([grad_TGD[:30], 1.05 * grad_TGD[30:31], grad_TGD[31:]])
+
+
+def _hide_a_key(q_THD, k_TGD, v_TGD, *rest):
+    """One token sees another key in the place of the first."""
+    right, wrong = (
+        _gather_as_on_cuda(q_THD, keys, v_TGD, *rest) for keys in (k_TGD, torch.cat([0 * k_TGD[:1], k_TGD[1:]]))
+    )
+    return torch.cat([right[:90], wrong[90:91], right[91:]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tensor"),
+    [
+        (lambda q, k, v, *rest: (_gather_as_on_cuda(q, k, v, *rest) * ONE_HEAD_H1).to(q.dtype), "out"),
+        (lambda q, k, v, *rest: _gather_as_on_cuda(_ScaledGradient.apply(q), k, v, *rest), "queries"),
+        (lambda q, k, v, *rest: _gather_as_on_cuda(q, _ScaledGradient.apply(k), v, *rest), "keys"),
+        (lambda q, k, v, *rest: _gather_as_on_cuda(q, k, _ScaledGradient.apply(v), *rest), "values"),
+        (_hide_a_key, "out"),
+    ],
+    ids=["a head by 2 %", "a query by 5 %", "a key by 5 %", "a value by 5 %", "one key of one token"],
+)
+@pytest.mark.parametrize("layout", [RAGGED, BRANCHED], ids=["ragged", "branched"])
+def test_an_error_in_one_head_or_of_one_token_is_found(wrong: Callable, tensor: str, layout: Layout) -> None:
+    question = gpu_check.Question("planted", layout, (4, 2), 64, "bf16")
+    assert max(gpu_check.compare(question, _gather_as_on_cuda, "cpu").values()) < 0.75
+    assert gpu_check.compare(question, wrong, "cpu")[tensor] > 1.2
 
 
 def test_a_result_that_is_not_a_number_fails(broken: Callable) -> None:
