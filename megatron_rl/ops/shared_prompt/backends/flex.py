@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
+# How many kinds of inputs torch compiles it for. A run has up to nine: one token, one block, more blocks; each with
+# gradients, without, and in another memory layout. torch's own bound is eight, for all that a process compiles of it.
+KINDS = 64
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -141,7 +144,10 @@ def _rule(
 
 @functools.cache
 def _flex_attention() -> Callable[..., Any]:
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Every micro-batch has another length.
-    return torch.compile(flex_attention, dynamic=True)
+    # Every micro-batch has another length. Beyond the bound torch would compute all scores at once, uncompiled: 50 GiB
+    # for 20,480 tokens and 32 heads. `fullgraph` makes that an error.
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return config.patch(cache_size_limit=KINDS)(compiled)
