@@ -14,7 +14,7 @@ from megatron_rl.arguments import checks, describe, flags, model, resolve
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
 from megatron_rl.arguments.filtering import note_filter
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
-from megatron_rl.arguments.run import RunSettings, find_longest_group, resolve_run
+from megatron_rl.arguments.run import RunSettings, resolve_run
 from megatron_rl.arguments.stage import list_others
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
@@ -348,9 +348,12 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
     """Return the settings with the backend of shared-prompt attention that will run."""
     device = platforms.select(settings.platform).device_type
-    conditions = Conditions(device, settings.transformer.params_dtype, settings.architecture.sliding_window)
+    architecture = settings.architecture
+    conditions = Conditions(
+        device, settings.transformer.params_dtype, architecture.sliding_window, architecture.kv_channels
+    )
     try:
-        choice = choose_backend(settings.attention.backend, conditions, find_longest_group(settings))
+        choice = choose_backend(settings.attention.backend, conditions)
     except UsageError as error:
         reading.consider(error.problems)
         return settings

@@ -14,7 +14,6 @@ from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.ops.shared_prompt.estimate import GroupShape
 from megatron_rl.protocol.slots import Division, divide
 from megatron_rl.protocol.wire import LEAST_TEMPERATURE, Plan
 from megatron_rl.sidecar.child import problems as check_sidecar
@@ -380,21 +379,6 @@ def _resolve_lengths(settings: Settings) -> tuple[int, int] | None:
         assert prompt is not None
         response = whole - prompt
     return (prompt if prompt is not None else whole - response), response
-
-
-def find_longest_group(settings: Settings) -> GroupShape | None:
-    """Return the shape of the longest group that a run may have; None if its responses share nothing."""
-    lengths = _resolve_lengths(settings)
-    if lengths is None or not settings.attention.is_shared:
-        return None
-    architecture = settings.architecture
-    return GroupShape(
-        *lengths,
-        settings.algorithm.group_size,
-        architecture.num_attention_heads,
-        architecture.num_query_groups,
-        architecture.kv_channels,
-    )
 
 
 def _read_lengths(settings: Settings) -> tuple[int | None, int | None, int | None]:

@@ -134,7 +134,7 @@ def test_without_the_package_triton_the_other_backends_remain() -> None:
         print(choose_backend("auto", conditions).name)
         print(BACKENDS["triton"].refusal(conditions))
     """
-    assert run_python(code).splitlines()[-2:] == ["merge", "the package triton is not installed"]
+    assert run_python(code).splitlines()[-2:] == ["gather", "the package triton is not installed"]
 
 
 @pytest.mark.parametrize(

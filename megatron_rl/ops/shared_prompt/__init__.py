@@ -15,20 +15,18 @@ from megatron_rl.ops.shared_prompt.backends import (
     naive,
     triton_fused,
 )
-from megatron_rl.ops.shared_prompt.estimate import GroupShape, estimate_gain
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = [
     "BACKENDS",
     "Choice",
     "Conditions",
-    "GroupShape",
     "choose_backend",
     "find_backend",
     "shared_prompt_attention",
 ]
 
-# Without a better reason `auto` takes the first that can run; they are ordered by the times in docs/attention.md.
+# `auto` takes the first that can run; they are ordered by the times on a CPU in docs/attention.md.
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
@@ -37,8 +35,8 @@ BACKENDS: dict[str, Backend] = {
     "flex": Backend(flex.attention, flex.prepare, flex.refusal),
     "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
-# How many times as fast as `merge` an estimate must have `triton`, whose kernels no GPU has timed.
-_GAIN = 1.5
+# Where `auto` takes them in another order: by the times on an H200 in docs/attention.md. `flash` is not timed yet.
+_ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +54,13 @@ def find_backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def choose_backend(name: str, conditions: Conditions, shape: GroupShape | None = None) -> Choice:
-    """Choose the backend that was asked for, or with `auto` the best for a shape; raise UsageError if it cannot run."""
+def choose_backend(name: str, conditions: Conditions) -> Choice:
+    """Choose the backend that was asked for, or with `auto` the fastest; raise UsageError if it cannot run."""
     if name == "auto":
-        return _take_better(_first_that_can_run(conditions), conditions, shape)
+        return _find_fastest(conditions)
     refusal = find_backend(name).refusal(conditions)
     if refusal is not None:
-        instead = _first_that_can_run(conditions).name
+        instead = _find_fastest(conditions).name
         raise UsageError(f"--shared-prompt-backend {name} cannot run here ({refusal}): write {instead}, or auto")
     return Choice(name)
 
@@ -82,28 +80,11 @@ def shared_prompt_attention(
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
 
 
-def _take_better(first: Choice, conditions: Conditions, shape: GroupShape | None) -> Choice:
-    """Take `triton` on CUDA where it is estimated to be much faster than `merge`."""
-    if first.name != "merge" or conditions.device != "cuda" or shape is None:
-        return first
-    gain = estimate_gain(shape)
-    is_better = gain >= _GAIN and shape.head_dim <= triton_fused.WIDEST
-    if is_better and BACKENDS["triton"].refusal(conditions) is None:
-        of = f"{shape.num_responses} responses of {shape.response} tokens to a prompt of {shape.prompt}"
-        return Choice(
-            "triton",
-            (
-                f"--shared-prompt-backend auto takes triton: for {of} it is estimated, and not measured, to be "
-                f"{gain:.1f} times as fast as merge",
-            ),
-        )
-    return first
-
-
-def _first_that_can_run(conditions: Conditions) -> Choice:
+def _find_fastest(conditions: Conditions) -> Choice:
+    """Return the first that can run, with the reason why it is not an earlier one."""
     refusals: list[str] = []
-    for name, candidate in BACKENDS.items():
-        refusal = candidate.refusal(conditions)
+    for name in _ORDERS.get(conditions.device, tuple(BACKENDS)):
+        refusal = BACKENDS[name].refusal(conditions)
         if refusal is None:
             reason = "".join(f"; not {refused}" for refused in refusals)
             return Choice(name, (f"--shared-prompt-backend auto takes {name}{reason}",))

@@ -18,6 +18,8 @@ class Conditions:
     """The type of a torch.device."""
     dtype: torch.dtype
     window: int | None = None
+    head_dim: int | None = None
+    """The width of a head; None for one that every backend has room for."""
 
     @property
     def is_half(self) -> bool:

@@ -31,6 +31,8 @@ def refusal(conditions: Conditions) -> str | None:
         return f"it is not known to work on {conditions.device}"
     if conditions.dtype != torch.float32 and not conditions.is_half:
         return "it is for fp32, fp16 and bf16"
+    if conditions.head_dim is not None and conditions.head_dim > WIDEST:
+        return f"it has room for heads of {WIDEST}, and the model's are {conditions.head_dim} wide"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if conditions.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
