@@ -16,6 +16,7 @@ from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import Settings
+from megatron_rl.protocol.precisions import can_hold
 
 
 def check_settings(settings: Settings) -> Iterator[str]:
@@ -35,6 +36,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
         yield from check_filter(settings)
         yield from _check_curriculum(settings)
         yield from _check_endpoint(settings)
+        yield from _check_proof(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
     yield from _check_schedule(settings)
@@ -280,6 +282,20 @@ def _check_endpoint(settings: Settings) -> Iterator[str]:
             f"--rollout-endpoint {endpoint} must be an address: write http://HOST:PORT, as the file `address` in the "
             "run's folder has it"
         )
+
+
+def _check_proof(settings: Settings) -> Iterator[str]:
+    """Check that engines of this run's own can hold what is published; others are asked at the first publish."""
+    rollout, publish = settings.rollout, settings.publish
+    if rollout.engine != "vllm" or settings.service.endpoint is not None or publish.proof == "probe":
+        return
+    if rollout.dtype is None or publish.dtype is None or can_hold(rollout.dtype, publish.dtype):
+        return
+    yield (
+        f"--rollout-dtype {rollout.dtype} rounds what is published in {publish.dtype}, so not one parameter of an "
+        "engine could be compared with it bit for bit: write one precision for both (--rollout-dtype, "
+        "--publish-dtype), or accept the weaker proof with --publish-proof probe"
+    )
 
 
 def _is_address(text: str) -> bool:

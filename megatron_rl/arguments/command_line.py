@@ -321,6 +321,7 @@ def _derive(
         derivation.settle_lengths(architecture)
     is_shared = "attention.is_shared" not in reading.given
     derivation.settle_micro_batch(world_size, is_shared)
+    derivation.settle_precisions(architecture, is_sampled)
     if is_sampled and reading.platform.name == "cpu" and not reading.problems:
         # A model with mistakes in its flags has no size.
         derivation.settle_engines(int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1)), architecture)

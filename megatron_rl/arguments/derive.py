@@ -11,6 +11,7 @@ from megatron_rl.arguments.projects import Words, choose_estimator, is_of_projec
 from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.cores import count_cores
 from megatron_rl.errors import UsageError
+from megatron_rl.protocol.precisions import find_narrower
 from megatron_rl.types import Architecture
 from megatron_rl.weights import mapping
 
@@ -26,6 +27,7 @@ _ABSENT: Mapping[str, int] = {
 _LEAST_PARAMETERS = 16_000_000
 _LEAST_TOKENS = 1_000_000
 _MOST_ENGINES = 4
+_TRAINED = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Derivation:
@@ -206,6 +208,15 @@ class Derivation:
         if count > 1:
             self._given["rollout.num_engines"] = Given(count, f"{num_ranks} ranks on {num_cores} cores")
             self._note(f"{num_ranks} ranks on {num_cores} cores make --rollout-num-engines {count}")
+
+    def settle_precisions(self, architecture: Architecture | None, is_sampled: bool) -> None:
+        """Choose precisions that agree: engines compute in what is trained in, and can hold what is published."""
+        trained = next((dtype for field, dtype in _TRAINED.items() if self._look_up(f"transformer.{field}")), "float32")
+        if is_sampled and "rollout.dtype" not in self._given:
+            self._given["rollout.dtype"] = Given(trained, "what is trained in")
+        if architecture is not None and "publish.dtype" not in self._given:
+            source = f"the narrower of {trained}, which is trained in, and {architecture.dtype}, which is stored"
+            self._given["publish.dtype"] = Given(find_narrower(trained, architecture.dtype), source)
 
     def _has_own_engines(self) -> bool:
         """Whether this run starts engines, and nobody has said how many."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.records.audit_chain import Breach
-from megatron_rl.records.audit_check import Report, verify
+from megatron_rl.records.audit_check import Report, describe_weaker_proof, verify
 from megatron_rl.records.audit_log import FILE_NAME
 from megatron_rl.records.audit_samples import read_kept
 
@@ -89,12 +89,16 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
 
 def _print(report: Report) -> None:
     print(f"run {report.run}: {report.num_lines} lines, {report.num_starts} starts, {report.num_recovered} recovered")
-    print(f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10}  engines")
+    print(
+        f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10} "
+        f"{'compared':>12}  engines"
+    )
     for item in report.iterations:
+        compared = "-" if item.compared is None else "{}/{}".format(*item.compared)
         restored = f"  ({item.num_restored} groups from the journal)" if item.num_restored else ""
         print(
             f"{item.version:>8} {item.fingerprint[:12]:<12} {item.outcome:<10} {item.num_groups:>7} "
-            f"{item.num_responses:>9} {item.num_tokens:>10}  {', '.join(sorted(item.engines))}{restored}"
+            f"{item.num_responses:>9} {item.num_tokens:>10} {compared:>12}  {', '.join(sorted(item.engines))}{restored}"
         )
     for evaluation in report.evaluations:
         print(
@@ -106,6 +110,8 @@ def _print(report: Report) -> None:
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
         f"{proofs.num_probed} with the trainer's log-probs (at most {proofs.furthest:.3g} apart on average)"
     )
+    if proofs.num_weaker:
+        print(describe_weaker_proof(proofs))
     _print_put_off(report)
     _print_breaches(report, report.breaches)
     num_complete = sum(item.outcome == "complete" for item in report.iterations)

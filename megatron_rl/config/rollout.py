@@ -41,7 +41,10 @@ class RolloutConfig:
         None, "The Python of the environment that vLLM is installed in; this one if not given.", "--rollout-python"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
-        None, "The precision that engines compute in; the stored weights' if not given.", "--rollout-dtype"
+        None,
+        "The precision that engines compute in. If not given, that of training; for a sidecar that is started alone, "
+        "that of the stored weights.",
+        "--rollout-dtype",
     )
     max_model_len: int | None = own_flag(
         None,
@@ -233,7 +236,16 @@ class PublishConfig:
         None, "The folder that trainer and engines share; this user's in /dev/shm if not given.", "--publish-folder"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
-        None, "The precision that weights are published in; the stored weights' if not given.", "--publish-dtype"
+        None,
+        "The precision that weights are published and exported in; the narrower of those of training and of the stored "
+        "weights if not given.",
+        "--publish-dtype",
+    )
+    proof: Literal["digests", "probe"] = own_flag(
+        "digests",
+        "What must prove that engines hold a version: `digests` of all their parameters, bit for bit, or, where these "
+        "cannot be compared, the log-probs of the `probe`, which see only coarse differences.",
+        "--publish-proof",
     )
     deadline_minutes: float = own_flag(
         10.0, "How long a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"

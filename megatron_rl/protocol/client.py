@@ -73,11 +73,11 @@ class RolloutClient:
         """Send this lease with every request."""
         self._lease = number
 
-    def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.EngineKind:
-        """Return, once every engine holds the version, how the least precise of them computes."""
+    def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.PublishAnswer:
+        """Return once every engine holds the version."""
         seconds = deadline_seconds + _GRACE_SECONDS
         answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=seconds)
-        return msgspec.convert(answer.json()["kind"], wire.EngineKind)
+        return msgspec.convert(answer.json()["published"], wire.PublishAnswer)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
         """Send the trainer's log-probs of a probe; the publish of its version waits for them."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rl.protocol.precisions import find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
@@ -21,7 +22,6 @@ _BOUNDS = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 5e-1}
 _BOUND_FLOAT32_DEVICE = 1e-2
 # Engines that multiply float32 numbers on CPUs run the same program, on other processors at most.
 _AGREEMENT_FLOAT32_CPU = 1e-5
-_COARSER = ("float32", "float16", "bfloat16")
 _QUANTIZED = 4.0
 # Tokens that are routed to other experts move the mean of a probe farther than the mean of an iteration.
 _EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
@@ -51,11 +51,6 @@ def measure_difference(engine: Sequence[float], others: Sequence[float]) -> Diff
     """Compare the tokens that the engine took: a prompt's first ones, whose log-probs do not depend on the rest."""
     distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(others[: len(engine)], dtype=np.float64))
     return Difference(float(distances.mean()), float(distances.max()))
-
-
-def find_coarsest_dtype(*dtypes: str) -> str:
-    """Return the dtype with the fewest bits of precision."""
-    return max(dtypes, key=_COARSER.index)
 
 
 def find_bound(kind: EngineKind, *dtypes: str) -> float:

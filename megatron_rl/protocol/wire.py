@@ -23,6 +23,8 @@ LEAST_TEMPERATURE = 0.01
 FinishReason = Literal["stop", "length", "cut"]
 """`cut`: the response was ended where it was, by `Plan.tail`."""
 Order = Literal["completion", "prompt"]
+Proof = Literal["digests", "probe"]
+"""What must prove that engines hold a version, docs/rollout.md."""
 Tail = Literal["stop", "truncate", "carry"]
 """What becomes of the last groups of an iteration, docs/rollout.md."""
 JSON = dict[str, Any]
@@ -220,6 +222,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Tokens whose log-probs the trainer sends too, in the `ProbeAnswer` that the publish awaits; may be empty."""
     deadline_seconds: float | None = None
     """How long engines may load, and the trainer compute the probe's log-probs; the sidecar's own bound if None."""
+    proof: Proof = "digests"
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,6 +235,16 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """If two experts score almost alike, rounding decides between them."""
     has_model: bool = True
     """False for scripted engines, whose tokens are drawn at random: nothing can be compared."""
+
+
+class PublishAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a publish: how the engines compute, and how much of what they hold was compared."""
+
+    kind: EngineKind = EngineKind()
+    """The coarsest of them."""
+    num_compared: int = 0
+    """Parameters that were proved to hold, bit for bit, what was published: of the engine with the fewest."""
+    num_parameters: int = 0
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

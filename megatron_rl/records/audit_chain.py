@@ -27,6 +27,7 @@ class BreachName(enum.StrEnum):
     NOT_PUBLISHED = "version not published"
     ENGINE_DIFFERS = "engine holds other weights"
     NOT_PROVEN = "engine proved not to hold its version"
+    NOT_COMPARED = "parameters of an engine not compared"
     PROBE_DIFFERS = "engine's log-probs are not the trainer's"
     MISMATCH = "tokens not of the trainer's policy"
     UNKNOWN_ENGINE = "unknown engine"

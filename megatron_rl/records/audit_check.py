@@ -10,6 +10,7 @@ from megatron_rl.protocol.arrivals import Arrivals
 from megatron_rl.protocol.places import Places, has_signal, open_places
 from megatron_rl.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
 from megatron_rl.protocol.slots import Claim, Place, divide
+from megatron_rl.protocol.wire import Proof
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.records.audit_log import find_files, find_first_file, name_file, read_log_lines
@@ -33,6 +34,8 @@ class IterationSummary:
     num_claims: int = 0
     mismatch: float | None = None
     """The mean difference between the trainer's log-probs and those that the tokens were sampled with."""
+    compared: tuple[int, int] | None = None
+    """How many parameters were compared bit for bit, of how many, on the engine with the fewest; None without any."""
     engines: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -43,14 +46,17 @@ class Proofs:
     num_reports: int = 0
     num_whole: int = 0
     """Reports of engines that compared all of their parameters with what they received."""
+    num_weaker: int = 0
+    """Reports of engines that did not, where the run accepts the weaker proof."""
     num_probed: int = 0
     """Reports of engines whose log-probs were compared with the trainer's."""
     furthest: float = 0.0
     """The largest mean difference among these."""
 
-    def count(self, report: audit_log.EngineReport) -> None:
+    def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
         self.num_reports += 1
         self.num_whole += 0 < report.parameters == report.compared
+        self.num_weaker += proof == "probe" and report.compared < report.parameters
         if report.probe is not None:
             self.num_probed += 1
             self.furthest = max(self.furthest, report.probe.mean)
@@ -64,6 +70,14 @@ class PutOff(NamedTuple):
     tokens: str
     """The hash of its tokens."""
     num_responses: int
+
+
+def describe_weaker_proof(proofs: Proofs) -> str:
+    """Say how many reports rest on the weaker proof."""
+    return (
+        f"the weaker proof was accepted (--publish-proof probe): {proofs.num_weaker} of {proofs.num_reports} reports "
+        "are of engines with parameters that were not compared, and only the probe's log-probs say what these hold"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +141,8 @@ class _Meaning:
         self.proofs = Proofs()
         self._published: audit_log.Publish | None = None
         self._engines: set[str] = set()
+        # Of the version that was published last: parameters compared, and of how many, on the engine with the fewest.
+        self._compared: tuple[int, int] | None = None
         self._attempt: _Attempt | None = None
         self._highest: int | None = None
         # After each version that is complete, the prompts that are put off.
@@ -170,11 +186,20 @@ class _Meaning:
     def _publish(self, event: audit_log.Publish) -> _Problems:
         before = self._published
         if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
-            self._engines = set()
+            self._engines, self._compared = set(), None
         self._published = event
         for report in event.engines:
             self._engines.add(report.engine)
-            self.proofs.count(report)
+            self.proofs.count(report, event.proof)
+            if report.parameters:
+                found = (report.compared, report.parameters)
+                self._compared = found if self._compared is None else min(self._compared, found)
+            if event.proof == "digests" and report.compared < report.parameters:
+                yield (
+                    BreachName.NOT_COMPARED,
+                    f"engine {report.engine}, version {event.version}: {report.compared} of {report.parameters}, and "
+                    "the run accepts no weaker proof",
+                )
             if (report.version, report.fingerprint) != (event.version, event.fingerprint):
                 yield (
                     BreachName.ENGINE_DIFFERS,
@@ -191,6 +216,7 @@ class _Meaning:
 
     def _submit(self, event: audit_log.Submit, line: int) -> _Problems:
         self._attempt = attempt = _Attempt(event, self._engines, line)
+        attempt.summary.compared = self._compared
         self.summaries.append(attempt.summary)
         yield from self._of_the_published(event, "submitted")
         if self._highest is not None and event.version > self._highest + 1:

@@ -19,7 +19,7 @@ import msgspec
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol.provenance import derive_group_seed
 from megatron_rl.protocol.slots import Claim
-from megatron_rl.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Sampling, Submission
+from megatron_rl.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Plan, Proof, Sampling, Submission
 from megatron_rl.records.append_file import AppendFile
 
 FILE_NAME = "audit.jsonl"
@@ -125,6 +125,8 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     version: int
     fingerprint: str
     engines: list[EngineReport]
+    proof: Proof | None = None
+    """What the run accepts as proof; None in a log of a release that did not say."""
 
 
 class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
@@ -293,9 +295,11 @@ class AuditLog:
         """The number of the last line."""
         return self._seq - 1
 
-    def publish(self, version: int, fingerprint: str, reports: Iterable[EngineReport]) -> None:
+    def publish(
+        self, version: int, fingerprint: str, reports: Iterable[EngineReport], proof: Proof | None = None
+    ) -> None:
         """These engines hold a version."""
-        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports)))
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports), proof=proof))
 
     def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
         """An engine does not hold what it reports."""

@@ -96,11 +96,11 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Body: Weights. Answers when every engine holds the version, or none does."""
         service.renew_lease(_read_lease(request))
         weights = await _body(request, wire.Weights)
-        kind = await service.publish(weights)
+        published = await service.publish(weights)
         return {
             "version": weights.version,
             "seconds": service.counters.publish_seconds,
-            "kind": msgspec.to_builtins(kind),
+            "published": msgspec.to_builtins(published),
         }
 
     @app.post("/v1/probe")

@@ -8,7 +8,8 @@ bar: if one fails, none is READY. Invariants:
 - each step has a deadline; a step that fails names the engines and why;
 - three fingerprints are the announced one: that of the weights an engine digested, that of its tag, and that of the
   token that it samples with the probe;
-- what an engine holds after a load is bit for bit what it was given, as far as it can compare the two;
+- what an engine holds after a load is bit for bit what it was given, in all parameters, or in those that it can
+  compare if the run accepts the weaker proof;
 - the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any, and within another
   one of each other's.
 """
@@ -24,10 +25,19 @@ from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.recorder import Recorder
-from megatron_rl.protocol import probe
+from megatron_rl.protocol import probe, wire
+from megatron_rl.protocol.precisions import find_coarsest_dtype
 from megatron_rl.protocol.probe import Difference
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
-from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, NotWritten, WeightReport, WrongWeights
+from megatron_rl.sidecar.engines import (
+    Engine,
+    EngineLost,
+    EngineRefused,
+    NotCompared,
+    NotWritten,
+    WeightReport,
+    WrongWeights,
+)
 
 T = TypeVar("T")
 
@@ -70,11 +80,20 @@ class Published:
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """How long each step took on the slowest engine."""
 
+    def build_answer(self) -> wire.PublishAnswer:
+        """Build the answer for the trainer."""
+        least = min((proof.report for proof in self.proofs), key=lambda report: report.num_compared, default=None)
+        return wire.PublishAnswer(
+            kind=find_coarsest_kind(self.kinds),
+            num_compared=0 if least is None else least.num_compared,
+            num_parameters=0 if least is None else least.num_parameters,
+        )
+
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
     """Combine the engines' kinds into the least precise one."""
     return EngineKind(
-        dtype=probe.find_coarsest_dtype(*(kind.dtype for kind in kinds)),
+        dtype=find_coarsest_dtype(*(kind.dtype for kind in kinds)),
         device=next((kind.device for kind in kinds if kind.device != "cpu"), "cpu"),
         is_quantized=any(kind.is_quantized for kind in kinds),
         has_experts=any(kind.has_experts for kind in kinds),
@@ -96,8 +115,8 @@ class StepFailed(MegatronRLError):
 
     @property
     def is_for_nothing(self) -> bool:
-        """Whether another attempt must fail too: the trainer has not written what it announced."""
-        return any(isinstance(error, NotWritten) for error in self.errors.values())
+        """Whether another attempt must fail too: what was announced is not written, or cannot be compared."""
+        return any(isinstance(error, NotWritten | NotCompared) for error in self.errors.values())
 
     @property
     def lost(self) -> list[str]:
@@ -152,6 +171,7 @@ class Steps:
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
         report = await self._take("load", engine, lambda: engine.load(weights), weights.deadline_seconds)
         _must_equal("load", engine, report, weights)
+        _must_be_compared(engine, report, weights)
         return report
 
     async def _commit(
@@ -270,6 +290,17 @@ def _must_equal(step: str, engine: Engine, report: WeightReport, weights: Weight
         raise EngineRefused(
             f"engine {engine.name}: {step} reports version {report.version} with fingerprint {report.fingerprint!r}, "
             f"and version {weights.version} with {weights.fingerprint!r} was published"
+        )
+
+
+def _must_be_compared(engine: Engine, report: WeightReport, weights: Weights) -> None:
+    if weights.proof == "digests" and report.num_compared < report.num_parameters:
+        raise NotCompared(
+            f"engine {engine.name}, which computes in {engine.kind.dtype}: {report.num_compared} of "
+            f"{report.num_parameters} parameters can be compared bit for bit with what is published in "
+            f"{weights.dtype}, and not {', '.join(report.uncompared[:3])}: write one precision for both "
+            "(--rollout-dtype, --publish-dtype) and no quantization, or accept the weaker proof with --publish-proof "
+            "probe"
         )
 
 

@@ -38,7 +38,8 @@ class RunRecorder:
 
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """Record that these engines hold the version too."""
-        self.audit.publish(weights.version, weights.fingerprint, [_build_report(proof) for proof in proofs])
+        reports = [_build_report(proof) for proof in proofs]
+        self.audit.publish(weights.version, weights.fingerprint, reports, weights.proof)
         self._reported |= {proof.engine for proof in proofs}
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:

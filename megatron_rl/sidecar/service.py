@@ -21,7 +21,7 @@ from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
-from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published, find_coarsest_kind
+from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.supervisor import WeightsNotProven
 from megatron_rl.sidecar.tracing import SidecarTrace
 
@@ -165,8 +165,8 @@ class RolloutService:
             )
         self.lease.renewed = time.monotonic()
 
-    async def publish(self, weights: wire.Weights) -> wire.EngineKind:
-        """Bring a version to all engines or none; returns the coarsest way in which they compute."""
+    async def publish(self, weights: wire.Weights) -> wire.PublishAnswer:
+        """Bring a version to all engines or none."""
         if weights.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
         self._must_not_run("publishing")
@@ -189,7 +189,7 @@ class RolloutService:
             self.weights = weights
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
-            return find_coarsest_kind(published.kinds)
+            return published.build_answer()
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
         """Take the trainer's log-probs of a version's probe; they may come before its publish."""

@@ -276,7 +276,9 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
     probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
     if transport == "shm":
         folder = find_shared_folder(settings)
-        return SharedMemoryPublisher(policy.weights, session, receiver, run, folder, dtype, deadline, probe)
+        return SharedMemoryPublisher(
+            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof
+        )
     if transport not in session.platform.weight_transports:
         raise UsageError(
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
@@ -284,7 +286,9 @@ def _build_publisher(settings: RunSettings, session: Session, policy: Policy, cl
         )
     session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
     make = streams.open_sender
-    return StreamPublisher(policy.weights, session, receiver, run, transport, make, dtype, deadline, probe)
+    return StreamPublisher(
+        policy.weights, session, receiver, run, transport, make, dtype, deadline, probe, publish.proof
+    )
 
 
 def _build_rollouts(

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.protocol.probe import find_allowance, find_coarsest_dtype
+from megatron_rl.protocol.precisions import find_coarsest_dtype
+from megatron_rl.protocol.probe import find_allowance
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -73,7 +74,8 @@ def find_warning_bound(settings: Settings) -> float:
         return settings.observe.mismatch_warning
     if settings.rollout.engine == "scripted":
         return math.inf
-    return HEALTHY[settings.rollout.dtype or settings.architecture.dtype]
+    dtypes = (settings.rollout.dtype, settings.publish.dtype or settings.architecture.dtype)
+    return HEALTHY[find_coarsest_dtype(*(dtype for dtype in dtypes if dtype is not None))]
 
 
 def combine_parts(parts: Iterable[Part], bound: float | None) -> Mismatch:

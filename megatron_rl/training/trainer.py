@@ -9,6 +9,7 @@ from megatron_rl.mcore.publish.shared_memory import Publisher
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 from megatron_rl.observe.timeline import Timeline
+from megatron_rl.protocol.wire import PublishAnswer
 from megatron_rl.training.evaluator import Evaluator
 from megatron_rl.training.learner import Learned, Learner
 from megatron_rl.training.measures import Measures, compute_metrics
@@ -82,7 +83,7 @@ class Trainer:
             reference_is_policy = self._compare_reference(version, fingerprint)
             with self._during("train"):
                 with self._rollouts.iteration(version, fingerprint) as slots:
-                    bound = self._mismatch_bounds.error(self._publisher.engines)
+                    bound = self._mismatch_bounds.error(self._publisher.answer.kind)
                     learned = self._learner.learn(slots, reference_is_policy, bound)
                 with self._timeline.part("complete"):
                     self._rollouts.complete(version, learned.mismatch)
@@ -177,6 +178,7 @@ class Trainer:
                 measures.merge(of_rank)
             metrics = {"version": version, "fingerprint": fingerprint}
             metrics |= compute_metrics(measures, learned.updates, self._largest_micro_batch)
+            metrics |= _describe_publish(self._publisher.answer)
             metrics |= {"reference": self._reference.fingerprint} if self._reference is not None else {}
             metrics |= {"evaluation": evaluation} if evaluation is not None else {}
             metrics |= self._rollouts.describe_prompts()
@@ -187,3 +189,10 @@ class Trainer:
             kept = {slot: kept_N for _, _, of_rank in handed_in for slot, kept_N in of_rank.items()}
             self.reporter.iteration(version, metrics | {"time": times}, slots, kept)
         return any(is_asked for _, is_asked, _ in handed_in)
+
+
+def _describe_publish(answer: PublishAnswer) -> dict[str, Any]:
+    """Return how many parameters of an engine were compared bit for bit; nothing of engines without a model."""
+    if not answer.num_parameters:
+        return {}
+    return {"publish": {"compared": answer.num_compared, "parameters": answer.num_parameters}}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-from megatron_rl.protocol.wire import EngineKind, Weights
+from megatron_rl.protocol.wire import PublishAnswer, Weights
 from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.weights.arrival import Arrival
 from megatron_rl.weights.files import Writer, read_digests
@@ -33,9 +33,9 @@ class Sidecar:
     def __init__(self) -> None:
         self.names: list[set[str]] = []
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.names.append(set(load_file(Path(weights.location) / "model.safetensors")))
-        return EngineKind()
+        return PublishAnswer()
 
     def probed(self, answer: Any) -> None:
         raise AssertionError("no probe was given")
@@ -98,7 +98,7 @@ class EarlyReader:
         self.num_waits: list[int] = []
         self.is_waiting = threading.Event()
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         folder = Path(weights.location)
         tensors = map_tensors(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
@@ -116,7 +116,7 @@ class EarlyReader:
                 assert digest(tensor).tolist() == read_digests(folder)[name]
         self.files.append((folder / "model.safetensors").stat().st_ino)
         self.num_waits.append(len(waits))
-        return EngineKind()
+        return PublishAnswer()
 
     def probed(self, answer: Any) -> None:
         raise AssertionError("no probe was given")
@@ -185,13 +185,13 @@ class NobodyWrites:
     def __init__(self) -> None:
         self.is_told = threading.Event()
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         tensors = map_tensors(Path(weights.location))
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         with Arrival(Path(weights.location), specs) as arrival:
             if not all(map(arrival.wait_for, tensors)):
                 self.is_told.set()
-        return EngineKind()
+        return PublishAnswer()
 
     def probed(self, answer: Any) -> None:
         raise AssertionError("no probe was given")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_rl.errors import PlatformError
 from megatron_rl.mcore.publish.stream import StreamPublisher, WholeModel
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
-from megatron_rl.protocol.wire import EngineKind, Weights
+from megatron_rl.protocol.wire import PublishAnswer, Weights
 from megatron_rl.sidecar.streams import find_library, open_sender
 from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
@@ -43,14 +43,14 @@ class Sidecar:
     def num_workers(self) -> int:
         return 2 if self.told else 1
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.told.append(weights)
         if weights.world_size != 3:
             raise OtherWorkers("two workers")
         if self.refusals:
             raise self.refusals.pop()
         assert self.is_sent.wait(60)
-        return EngineKind()
+        return PublishAnswer()
 
 
 class Group:

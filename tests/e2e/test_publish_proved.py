@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main as megatron_rl
+from megatron_rl.observe.report.data import RunFiles
 from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop, stale_vllm
@@ -68,6 +69,49 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
     expected = "version 3 was not published: engine engine-0, .* held with other numbers.*: model.layers.1.mlp.up_proj"
     run = fails(world, "layer", plant, expected, lr=1e-7)
     assert refused_at(run, BreachName.NOT_PROVEN) == 3
+
+
+def run_in_bf16(world: loop.World, name: str, **changes) -> Path:
+    """A run of --bf16 from a folder of float32, as GPUs train; its folder."""
+    run = world.folder / name / "run"
+    of_bf16 = {"bf16": True, "hf_model": world.folder / "wide", "rollout_engine": "vllm", "rollout_num_engines": 1}
+    words = world.words(name, **of_bf16, rollout_folder=run, train_iters=2, lr=1e-4, **changes)
+    loop.run(run.parent, 1, words, 300)
+    return run
+
+
+def read_compared(run: Path) -> list[tuple[int, int]]:
+    """How many parameters were compared, of how many: the same in the log and in the metrics, for each iteration."""
+    report = verify(run)
+    assert not report.breaches
+    found = [item.compared for item in report.iterations if item.outcome == "complete"]
+    published = [json.loads(line)["publish"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(item["compared"], item["parameters"]) for item in published] == found
+    return found
+
+
+@pytest.mark.each_change
+def test_all_parameters_are_compared_where_bf16_is_trained_and_float32_stored(world, capsys):
+    run = run_in_bf16(world, "bf16")
+    compared = read_compared(run)
+    assert len(compared) == 2
+    assert all(count == whole > 0 for count, whole in compared), compared
+    assert megatron_rl(["audit", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{compared[0][1]}/{compared[0][1]}" in printed
+    assert "weaker" not in printed
+
+
+@pytest.mark.each_change
+def test_a_run_that_accepts_the_weaker_proof_says_so_in_audit_and_report(world, capsys):
+    run = run_in_bf16(world, "weaker", publish_dtype="float32", publish_proof="probe")
+    compared = read_compared(run)
+    assert len(compared) == 2
+    assert all(count == 0 < whole for count, whole in compared), compared
+    assert megatron_rl(["audit", str(run)]) == 0
+    line = "the weaker proof was accepted (--publish-proof probe): 2 of 2 reports"
+    assert line in capsys.readouterr().out
+    assert line in RunFiles("weaker", run).read(None, None)["audit"]["weaker"]
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ import torch
 from megatron_rl.mcore.model.gpt import unwrap
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.publish.stream import StreamPublisher
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.protocol.wire import ProbeAnswer, PublishAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.publication import Steps, find_coarsest_kind
+from megatron_rl.sidecar.publication import Steps
 from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.distributed.layouts import CASES, build, start_session
@@ -50,7 +50,7 @@ class Engines:
     def num_workers(self) -> int:
         return sum(engine.num_workers for engine in self._engines)
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind:
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         places = streams.assign_places([engine.num_workers for engine in self._engines])
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
@@ -59,7 +59,7 @@ class Engines:
         for proof in self._published.proofs:
             assert proof.report.num_compared == proof.report.num_parameters > 0
             assert proof.difference.mean < 1e-4
-        return find_coarsest_kind(self._published.kinds)
+        return self._published.build_answer()
 
     def probed(self, answer: ProbeAnswer) -> None:
         self._answers.put(answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,10 @@ class FakeEngine(ScriptedEngine):
         self._sampled_with = self._factory.keeps.get(self.name, self._sampled_with)
         if self.name in self._factory.corrupt:
             return WeightReport(weights.version, "another fingerprint")
-        return report
+        num_compared, num_parameters = self._factory.compares.get(self.name, (0, 0))
+        return dataclasses.replace(
+            report, num_compared=num_compared, num_parameters=num_parameters, uncompared=("layers.0.weight",)
+        )
 
     async def probe(self, tokens: Sequence[int]) -> ProbeReport:
         report = await super().probe(tokens)
@@ -114,6 +118,8 @@ class FakeFactory:
         self.found_out: set[str] = set()
         """Engines that find, after a load, that they hold something else."""
         self.corrupt: set[str] = set()
+        self.compares: dict[str, tuple[int, int]] = {}
+        """How many parameters engines can compare with what was published, of how many."""
         self.says_of_tokens: dict[str, str] = {}
         """The version by which engines say that they sampled what follows a probe."""
         self.killed: collections.Counter[str] = collections.Counter()

@@ -235,7 +235,7 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             published = pool.submit(client.publish, probed, 10)
             client.probed(answer)
-            assert published.result() == wire.EngineKind(has_model=False)
+            assert published.result() == wire.PublishAnswer(kind=wire.EngineKind(has_model=False))
         client.submit(submission())
         for place in [(replica, index) for replica in range(2) for index in range(2)]:
             client.slot(0, *place, 10)

@@ -46,6 +46,27 @@ def test_a_publish_takes_every_engine_through_every_step():
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("num_compared", [0, 4])
+def test_parameters_that_cannot_be_compared_fail_the_first_publish_unless_the_weaker_proof_is_accepted(num_compared):
+    factory = FakeFactory()
+    factory.compares = {"engine-0": (5, 5), "engine-1": (num_compared, 5)}
+
+    async def check():
+        async with supervised(factory) as supervisor:
+            with pytest.raises(PublishFailed, match=f"{num_compared} of 5 parameters .* layers.0.weight") as raised:
+                await supervisor.publish(weights(0))
+            assert "--publish-proof probe" in str(raised.value)
+            # Another attempt or another engine would compare no more.
+            assert factory.engine("engine-1").steps.count("load") == 1
+            assert [len(made) for made in factory.made.values()] == [1, 1]
+            published = await supervisor.publish(msgspec.structs.replace(weights(0), proof="probe"))
+            answer = published.build_answer()
+            assert (answer.num_compared, answer.num_parameters) == (num_compared, 5)
+            assert states(factory) == {EngineState.READY}
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_that_is_refused_once_is_tried_again_as_a_whole(step):
     factory = FakeFactory()

@@ -162,6 +162,19 @@ def test_parameters_are_compared_unless_loading_rounds_them():
     assert loaded(worker, order, narrow, narrow).num_compared == 5
 
 
+def test_a_float32_parameter_is_not_compared_through_the_rounding_to_what_was_published():
+    worker = Worker(torch.bfloat16)
+    order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)
+    given = drawn(torch.bfloat16)
+    # bfloat16 would round it to the number that was published.
+    beside = given["norm"].float()
+    beside[3] *= 1 + 2**-20
+    assert torch.equal(beside.bfloat16(), given["norm"])
+    assert loaded(worker, order, given, given).num_compared == 5
+    with pytest.raises(NotHeld, match="1 tensors are held with other numbers than were given: norm$"):
+        loaded(worker, order, given | {"norm": beside}, given)
+
+
 def rearranged(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     worker = Worker(torch.float32)
     load = worker.load

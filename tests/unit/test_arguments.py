@@ -149,12 +149,12 @@ def test_the_page_of_flags_is_current() -> None:
 
 def test_flags_of_a_new_dataclass_in_subjects_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True)
-    class PublishConfig:
-        publish_bucket: int = own_flag(7, "Bytes at once.", bound="at least 1")
+    class ShippingConfig:
+        shipping_bucket: int = own_flag(7, "Bytes at once.", bound="at least 1")
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Subjects(config.Subjects):
-        publish: PublishConfig = PublishConfig()
+        shipping: ShippingConfig = ShippingConfig()
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(config.Settings, Subjects):
@@ -164,10 +164,10 @@ def test_flags_of_a_new_dataclass_in_subjects_are_parsed(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "Subjects", Subjects)
     monkeypatch.setattr(command_line, "Settings", Settings)
     # Local names, which type hints cannot find by themselves.
-    Subjects.__annotations__["publish"] = PublishConfig
-    assert parse(*DENSE, "--publish-bucket 9").publish.publish_bucket == 9
-    assert parse(*DENSE).publish.publish_bucket == 7
-    assert error(*DENSE, "--publish-bucket 0") == "--publish-bucket 0 must be at least 1: write 1 or more"
+    Subjects.__annotations__["shipping"] = ShippingConfig
+    assert parse(*DENSE, "--shipping-bucket 9").shipping.shipping_bucket == 9
+    assert parse(*DENSE).shipping.shipping_bucket == 7
+    assert error(*DENSE, "--shipping-bucket 0") == "--shipping-bucket 0 must be at least 1: write 1 or more"
 
 
 def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:

@@ -303,6 +303,20 @@ def test_the_audit_counts_how_engines_proved_their_weights(path: Path) -> None:
     assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
 
 
+def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_is_accepted(path) -> None:
+    submission = make_submission(make_plan(num_prompts=2))
+    few = EngineReport(engine="engine-1", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
+    for proof, found, num_weaker in (("digests", {BreachName.NOT_COMPARED}, 0), ("probe", set(), 1), (None, set(), 0)):
+        with AuditLog(path, "run") as log:
+            log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT), few], proof)
+            log.submit(submission)
+        report = verify(path)
+        assert names(report) == found
+        assert [item.compared for item in report.iterations] == [(3, 9)]
+        assert report.proofs.num_weaker == num_weaker
+        path.unlink()
+
+
 def test_a_probe_without_a_bound_is_written_and_read(path: Path) -> None:
     report = held("engine-0", 3, FINGERPRINT)
     assert report.probe is not None
@@ -478,6 +492,7 @@ def test_the_command_prints_each_iteration_and_breach_and_its_exit_code_says_whe
         "2",
         "4",
         "12",
+        "9/9",
         "engine-0,",
         "engine-1",
     ]

@@ -20,7 +20,7 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.mcore.model.weights import ModelWeights
 from megatron_rl.mcore.publish.probe import Probe
 from megatron_rl.mcore.session import Session
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
 from megatron_rl.weights.arrival import is_in_memory
 
 T = TypeVar("T")
@@ -30,8 +30,8 @@ class Publisher(Protocol):
     """Brings versions of the policy to the engines; every rank calls it."""
 
     @property
-    def engines(self) -> EngineKind:
-        """How the engines of the last publish compute, the coarsest of them."""
+    def answer(self) -> PublishAnswer:
+        """What the sidecar answered to the last publish."""
         ...
 
     def publish(self, version: int) -> str:
@@ -44,7 +44,7 @@ class Publisher(Protocol):
 class Receiver(Protocol):
     """What takes a version to the engines: the rollout client."""
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
 
     def probed(self, answer: ProbeAnswer) -> None: ...
 
@@ -66,10 +66,12 @@ class SharedMemoryPublisher:
         dtype: str | None = None,
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
+        proof: Proof = "digests",
     ):
         """Without a `probe` the engines' log-probs are compared only with each other."""
-        self.engines = EngineKind()
+        self.answer = PublishAnswer()
         self._probe = probe
+        self._proof: Proof = proof
         self._weights = weights
         self._session = session
         self._receiver = receiver
@@ -100,6 +102,7 @@ class SharedMemoryPublisher:
             location=str(folder),
             probe=b"" if self._probe is None else self._probe.tokens(version),
             deadline_seconds=self._deadline.total_seconds(),
+            proof=self._proof,
         )
         with begun:
             if self._is_read_early:
@@ -110,7 +113,7 @@ class SharedMemoryPublisher:
         # Engines load while the probe is computed here.
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
-        self.engines = self._session.gather_or_raise_everywhere(told.result)[0]
+        self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
         # An engine that is restarted loads the current version: nobody reads the previous one again.
         if self._current != folder:
             self._spare = self._current
@@ -135,9 +138,9 @@ class SharedMemoryPublisher:
         if session.rank == 0:
             mark.unlink()
 
-    def _send(self, message: Weights) -> EngineKind:
+    def _send(self, message: Weights) -> PublishAnswer:
         if self._session.rank != 0:
-            return self.engines
+            return self.answer
         assert self._receiver is not None
         return self._receiver.publish(message, self._deadline.total_seconds())
 

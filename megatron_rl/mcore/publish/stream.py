@@ -23,7 +23,7 @@ from megatron_rl.mcore.publish.shared_memory import in_background
 from megatron_rl.mcore.session import Session
 from megatron_rl.platforms import Platform
 from megatron_rl.protocol.client import OtherWorkers, RolloutError
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Weights
+from megatron_rl.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
 from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import TensorSpec
 from megatron_rl.weights.shards import Bucket
@@ -41,7 +41,7 @@ class StreamReceiver(Protocol):
 
     def num_workers(self) -> int: ...
 
-    def publish(self, weights: Weights, deadline_seconds: float) -> EngineKind: ...
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
 
     def probed(self, answer: ProbeAnswer) -> None: ...
 
@@ -131,10 +131,12 @@ class StreamPublisher:
         dtype: str | None = None,
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
+        proof: Proof = "digests",
     ):
         """Without a `probe` the engines' log-probs are compared only with each other."""
-        self.engines = EngineKind()
+        self.answer = PublishAnswer()
         self._probe = probe
+        self._proof: Proof = proof
         self._weights = weights
         self._session = session
         self._receiver = receiver
@@ -162,13 +164,13 @@ class StreamPublisher:
             lambda: None if joined is None else self._taken(version, *joined)
         )[0]
         assert taken is not None
-        self.engines = taken
+        self.answer = taken
         return fingerprint
 
     def close(self) -> None:
         """Nothing is kept between versions."""
 
-    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[EngineKind]] | None:
+    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[PublishAnswer]] | None:
         """Have the engines told, and wait until their workers are in the group."""
         if self._session.rank != 0:
             return None
@@ -183,7 +185,7 @@ class StreamPublisher:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
-    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[EngineKind]]:
+    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[PublishAnswer]]:
         receiver = self._receiver
         assert receiver is not None
         host, port = _address(receiver.endpoint)
@@ -201,6 +203,7 @@ class StreamPublisher:
             manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
             world_size=world_size,
             deadline_seconds=self._deadline,
+            proof=self._proof,
         )
         told = in_background(lambda: receiver.publish(message, self._deadline))
         opened = self._on_device(lambda: self._make_sender(self._transport, host, port, world_size, self._model))
@@ -215,7 +218,7 @@ class StreamPublisher:
             )
         return opened.result(), told
 
-    def _send(self, version: int, sender: Sender, told: Future[EngineKind]) -> None:
+    def _send(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> None:
         """Send all tensors and return when that is done; raise what the sidecar says if the engines fail."""
         sent = self._on_device(sender.send_weights)
         futures: list[Future[Any]] = [sent, told]
@@ -232,14 +235,14 @@ class StreamPublisher:
             raise _not_taken(version, self._deadline)
         sent.result()
 
-    def _taken(self, version: int, sender: Sender, told: Future[EngineKind]) -> EngineKind:
+    def _taken(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> PublishAnswer:
         """Wait until all engines hold the version."""
         concurrent.futures.wait([told], self._deadline)
         if not told.done():
             raise _not_taken(version, self._deadline)
-        kind = told.result()
+        answer = told.result()
         sender.shutdown()
-        return kind
+        return answer
 
     def _on_device(self, action: Callable[[], T]) -> Future[T]:
         def run() -> T:

@@ -14,7 +14,7 @@ from megatron_rl.observe.report.curves import collect_curves, collect_times, der
 from megatron_rl.observe.report.rollouts import MOST_BYTES, SampleFile
 from megatron_rl.observe.report.traces import read_trace
 from megatron_rl.records import audit_log
-from megatron_rl.records.audit_check import verify
+from megatron_rl.records.audit_check import describe_weaker_proof, verify
 
 # A report that follows a run checks the audit log, and reads the trace, for a twentieth of its time each.
 _REST = 20.0
@@ -146,6 +146,7 @@ def _check(path: Path) -> dict[str, Any] | None:
         "num_starts": report.num_starts,
         "num_recovered": report.num_recovered,
         "proofs": dataclasses.asdict(report.proofs),
+        "weaker": describe_weaker_proof(report.proofs) if report.proofs.num_weaker else None,
         "head": report.head,
         "num_breaches": len(report.breaches),
         "breaches": [

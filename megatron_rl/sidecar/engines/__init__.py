@@ -35,6 +35,10 @@ class NotWritten(EngineRefused):
     """The trainer ended before it had written all weights."""
 
 
+class NotCompared(EngineRefused):
+    """Parameters of the engine cannot be compared with what was published, and the run accepts no weaker proof."""
+
+
 class WrongWeights(EngineRefused):
     """The engine was proved not to hold the version that it reports: nothing may be sampled with it."""
 
@@ -68,6 +72,8 @@ class WeightReport:
     num_compared: int = dataclasses.field(default=0, compare=False)
     """How many parameters were proved to hold, bit for bit, what was published."""
     num_parameters: int = dataclasses.field(default=0, compare=False)
+    uncompared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The parameters that could not be compared, and the tensors that none of the compared ones holds."""
 
 
 @dataclasses.dataclass(frozen=True)

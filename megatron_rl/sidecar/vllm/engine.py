@@ -169,13 +169,15 @@ class VllmEngine:
                 f"engine {self.name}, load: {len(wrong)} tensors are held with other numbers than were given, over its "
                 f"workers: {', '.join(wrong[:5])}"
             )
+        # Tensors that no worker holds were not compared either.
+        unheld = set.intersection(*(set(answer["unheld"]) for answer in answers))
+        uncompared = {name for answer in answers for name in answer["uncompared"]}
         return WeightReport(
             weights.version,
             self._common("load", answers, "fingerprint"),
             num_compared=min(answer["compared"] for answer in answers),
-            # Tensors that no worker holds were not compared either.
-            num_parameters=max(answer["parameters"] for answer in answers)
-            + len(set.intersection(*(set(answer["unheld"]) for answer in answers))),
+            num_parameters=max(answer["parameters"] for answer in answers) + len(unheld),
+            uncompared=tuple(sorted(uncompared | unheld)),
         )
 
     async def commit(self, report: WeightReport) -> None:

@@ -57,16 +57,19 @@ class ParameterRows:
     """The index of the rectangle that each row belongs to; the number of rectangles for a row of padding."""
 
     def digests(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Digest each rectangle, one line per rectangle, in the dtype that its numbers were given in."""
+        """Digest each rectangle, one line per rectangle, in the dtype that its numbers were given in.
+
+        The line of a rectangle with a number that this dtype would round is another one.
+        """
         num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
-        return digests_by_row(
-            _matrix(parameter).to(dtype),
-            self.first_column,
-            self.rows_R,
-            num_rows,
-            self.slices_R,
-            len(self.tensors),
-        )
+        held_RC = _matrix(parameter)
+        given_RC = held_RC.to(dtype)
+        lines_SL = digests_by_row(given_RC, self.first_column, self.rows_R, num_rows, self.slices_R, len(self.tensors))
+        if held_RC.dtype == dtype:
+            return lines_SL
+        num_rounded_R = (given_RC.to(held_RC.dtype) != held_RC).sum(dim=1)
+        num_rounded_S = num_rounded_R.new_zeros(len(self.tensors) + 1).index_add_(0, self.slices_R, num_rounded_R)
+        return lines_SL + num_rounded_S[:-1, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +301,8 @@ class Held:
     num_compared: int
     """Parameters whose digests were compared."""
     num_parameters: int
+    uncompared: tuple[str, ...]
+    """The other parameters."""
     shares: dict[str, list[tuple[Rectangle, Lanes]]]
     """Digests of rectangles of the tensors that this worker holds in part; other workers hold the rest."""
     unheld: tuple[str, ...]
@@ -361,7 +366,9 @@ def compare(
         names = sorted(wrong)
         raise NotHeld(f"{len(names)} tensors are held with other numbers than were given: {_first(names)}", names)
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
-    return Held(len(digests), len(order.rows) + len(order.unknown), shares, tuple(unheld), frozenset(proved))
+    uncompared = tuple(sorted({*order.rows, *order.unknown} - digests.keys()))
+    num_parameters = len(order.rows) + len(order.unknown)
+    return Held(len(digests), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
 
 
 def _first(names: Sequence[str]) -> str:

@@ -262,7 +262,7 @@ class WorkerExtension:
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
         """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.sight is None:
-            return Held(0, len(record.parameters), {}, (), frozenset())
+            return Held(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
         return compare(self.megatron_rl_order, record.sight, digests, record.specs)
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
@@ -319,6 +319,7 @@ def _describe(held: Held, digests: Mapping[str, list[int]]) -> RpcAnswer:
     return {
         "compared": held.num_compared,
         "parameters": held.num_parameters,
+        "uncompared": held.uncompared,
         "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()},
         "unheld": [name for name in held.unheld if name != _TIED],
     }

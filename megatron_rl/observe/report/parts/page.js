@@ -8,6 +8,7 @@ function showAudit() {
     return h("div", { class: "panel", style: { marginBottom: ".75rem" } }, title, h("p", {}, verdict(audit),
         ` · ${audit.num_complete} of ${plural(audit.num_iterations, "iteration")} complete · ${plural(audit.num_responses, "response")} · ${plural(audit.num_lines, "line")} · ${plural(audit.num_starts, "start")}`),
       h("p", {}, `${plural(proofs.num_reports, "report")} of engines: ${proofs.num_whole} compared bit for bit with what was received, ${proofs.num_probed} with the trainer's log-probs (at most ${number(proofs.furthest)} apart on average)`),
+      audit.weaker ? h("p", { class: "bad" }, audit.weaker) : null,
       h("p", { class: "muted", style: { overflowWrap: "anywhere" } }, `head ${audit.head}`),
       audit.breaches.length ? h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Breaches" }, table(["where", "breach", "detail"], audit.breaches, "Breaches", false)) : null,
       audit.num_breaches > audit.breaches.length ? h("p", { class: "muted" }, `The first ${audit.breaches.length} are shown; megatron-rl audit lists all.`) : null);

@@ -1,0 +1,68 @@
+"""The precisions that a run takes without flags agree, and those that flags name must."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.training.mismatch import build_mismatch_bounds, find_warning_bound
+from tests.command_lines import CPU, QWEN3, RUN, folder, parse_run, run_problems
+
+
+def words_of(path: Path, stored: str, *words: str) -> tuple[str, ...]:
+    path.mkdir(exist_ok=True)
+    reward = ("--rollout-engine", "vllm", "--prompts", "prompts.jsonl")
+    return (*CPU, *RUN, *reward, "--hf-model", folder(path, dataclasses.replace(QWEN3, dtype=stored)), *words)
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "rollout", "publish"),
+    [
+        ("float32", "", "float32", "float32"),
+        ("float32", "--bf16", "bfloat16", "bfloat16"),
+        ("float32", "--fp16", "float16", "float16"),
+        ("bfloat16", "", "float32", "bfloat16"),
+        ("bfloat16", "--bf16", "bfloat16", "bfloat16"),
+        ("bfloat16", "--fp16", "float16", "float16"),
+        ("float16", "--bf16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_engines_compute_in_what_is_trained_in_and_the_narrower_precision_is_published(
+    tmp_path, stored, flag, rollout, publish
+):
+    settings = parse_run(*words_of(tmp_path, stored, *flag.split()))
+    assert (settings.rollout.dtype, settings.publish.dtype) == (rollout, publish)
+    assert settings.sidecar is not None
+    assert settings.sidecar.rollout.dtype == rollout
+    # What is rounded on the way to engines is no reason for a warning.
+    coarse = "bfloat16" if "bfloat16" in (rollout, publish) else rollout
+    assert find_warning_bound(settings) == {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}[coarse]
+    assert publish in build_mismatch_bounds(settings, rollout).dtypes
+
+
+def test_precisions_that_are_written_are_kept(tmp_path):
+    words = words_of(tmp_path, "float32", "--bf16", "--rollout-dtype", "float32", "--publish-dtype", "float32")
+    settings = parse_run(*words)
+    assert (settings.rollout.dtype, settings.publish.dtype) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        ("--bf16 --publish-dtype float32", True),
+        ("--publish-dtype float32 --rollout-dtype bfloat16", True),
+        ("--fp16 --publish-dtype bfloat16", True),
+        ("--bf16 --publish-dtype float32 --publish-proof probe", False),
+        ("--bf16 --rollout-dtype float32", False),
+    ],
+)
+def test_engines_that_would_round_what_is_published_are_refused_unless_the_weaker_proof_is_accepted(
+    tmp_path, words, is_refused
+):
+    words = words_of(tmp_path, "float32", *words.split())
+    if not is_refused:
+        parse_run(*words)
+        return
+    (problem,) = run_problems(*words)
+    assert "not one parameter" in problem
+    assert "--publish-proof probe" in problem
