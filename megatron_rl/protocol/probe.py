@@ -27,6 +27,11 @@ _QUANTIZED = 4.0
 _EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
 
 
+# Shares of the spread of the trainer's log-probs. Others that know nothing of them differ by the whole spread or more,
+# on average.
+_OF_SPREAD, _OF_SPREAD_COARSE = 0.5, 0.75
+
+
 class Difference(NamedTuple):
     """The difference between two programs' log-probs of the same tokens."""
 
@@ -59,6 +64,17 @@ def find_bound(kind: EngineKind, *dtypes: str) -> float:
     is_device = dtype == "float32" and kind.device != "cpu"
     experts = _EXPERTS if kind.has_experts else 1.0
     return (_BOUND_FLOAT32_DEVICE if is_device else _BOUNDS[dtype]) * experts * _quantized(kind)
+
+
+def limit_by_spread(bound: float, kind: EngineKind, log_probs: Sequence[float]) -> float:
+    """Lower a bound that a model could keep to whose log-probs have nothing to do with the trainer's, which are given.
+
+    It stays above what float32 rounds.
+    """
+    values = np.asarray(log_probs, dtype=np.float64)
+    spread = float(np.abs(values - np.median(values)).mean()) if len(values) else 0.0
+    share = _OF_SPREAD_COARSE if kind.has_experts or kind.is_quantized else _OF_SPREAD
+    return min(bound, max(share * spread, _BOUNDS["float32"]))
 
 
 def find_agreement(kind: EngineKind) -> float:

@@ -317,10 +317,10 @@ def _compared(
 ) -> Proof:
     if not kind.has_model:
         return proof
-    bound = of_trainer.bound
+    log_probs, bound = decode_log_probs(of_trainer.log_probs).tolist(), of_trainer.bound
     if bound is None:
-        bound = probe.find_bound(kind, of_trainer.dtype, weights.dtype)
-    found = probe.measure_difference(of_engine, decode_log_probs(of_trainer.log_probs).tolist())
+        bound = probe.limit_by_spread(probe.find_bound(kind, of_trainer.dtype, weights.dtype), kind, log_probs)
+    found = probe.measure_difference(of_engine, log_probs)
     return dataclasses.replace(proof, difference=found, bound=bound)
 
 

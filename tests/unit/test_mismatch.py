@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from megatron_rl.protocol.probe import find_agreement, find_bound, find_coarsest_dtype
+from megatron_rl.protocol.precisions import find_coarsest_dtype
+from megatron_rl.protocol.probe import find_agreement, find_bound, limit_by_spread, measure_difference
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 from megatron_rl.training.mismatch import MismatchBounds, Part, combine_parts
 
@@ -62,3 +64,24 @@ def test_a_mismatch_of_nan_is_above_every_bound() -> None:
         assert math.isnan(found.largest)
         assert not found.is_accepted
         assert not combine_parts(parts, math.inf).is_accepted
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("scale", [0.2, 1.0, 3.0])
+def test_a_model_that_knows_nothing_of_the_trainers_log_probs_is_beyond_the_bound(has_experts, scale):
+    kind = EngineKind(dtype="bfloat16", device="cuda", has_experts=has_experts)
+    draws = np.random.default_rng(0)
+    for _ in range(200):
+        own = draws.normal(-5, scale, 63)
+        bound = limit_by_spread(find_bound(kind, "bfloat16"), kind, own.tolist())
+        # Another model, one that gives all tokens the same log-prob, and what bfloat16 rounds (measured: 0.06 of 1).
+        for other in (draws.normal(-5, scale, 63), np.full(63, -5.0)):
+            assert not measure_difference(other.tolist(), own.tolist()).mean <= bound
+        near = own + draws.normal(0, 0.06 * scale, 63)
+        assert measure_difference(near.tolist(), own.tolist()).mean <= bound
+
+
+def test_the_spread_of_log_probs_never_lowers_a_bound_below_what_float32_rounds():
+    kind = EngineKind(dtype="bfloat16")
+    assert limit_by_spread(0.5, kind, [-5.0] * 63) == limit_by_spread(0.5, kind, []) == 1e-3
+    assert limit_by_spread(1e-4, kind, [-1.0, -9.0] * 30) == 1e-4
