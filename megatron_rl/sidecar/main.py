@@ -36,7 +36,7 @@ from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, Supervisor
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
-from megatron_rl.sidecar.vllm.server import ServerConfig, link_package, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig, find_packages, run_folder
 from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
@@ -185,7 +185,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     if config.flags:
-        check_with_vllm(config.python, config.flags, link_package(sockets))
+        check_with_vllm(config.python, config.flags, find_packages(config.python, sockets))
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
     deadlines = Deadlines(start=rollout.start_minutes * 60)

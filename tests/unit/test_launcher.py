@@ -174,6 +174,7 @@ def test_what_a_process_has_printed_is_in_its_log_at_once(tmp_path):
 
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     start = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log"))
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
     assert flags["--uds"] == start.address
@@ -189,8 +190,11 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
         "NCCL_DEBUG": "INFO", "HCCL_CONNECT_TIMEOUT": "7200", "VLLM_ATTENTION_BACKEND": "FLASHINFER",
         "CUDA_VISIBLE_DEVICES": "4,5", "XDG_CACHE_HOME": "/scratch/cache", "TRITON_CACHE_DIR": "/scratch/triton",
         "VLLM_CPU_KVCACHE_SPACE": "7", "HF_HOME": "/scratch/hf", "GLIBC_TUNABLES": "glibc.malloc.check=1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_ARCH_LIST": "9.0",
+        "FLASHINFER_WORKSPACE_BASE": "/scratch/flashinfer",
     }  # fmt: skip
     withheld = {"VLLM_API_KEY": "secret", "VLLM_PORT": "8000", "WANDB_API_KEY": "secret", "RANK": "3"}
+    withheld |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     for name, value in (handed_on | withheld).items():
         monkeypatch.setenv(name, value)
     environment = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log")).environment
@@ -200,6 +204,16 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     folder = run_folder()
     assert make_process_spec(CONFIG, "engine-0", folder, Path("log")).environment["VLLM_RPC_BASE_PATH"] == str(folder)
+
+
+def test_an_engine_finds_the_users_packages_unless_it_has_an_interpreter_of_its_own(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/users/packages:/more")
+    for python, is_handed_on in ((sys.executable, True), ("/another/python", False)):
+        config = dataclasses.replace(CONFIG, python=python)
+        environment = make_process_spec(config, "engine-0", run_folder(), Path("log")).environment
+        first, *others = environment["PYTHONPATH"].split(os.pathsep)
+        assert os.listdir(first) == ["megatron_rl"]
+        assert others == (["/users/packages", "/more"] if is_handed_on else [])
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "glibc.malloc.hugetlb=1"), ("cuda", None)])

@@ -39,9 +39,14 @@ _INHERITED = (
 )  # fmt: skip
 _INHERITED_FAMILIES = (
     "NCCL_", "HCCL_", "GLOO_", "UCX_", "VLLM_", "CUDA_", "ASCEND_", "TRITON_", "TORCHINDUCTOR_", "XDG_",
+    "PYTORCH_", "TORCH_", "FLASHINFER_",
 )  # fmt: skip
-# Of those what would change who may speak with the engine, or where its processes meet.
-_WITHHELD = ("VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_LOGGING_CONFIG_PATH")
+# Of those what would change who may speak with the engine, or where its processes meet; and what is meant for the
+# trainer: one queue on a device, and no backend that torch loads by itself.
+_WITHHELD = (
+    "VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_LOGGING_CONFIG_PATH", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +125,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
 def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _is_inherited(name)}
     environment |= {
-        "PYTHONPATH": str(link_package(folder)),
+        "PYTHONPATH": find_packages(config.python, folder),
         "PYTHONUNBUFFERED": "1",
         # vLLM's own sockets, and the files of torch's rendezvous.
         "VLLM_RPC_BASE_PATH": str(folder),
@@ -148,6 +153,13 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
     return {**environment, **config.environment}
+
+
+def find_packages(python: str, folder: Path) -> str:
+    """Return an engine's PYTHONPATH: this package, then what the user has there for the interpreter of this process."""
+    own = os.environ.get("PYTHONPATH")
+    packages = str(link_package(folder))
+    return os.pathsep.join((packages, own)) if own and python == sys.executable else packages
 
 
 def _is_inherited(name: str) -> bool:
