@@ -1,15 +1,28 @@
 """Flags of vLLM that a person adds, against the parser of the vLLM that is installed."""
 
+import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.vllm.flags import check_with_vllm
+from megatron_rl.sidecar.vllm.flags import (
+    _PARSERS,
+    _SET,
+    _UTILITIES,
+    _find_taken,
+    _import_first,
+    check_with_vllm,
+    find_problems,
+)
 from megatron_rl.sidecar.vllm.server import link_package
 
 pytestmark = pytest.mark.each_change
+
+
+LOSSY = "rejection_sample_method synthetic samples other tokens"
 
 
 def test_vllm_itself_is_asked_about_its_flags_before_an_engine_starts(tmp_path: Path) -> None:
@@ -17,3 +30,30 @@ def test_vllm_itself_is_asked_about_its_flags_before_an_engine_starts(tmp_path: 
     check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--max_num_batched_tokens=128"), packages)
     with pytest.raises(UsageError, match=r"--rollout-vllm-args: vLLM refuses it: .*--no-such-flag"):
         check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--no-such-flag"), packages)
+
+
+def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written() -> None:
+    arguments, utilities = (_import_first(names) for names in (_PARSERS, _UTILITIES))
+    assert arguments is not None
+    assert utilities is not None
+    parser = arguments.make_arg_parser(utilities.FlexibleArgumentParser())
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    for words, *expected in (
+        ("--hos 0.0.0.0", "--host is not free"),
+        ("--load-for dummy", "--load-format is not free"),
+        # The value that it has without a flag replaces ours all the same.
+        ("--logprobs-mod raw_logprobs", "--logprobs-mode is not free"),
+        ("--middlewar a.b", "--middleware is not free"),
+        ("--no-skip-tokenizer-init -tp 2", "-tp is set", "--skip-tokenizer-init is not free"),
+        ("--speculative-config.rejection_sample_method synthetic", LOSSY),
+        ("--speculative_conf.rejection_sample_method=synthetic", LOSSY),
+        (f"--speculative-config {json.dumps({**speculation, 'rejection_sample_method': 'synthetic'})!r}", LOSSY),
+        (f"--speculative-config {json.dumps({**speculation, 'rejection_sample_method': 'block'})!r}",),
+        ("--kv-cache-dtype auto --max_num_batched_tokens=128 --uvicorn-log-level info",),
+    ):
+        found = list(_find_taken(parser, shlex.split(words)))
+        assert len(found) == len(expected), (words, found)
+        assert all(any(text in problem for problem in found) for text in expected), (words, found)
+    # None that is free is the beginning of one that is not: that would be refused as an abbreviation.
+    free = [name for name in parser._option_string_actions if name.startswith("--") and not list(find_problems(name))]
+    assert len(free) > len(parser._option_string_actions) - 2 * len(_SET) - 4

@@ -202,6 +202,9 @@ def test_engines_have_as_long_to_start_as_the_flag_says(model: Path, tmp_path: P
     [
         ("--max_num_seqs 4", "--max-num-seqs is set by --rollout-max-num-seqs: write that"),
         ("--seed 3 -tp=2", "-tp is set by --rollout-tensor-parallel-size: write that"),
+        ("--hos 0.0.0.0", "--hos (short for --host) is not free: drop it"),
+        ("--load-for dummy", "--load-for (short for --load-format) is not free: drop it"),
+        ("--logprobs_mod=raw_logits", "--logprobs-mod (short for --logprobs-mode) is not free: drop it"),
         ("--logprobs-mode raw_logprobs", "--logprobs-mode is not free: drop it"),
         ("fp8", "'fp8' must begin with a flag of vLLM"),
         ("--kv-cache-dtype 'fp8", "cannot be read: No closing quotation"),
