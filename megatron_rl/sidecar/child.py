@@ -28,7 +28,7 @@ _TOKEN = "token"
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.1
 _END_SECONDS = 30.0
-
+_LEAVE_SECONDS = 1.0
 
 _NUM_LINES = 20
 
@@ -160,32 +160,52 @@ class OwnSidecar:
         raise SidecarFailed(f"the sidecar {ended}; the end of its log, {self._handle.log}:\n{self._tail()}")
 
     @contextlib.contextmanager
-    def watched(self, failed: Callable[[MegatronRLError], object], say: Callable[[str], object]) -> Iterator[None]:
-        """Within this context report the sidecar's progress, and call `failed` at once if it ends."""
-        over = threading.Event()
+    def reported(self, failed: Callable[[MegatronRLError], object], say: Callable[[str], object]) -> Iterator[None]:
+        """Within this context report the progress of the sidecar's start, and call `failed` at once if it ends."""
         news = News(self._folder / starting.FILE_NAME)
 
         def tell() -> None:
             for line in news.lines(time.monotonic()):
                 say(line)
 
-        def poll() -> None:
+        with self.watched(failed, each_look=tell):
+            yield
+        tell()
+
+    @contextlib.contextmanager
+    def watched(
+        self,
+        failed: Callable[[MegatronRLError], object],
+        is_busy: Callable[[], bool] = lambda: False,
+        each_look: Callable[[], object] = lambda: None,
+    ) -> Iterator[None]:
+        """Within this context call `failed`, from another thread, as soon as the sidecar has ended.
+
+        While the caller `is_busy` with what needs no sidecar, wait for that; nothing has failed if the context is left
+        then.
+        """
+        over = threading.Event()
+
+        def look() -> None:
             while not over.wait(_POLL_SECONDS):
                 try:
                     self.check()
                 except MegatronRLError as error:
-                    failed(error)
+                    while is_busy():
+                        # Whoever was busy may now leave the context.
+                        over.wait(_LEAVE_SECONDS)
+                    if not over.is_set():
+                        failed(error)
                     return
-                tell()
+                each_look()
 
-        thread = threading.Thread(target=poll, name="sidecar", daemon=True)
+        thread = threading.Thread(target=look, name="sidecar", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
-        tell()
 
     def close(self) -> None:
         """Ask it to end, then end it."""

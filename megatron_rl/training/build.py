@@ -113,7 +113,7 @@ def train(
                 stack.callback(sidecar.close)
         waiting = _find_waiting(settings)
         with watch, contextlib.ExitStack() as parts:
-            with contextlib.nullcontext() if sidecar is None else sidecar.watched(watch.fail, startup.say):
+            with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
                 session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
                 startup.say(describe_model(settings, session.platform.name, session.world_size))
@@ -129,7 +129,8 @@ def train(
             watch.tidy = trainer.tidy
             stop.tidy = functools.partial(_leave, trainer, watch)
             watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
-            trainer.train()
+            with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
+                trainer.train()
             stop.over()
             _print_summary(settings, trainer)
         session.close()
@@ -194,6 +195,13 @@ def build(
         num_iterations=num_iterations,
         trace=trace,
     )
+
+
+def _watched(
+    sidecar: OwnSidecar, watch: Watch, trainer: Trainer | SupervisedTrainer
+) -> contextlib.AbstractContextManager[None]:
+    """End all ranks when the sidecar ends, but let a checkpoint be finished that is being saved."""
+    return sidecar.watched(watch.fail, is_busy=lambda: trainer.place[1] == "save")
 
 
 def _find_waiting(settings: Settings) -> datetime.timedelta:
