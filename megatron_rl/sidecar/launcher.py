@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from megatron_rl.sidecar import parent
+from megatron_rl.sidecar.processes import ProcessWatch, list_group
 
 LOG_BYTES = 8 << 20
 # More than the deaths in a row after which an engine is given up, so that the log of its first death stays.
@@ -60,6 +61,17 @@ class Handle(Protocol):
 
     def poll(self) -> str | None:
         """Say how the process ended; None while it runs."""
+        ...
+
+    def need(self, pid: int) -> None:
+        """Count a process that it started as one that it cannot do without."""
+        ...
+
+    def find_fault(self) -> str | None:
+        """Say what has ended or is stopped, of the process and those that it needs; None while all run.
+
+        Call it several times a second.
+        """
         ...
 
     def kill(self) -> None:
@@ -108,6 +120,7 @@ class LocalHandle:
         self.log = log.path
         self._process = process
         self._log = log
+        self._watch = ProcessWatch(process.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -119,6 +132,13 @@ class LocalHandle:
         if code is None:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def need(self, pid: int) -> None:
+        self._watch.add(pid)
+
+    def find_fault(self) -> str | None:
+        ended = self.poll()
+        return f"its server {ended}" if ended else self._watch.find_fault()
 
     def kill(self) -> None:
         shared_memory = _shared_memory(self.pid)
@@ -218,11 +238,10 @@ class Log:
 def _shared_memory(group: int) -> set[Path]:
     """Find the files through which a group's processes share memory; not those in folders, such as weights."""
     found = set()
-    for name in os.listdir("/proc"):
+    for pid in list_group(group):
         with contextlib.suppress(OSError):
-            if name.isdecimal() and os.getpgid(int(name)) == group:
-                lines = Path(f"/proc/{name}/maps").read_text().splitlines()
-                found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
     return {path for path in found if path.parent == Path("/dev/shm")}
 
 

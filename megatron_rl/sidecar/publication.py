@@ -5,7 +5,9 @@
 No engine is tagged with the version before all have loaded it, and none takes groups before all have come to the last
 bar: if one fails, none is READY. Invariants:
 
-- each step has a deadline; a step that fails names the engines and why;
+- each step has a deadline, which follows from how long it has taken lately (`pace.py`); a step that fails names the
+  engines and why;
+- an engine that is lost while the others, or the trainer, are waited for fails the attempt;
 - three fingerprints are the announced one: that of the weights an engine digested, that of its tag, and that of the
   token that it samples with the probe;
 - what an engine holds after a load is bit for bit what it was given, in all parameters, or in those that it can
@@ -17,10 +19,12 @@ bar: if one fails, none is READY. Invariants:
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
@@ -38,13 +42,19 @@ from megatron_rl.sidecar.engines import (
     WeightReport,
     WrongWeights,
 )
+from megatron_rl.sidecar.pace import Pace
+from megatron_rl.weights.writing import is_being_written
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class StepDeadlines:
-    """Seconds that each step may take, on every engine."""
+    """The most seconds that each step may take, on every engine; less once it has been measured (`pace.Pace`)."""
 
     pause: float = 60
     load: float = 600
@@ -135,23 +145,28 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 class Steps:
     """Takes engines through the steps; `current` has each engine's step and since when."""
 
-    def __init__(self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None, pace: Pace | None = None
+    ) -> None:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
         self._recorder = recorder or Recorder(most=0)
+        self._pace = pace or Pace()
         self._seconds: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
+        """How long each step took on the slowest engine, without the time in which it waited for the trainer."""
 
     async def publish(
         self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
     ) -> Published:
         """Take all steps; `before` is the version that engines were last brought to, if known."""
-        self._seconds = {}
+        self._seconds, self._measured = {}, {}
         tokens = decode_tokens(weights.probe).tolist()
         await self._all(engines, lambda engine: self._take("pause", engine, engine.pause))
         reports = await self._all(engines, lambda engine: self._load(engine, weights))
         probes = await self._all(engines, lambda engine: self._commit(engine, weights, reports[engine.name], tokens))
         waiting = time.monotonic()
-        of_trainer = None if answer is None else await self._answer(answer, weights)
+        of_trainer = None if answer is None else await self._answer(answer, weights, engines)
         self._seconds["trainer"] = time.monotonic() - waiting
         proofs = [Proof(name, report) for name, report in reports.items()]
         if of_trainer is not None:
@@ -166,10 +181,17 @@ class Steps:
             begun = self._recorder.now()
             engine.open()
             self._note(engine.name, "open", begun)
+        for step, seconds in self._measured.items():
+            self._pace.note(step, seconds)
         return Published(weights, tuple(proofs), tuple(next(iter(probes.values()))), of_trainer, kinds, self._seconds)
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
-        report = await self._take("load", engine, lambda: engine.load(weights), weights.deadline_seconds)
+        def waits_for_trainer() -> bool:
+            return weights.transport == "shm" and is_being_written(Path(weights.location))
+
+        report = await self._take(
+            "load", engine, lambda: engine.load(weights), weights.deadline_seconds, waits_for_trainer
+        )
         _must_equal("load", engine, report, weights)
         _must_be_compared(engine, report, weights)
         return report
@@ -184,27 +206,53 @@ class Steps:
         _must_be_sampled_with(engine, probed.response, weights)
         return probed.log_probs
 
-    async def _answer(self, answer: AwaitAnswer, weights: Weights) -> ProbeAnswer:
+    async def _answer(self, answer: AwaitAnswer, weights: Weights, engines: Sequence[Engine]) -> ProbeAnswer:
+        """Wait for the trainer's log-probs, as long as no engine is lost."""
         seconds = weights.deadline_seconds or self._deadlines.trainer
+        answering = asyncio.ensure_future(answer())
+        losses = {engine.name: asyncio.create_task(_until_lost(engine)) for engine in engines}
         try:
-            async with asyncio.timeout(seconds):
-                return await answer()
-        except TimeoutError:
-            raise TrainerSilent(
-                f"the trainer did not send its log-probs of version {weights.version}'s probe within {seconds:g} s"
-            ) from None
+            await asyncio.wait((answering, *losses.values()), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            lost = {name: loss.result() for name, loss in losses.items() if loss.done()}
+        finally:
+            for task in (answering, *losses.values()):
+                task.cancel()
+        if lost:
+            raise StepFailed(lost)
+        raise TrainerSilent(
+            f"the trainer did not send its log-probs of version {weights.version}'s probe within {seconds:g} s"
+        )
 
     async def _take(
-        self, step: str, engine: Engine, action: Callable[[], Awaitable[T]], given_seconds: float | None = None
+        self,
+        step: str,
+        engine: Engine,
+        action: Callable[[], Awaitable[T]],
+        given_seconds: float | None = None,
+        waits_for_trainer: Callable[[], bool] = lambda: False,
     ) -> T:
-        seconds = given_seconds or getattr(self._deadlines, step)
+        """Have an engine take a step. While it `waits_for_trainer`, only the configured deadline counts."""
+        most = given_seconds or getattr(self._deadlines, step)
+        seconds = self._pace.deadline(step, most)
         begun = time.monotonic()
         with self._at(engine.name, step):
             try:
-                async with asyncio.timeout(seconds):
-                    return await action()
+                async with asyncio.timeout(most), _timeout_after(seconds, waits_for_trainer) as count:
+                    done = await action()
+                self._measured[step] = max(self._measured.get(step, 0.0), count())
+                return done
             except TimeoutError:
-                raise EngineLost(f"engine {engine.name}: {step} did not finish within {seconds:g} s") from None
+                self._pace.note(step, seconds)
+                passed = round(time.monotonic() - begun, 1)
+                raise EngineLost(
+                    f"engine {engine.name}: {step} did not finish within {passed:g} s\n{engine.last_words()}"
+                ) from None
+            except EngineLost as loss:
+                # The others may take long, and are waited for.
+                _log.warning("%s", loss)
+                raise
             finally:
                 self._seconds[step] = max(self._seconds.get(step, 0.0), time.monotonic() - begun)
                 self._note(engine.name, step, begun)
@@ -235,6 +283,34 @@ class Steps:
             yield
         finally:
             del self.current[name]
+
+
+@contextlib.asynccontextmanager
+async def _timeout_after(seconds: float, waits: Callable[[], bool]) -> AsyncIterator[Callable[[], float]]:
+    """Raise TimeoutError so many seconds after `waits` has last been true; yield what counts them."""
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+
+    async def follow(timeout: asyncio.Timeout) -> None:
+        nonlocal since
+        while waits():
+            since = loop.time()
+            timeout.reschedule(since + seconds)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async with asyncio.timeout(seconds) as timeout:
+        following = asyncio.create_task(follow(timeout))
+        try:
+            yield lambda: loop.time() - since
+        finally:
+            following.cancel()
+
+
+async def _until_lost(engine: Engine) -> EngineLost:
+    """Wait until an engine is lost, and return why."""
+    while (fault := await engine.find_fault()) is None:
+        await asyncio.sleep(_POLL_SECONDS)
+    return EngineLost(f"engine {engine.name}: {fault}, while the trainer was waited for\n{engine.last_words()}")
 
 
 def _must_agree(

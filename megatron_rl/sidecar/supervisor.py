@@ -76,10 +76,6 @@ class SupervisedEngine(Engine, Protocol):
         """End it, in any state."""
         ...
 
-    def last_words(self) -> str:
-        """Say what is known of why it ended."""
-        ...
-
 
 class EngineFactory(Protocol):
     """What makes engines."""
@@ -362,10 +358,10 @@ class Supervisor:
                     member.check = asyncio.create_task(self._check(member, member.engine))
 
     async def _check(self, member: Member, engine: SupervisedEngine) -> None:
-        is_alive = await engine.is_alive()
+        fault = await engine.find_fault()
         # In a publish every step has its own deadline.
-        if not is_alive and member.engine is engine and engine.state in _UP and not self._lock.locked():
-            self._revive(member, f"engine {member.name} is gone, or makes no progress\n{engine.last_words()}")
+        if fault and member.engine is engine and engine.state in _UP and not self._lock.locked():
+            self._revive(member, f"engine {member.name}: {fault}\n{engine.last_words()}")
 
     def _lost(self, engine: Engine, error: EngineLost) -> None:
         member = self._members.get(engine.name)
@@ -374,12 +370,15 @@ class Supervisor:
 
     def _revive(self, member: Member, reason: str) -> None:
         """Start an engine again, in the background."""
-        member.error = reason
+        is_idle = member.task is None or member.task.done()
+        if is_idle or member.engine.state is not EngineState.DEAD:
+            # Requests that end because their engine is closed do not say why.
+            member.error = reason
         member.engine.state = EngineState.DEAD
         if member.down_since is None:
             member.down_since = self._recorder.now()
-        if member.task is None or member.task.done():
-            _log.warning("engine %s: %s", member.name, reason)
+        if is_idle:
+            _log.warning("%s", reason)
             self._run_for(member, self._bring_back(member))
 
     async def _bring_back(self, member: Member) -> None:

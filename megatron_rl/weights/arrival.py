@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.weights.writing import COUNTS_FILE, is_locked
 
-_FILE = "arrived"
 _NUMBER_BYTES = 8
 _POLL_SECONDS = 0.0005
 _POLLS_PER_LOOK = 100
@@ -29,7 +29,7 @@ _POLLS_PER_LOOK = 100
 @contextlib.contextmanager
 def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
     """Count nothing as written yet; in this context, readers of the folder wait for what is missing."""
-    path = folder / _FILE
+    path = folder / COUNTS_FILE
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
@@ -47,7 +47,7 @@ class Counter:
         self._lines = {name: line for line, name in enumerate(sorted(spec.name for spec in specs))}
         self._counts = dict.fromkeys(self._lines, 0)
         self._place = (writer, num_writers)
-        self._descriptor = os.open(folder / _FILE, os.O_WRONLY)
+        self._descriptor = os.open(folder / COUNTS_FILE, os.O_WRONLY)
 
     def __enter__(self) -> "Counter":
         return self
@@ -72,7 +72,7 @@ class Arrival:
         self._sleep = sleep
         self._descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
-            self._descriptor = os.open(folder / _FILE, os.O_RDONLY)
+            self._descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
             self._line_bytes = os.fstat(self._descriptor).st_size // max(1, len(self._lines))
 
     def __enter__(self) -> "Arrival":
@@ -105,14 +105,7 @@ class Arrival:
         return sum(int.from_bytes(number, "little") for number in numbers) == self._sizes[name]
 
     def _is_written_to(self) -> bool:
-        if self._descriptor is None:
-            return False
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return False
+        return self._descriptor is not None and is_locked(self._descriptor)
 
 
 def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

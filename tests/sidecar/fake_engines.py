@@ -50,8 +50,9 @@ class FakeEngine(ScriptedEngine):
     def last_words(self) -> str:
         return f"last words of {self.name}"
 
-    async def is_alive(self) -> bool:
-        return not self.is_closed and self.state is not EngineState.DEAD and not self._factory.killed[self.name]
+    async def find_fault(self) -> str | None:
+        is_alive = not self.is_closed and self.state is not EngineState.DEAD and not self._factory.killed[self.name]
+        return None if is_alive else "its process is gone"
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         await self._fail("generate")

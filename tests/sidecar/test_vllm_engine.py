@@ -415,7 +415,7 @@ def test_an_engine_that_somebody_else_started_is_taken_in_and_left_alone_at_the_
     (group,) = generate(run, adopted, request(1))
     assert group[0].engine == "adopted"
     run(adopted.close())
-    assert run(engine.is_alive())
+    assert run(engine.find_fault()) is None
 
 
 def test_an_engine_that_never_answers_is_given_up_after_its_time_to_start(run, tmp_path):

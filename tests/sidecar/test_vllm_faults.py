@@ -24,6 +24,7 @@ from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, Supervisor
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
+from tests.sidecar.naming import NAMED_SECONDS, naming
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
 from tests.sidecar.vllm_models import request as group_of
 
@@ -176,6 +177,29 @@ def test_a_publish_outlives_an_engine_that_is_killed_or_hangs_in_it(run, request
 
     with in_shared_memory(models.first, 1) as first, in_shared_memory(models.second, 2) as second:
         run(break_it_while_it_loads(first, second))
+
+
+@pytest.mark.timeout(2400)
+def test_a_core_that_is_killed_as_a_publish_begins_is_named_and_the_publish_succeeds(run, supervisor, models):
+    async def break_it(first, second, delay: float) -> float:
+        await supervisor.publish(first)
+        await until_ready(supervisor)
+        await all_groups(supervisor)
+        core = processes(supervisor, "engine-1")["core"]
+        with naming("engine-1") as named:
+            task = asyncio.create_task(supervisor.publish(second))
+            await asyncio.sleep(delay)
+            core.kill()
+            killed = time.monotonic()
+            await asyncio.wait_for(named.event.wait(), NAMED_SECONDS)
+            await asyncio.wait_for(task, 300)
+        await until_ready(supervisor, 300)
+        print(f"core killed {1e3 * delay:.0f} ms after the publish began: {named.at - killed:.2f} s: {named.text}")
+        return named.at - killed
+
+    with in_shared_memory(models.first, 1) as first, in_shared_memory(models.second, 2) as second:
+        seconds = [run(break_it(first, second, 0.01 * number)) for number in range(10)]
+    print(f"named after {max(seconds):.2f} s at most")
 
 
 def test_a_publish_of_half_a_file_reaches_no_engine(run, supervisor, models):

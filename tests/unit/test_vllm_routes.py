@@ -123,7 +123,7 @@ def test_a_probe_that_is_not_finite_proves_the_weights_wrong():
     engine = VllmEngine("engine-0", "/nowhere")
     engine.limits = Limits(max_model_len=8, max_num_seqs=1, vocab_size=9)
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=bodies[request.url.path]))
-    engine._http = httpx.AsyncClient(transport=transport, base_url="http://engine")
+    engine._connection._http = httpx.AsyncClient(transport=transport, base_url="http://engine")
     with pytest.raises(WrongWeights, match="engine-0: its log-probs of the probe are not finite"):
         asyncio.run(engine.probe((3, 4, 5)))
 

@@ -131,6 +131,10 @@ class Engine(Protocol):
         """Become READY and take groups."""
         ...
 
-    async def is_alive(self) -> bool:
-        """Whether the process is there and answers in time."""
+    async def find_fault(self) -> str | None:
+        """Say why the engine is lost; None while its processes run and it answers in time."""
+        ...
+
+    def last_words(self) -> str:
+        """Say what is known of why it ended."""
         ...

@@ -127,8 +127,8 @@ class ScriptedEngine:
         self.state = EngineState.READY
         self._running.set()
 
-    async def is_alive(self) -> bool:
-        return self.state is not EngineState.DEAD
+    async def find_fault(self) -> str | None:
+        return "it is dead" if self.state is EngineState.DEAD else None
 
     async def close(self) -> None:
         """End it, as its process would end."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from megatron_rl.errors import PlatformError, UsageError
@@ -30,7 +28,9 @@ from megatron_rl.sidecar.engines import (
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
+from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
+from megatron_rl.sidecar.vllm.connection import Connection, Progress
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
@@ -44,7 +44,7 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupAnswer,
     GroupCall,
 )
-from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, find_cause, make_process_spec
+from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, make_process_spec
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +55,14 @@ _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
 _REFUSALS = {"NotHeld": WrongWeights, "NotWritten": NotWritten}
 """What a worker's refusals are here, by the names of their classes."""
-_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds; the steps of a publish have those of `publication.StepDeadlines`."""
+    """Seconds; the steps of a publish have those of `publication.StepDeadlines`.
+
+    A start and a silence have less once some have been measured (`pace.Pace`).
+    """
 
     start: float = 600
     health: float = 60
@@ -68,7 +70,11 @@ class Deadlines:
     group: float = 7200
     """For a whole group, including the time in the queue."""
     stall: float = 120
-    """The longest time without another token while something is in flight."""
+    """The longest time without progress while something is in flight."""
+
+
+# Longer than that of a step: a step of a core may take long on a busy host.
+LEAST_SECONDS = 60.0
 
 
 class VllmEngine:
@@ -81,7 +87,9 @@ class VllmEngine:
         handle: Handle | None = None,
         deadlines: Deadlines = Deadlines(),
         stream_place: streams.StreamPlace | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """`pace` has what starts and silences have taken, of all engines like this one."""
         self.name = name
         self.address = address
         self.state = EngineState.STARTING
@@ -93,26 +101,23 @@ class VllmEngine:
         self._version = -1
         self._tag = ""
         self._num_in_flight = 0
-        self._progress = (0.0, 0.0)
-        # No connection is kept: the server may close an idle one just when it is used again.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
-            base_url="http://engine",
-            timeout=None,
-        )
+        self._progress = Progress()
+        self._pace = pace or Pace(LEAST_SECONDS)
+        self._connection = Connection(name, address, handle, deadlines.health)
 
     async def start(self) -> None:
         """Wait until the server answers and its workers are ready; else raise EngineLost with its last lines."""
+        begun = time.monotonic()
+        seconds = self._pace.deadline("start", self._deadlines.start)
         try:
-            async with asyncio.timeout(self._deadlines.start):
+            async with asyncio.timeout(seconds):
                 await self._until_healthy()
                 await self._prepare()
                 await self._check_updates()
         except TimeoutError:
-            raise EngineLost(
-                f"engine {self.name} was not ready after {self._deadlines.start:g} s\n{self.last_words()}"
-            ) from None
+            self._pace.note("start", seconds)
+            raise EngineLost(f"engine {self.name} was not ready after {seconds:.3g} s\n{self.last_words()}") from None
+        self._pace.note("start", time.monotonic() - begun)
         self.state = EngineState.WAITING
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -122,7 +127,7 @@ class VllmEngine:
         version, tag = self._version, self._tag
         call = build_call(request, self.limits, tag)
         if not self._num_in_flight:
-            self._progress = (-1.0, time.monotonic())
+            self._progress.begin()
         self._num_in_flight += 1
         try:
             async with asyncio.timeout(self._deadlines.group), self._cutting(request):
@@ -133,6 +138,8 @@ class VllmEngine:
             ) from None
         finally:
             self._num_in_flight -= 1
+            if not self._num_in_flight and self._progress.longest:
+                self._pace.note("silence", self._progress.longest)
         return read_responses(answer, request, self.name, version, tag)
 
     @contextlib.asynccontextmanager
@@ -146,7 +153,7 @@ class VllmEngine:
             await event.wait()
             # If the server is gone, the request itself says so.
             with contextlib.suppress(EngineLost, EngineRefused):
-                await self._send("cut", "POST", END, msgspec.msgpack.encode(Cut(request.request_id)))
+                await self._connection.send("cut", END, msgspec.msgpack.encode(Cut(request.request_id)))
 
         task = asyncio.create_task(cut(request.cut))
         try:
@@ -156,7 +163,7 @@ class VllmEngine:
 
     async def pause(self) -> None:
         self.state = EngineState.PUBLISHING
-        await self._send("pause", "POST", PAUSE)
+        await self._connection.send("pause", PAUSE)
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
@@ -183,8 +190,8 @@ class VllmEngine:
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"
         reset, _ = await asyncio.gather(
-            self._post("commit", "/reset_prefix_cache"),
-            self._send("commit", "POST", COMMIT, Commit(tag)),
+            self._connection.post("commit", "/reset_prefix_cache"),
+            self._connection.send("commit", COMMIT, Commit(tag)),
         )
         if reset.get("success") is not True:
             raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because something still uses it")
@@ -193,7 +200,7 @@ class VllmEngine:
 
     async def verify(self) -> WeightReport:
         data, answers = await asyncio.gather(
-            self._send("verify", "POST", HELD), self._workers("verify", "megatron_rl_report")
+            self._connection.send("verify", HELD), self._workers("verify", "megatron_rl_report")
         )
         tag = msgspec.msgpack.decode(data, type=Commit).tag
         version, _, fingerprint = tag.partition(":")
@@ -210,7 +217,7 @@ class VllmEngine:
         request = GroupRequest(f"probe-{self.name}-{self._version}", prompt, 1, 0, Sampling(max_tokens=1))
         call = build_call(request, self.limits, tag=f"probe {time.monotonic_ns()}")
         call = msgspec.structs.replace(call, sampling={**call.sampling, "prompt_logprobs": 0})
-        await self._post("probe", "/resume")
+        await self._connection.post("probe", "/resume")
         answer = await self._ask("probe", call)
         if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
             raise EngineRefused(f"engine {self.name}, probe: its log-probs are of other tokens than the probe's")
@@ -224,16 +231,16 @@ class VllmEngine:
     def open(self) -> None:
         self.state = EngineState.READY
 
-    async def is_alive(self) -> bool:
-        """Whether the process is there, answers, and makes progress with what is in flight."""
-        if self._handle and self._handle.poll():
-            return False
-        return await self._answers_health() and await self._makes_progress()
+    async def find_fault(self) -> str | None:
+        """Say why the engine is lost; None while its processes run, it answers, and it makes progress."""
+        if self._connection.fault is None and not await self._connection.is_healthy():
+            return self._connection.find_fault() or "its server does not answer"
+        return self._connection.fault or await self._find_stall()
 
     async def close(self) -> None:
         """End the engine, unless it was adopted."""
         self.state = EngineState.DEAD
-        await self._http.aclose()
+        await self._connection.close()
         if self._handle:
             await asyncio.to_thread(self._handle.kill)
 
@@ -247,10 +254,8 @@ class VllmEngine:
         return int(self.facts["world_size"])
 
     def last_words(self) -> str:
-        """Say why it ended, from its log, and where the log is."""
-        if self._handle is None:
-            return "it was not started here: see its own log"
-        return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
+        """Say what is known of why it ended."""
+        return self._connection.last_words()
 
     async def _prepare(self) -> None:
         try:
@@ -262,6 +267,9 @@ class VllmEngine:
                 f"--worker-extension-cls {EXTENSION}"
             ) from None
         self.facts = facts = answers[0]
+        if self._handle:
+            for answer in answers:
+                self._handle.need(int(answer["pid"]))
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
                 f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer's log-probs are of logits/T: "
@@ -281,9 +289,9 @@ class VllmEngine:
         )
 
     async def _until_healthy(self) -> None:
-        while not await self._answers_health():
-            if self._handle and (end := self._handle.poll()):
-                raise EngineLost(f"engine {self.name} {end} before it was ready\n{self.last_words()}")
+        while not await self._connection.is_healthy():
+            if fault := self._connection.fault:
+                raise EngineLost(f"engine {self.name}: {fault} before it was ready\n{self.last_words()}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_updates(self) -> None:
@@ -307,7 +315,7 @@ class VllmEngine:
         if not await self._reload():
             _log.warning("engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name)
             return
-        await self._post("reload", "/reset_prefix_cache")
+        await self._connection.post("reload", "/reset_prefix_cache")
         after = (await self.probe(())).log_probs
         tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
         # Written so that NaN never matches.
@@ -320,7 +328,7 @@ class VllmEngine:
 
     async def _learn_order(self) -> None:
         """Have the workers learn where tensors lie in their parameters; they hold no real weights afterwards."""
-        await self._send("learn", "POST", PAUSE)
+        await self._connection.send("learn", PAUSE)
         answers = await self._workers("learn", "megatron_rl_learn_order")
         unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
         if any(answer["unknown"] is None for answer in answers):
@@ -346,16 +354,16 @@ class VllmEngine:
                 f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
             )
         for call in streams.list_join_calls(weights, self.stream_place):
-            await self._post("load", call.route, call.content)
+            await self._connection.post("load", call.route, call.content)
         await self._workers("load", "megatron_rl_begin_stream")
         for call in streams.list_receive_calls(weights):
-            await self._post("load", call.route, call.content)
+            await self._connection.post("load", call.route, call.content)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
     async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of our extension in every worker."""
         content = {"method": method, "args": list(arguments)}
-        answers = (await self._post(step, "/collective_rpc", content))["results"]
+        answers = (await self._connection.post(step, "/collective_rpc", content))["results"]
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 kind = _REFUSALS.get(answer["kind"], EngineRefused)
@@ -370,7 +378,7 @@ class VllmEngine:
 
     async def _ask(self, step: str, call: GroupCall) -> GroupAnswer:
         """Have the engine sample."""
-        data = await self._send(step, "POST", GENERATE, msgspec.msgpack.encode(call))
+        data = await self._connection.send(step, GENERATE, msgspec.msgpack.encode(call))
         try:
             return msgspec.msgpack.decode(data, type=GroupAnswer)
         except msgspec.DecodeError as error:
@@ -378,58 +386,20 @@ class VllmEngine:
                 f"engine {self.name}: the answer to {call.request_id} cannot be read: {error}"
             ) from None
 
-    async def _post(self, step: str, route: str, content: object = None) -> Any:
-        return json.loads(await self._send(step, "POST", route, content) or b"null")
-
-    async def _send(self, step: str, method: str, route: str, content: object = None) -> bytes:
-        """Send a request, return the answer's body; raise EngineLost if none comes, EngineRefused for an error."""
-        if content is None:
-            request = self._http.build_request(method, route)
-        else:
-            kind = "msgpack" if isinstance(content, bytes) else "json"
-            body = content if isinstance(content, bytes) else msgspec.json.encode(content)
-            headers = {"content-type": f"application/{kind}"}
-            request = self._http.build_request(method, route, content=body, headers=headers)
-        try:
-            answer = await self._http.send(request)
-        except (httpx.HTTPError, RuntimeError) as error:
-            raise await self._failure(f"{step} got no answer: {self._end() or repr(error)}") from None
-        if answer.status_code != 200:
-            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000])
-        return answer.content
-
-    async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
-        """Make an EngineRefused if the engine is healthy, else an EngineLost with the cause from its log."""
-        said = f": {answer}" if answer else ""
-        if await self._answers_health():
-            return EngineRefused(f"engine {self.name}: {text}{said}")
-        return EngineLost(f"engine {self.name}: {text}{'' if self._handle else said}\n{self.last_words()}")
-
-    async def _answers_health(self) -> bool:
-        try:
-            async with asyncio.timeout(self._deadlines.health):
-                return (await self._http.get("/health")).status_code == 200
-        except (TimeoutError, httpx.HTTPError, RuntimeError):
-            return False
-
-    async def _makes_progress(self) -> bool:
-        """Whether the count of tokens grows while something is in flight: /health does not notice a hanging core."""
+    async def _find_stall(self) -> str | None:
+        """Say for how long there has been no progress with what is in flight, if that is too long."""
         if not self._num_in_flight or self.state is not EngineState.READY:
-            return True
-        try:
-            async with asyncio.timeout(self._deadlines.health):
-                text = (await self._http.get("/metrics")).text
-        except (TimeoutError, httpx.HTTPError, RuntimeError):
-            return False
-        count = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(_COUNTERS))
-        known, since = self._progress
-        if count != known:
-            self._progress = (count, time.monotonic())
-            return True
-        return time.monotonic() - since < self._deadlines.stall
-
-    def _end(self) -> str | None:
-        return self._handle.poll() if self._handle else None
+            return None
+        metrics = await self._connection.read_metrics()
+        if metrics is None:
+            return self._connection.find_fault() or "its server does not answer"
+        silence = self._progress.measure_silence(metrics)
+        longest = self._progress.longest
+        most = self._pace.deadline("silence", self._deadlines.stall, longest)
+        if silence < most:
+            return None
+        self._pace.note("silence", silence)
+        return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
 
 
 class VllmFactory:
@@ -450,17 +420,18 @@ class VllmFactory:
         self._logs = logs or folder
         self._launcher = launcher
         self._deadlines = deadlines or Deadlines()
+        self._pace = Pace(LEAST_SECONDS)
         self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
 
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return VllmEngine(name, handle.address, handle, self._deadlines)
+        return VllmEngine(name, handle.address, handle, self._deadlines, pace=self._pace)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return VllmEngine(name, address, None, self._deadlines)
+        return VllmEngine(name, address, None, self._deadlines, pace=self._pace)
 
     def release(self, name: str) -> None:
         """Free the devices of an engine that is gone for good."""

@@ -91,6 +91,7 @@ class WorkerExtension:
         config = self.vllm_config.model_config
         return {
             "vllm": vllm.__version__,
+            "pid": os.getpid(),
             "rank": self.rank,
             "world_size": self.vllm_config.parallel_config.world_size,
             "max_model_len": config.max_model_len,

@@ -1,0 +1,106 @@
+"""What the kernel says of the processes that an engine needs. Linux only: it reads /proc."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+NUM_LOOKS = 25
+"""How many looks in a row must see a process stopped. Looks are counted, not seconds: a host that is suspended stops
+whoever looks together with what it looks at."""
+_STOPPED = "T"
+_ENDED = ("Z", "X")
+_NUM_WORDS = 3
+_MOST_TITLE = 60
+
+
+class Process(NamedTuple):
+    """A process at one moment."""
+
+    state: str
+    """The kernel's letter: R for running, S for sleeping, T for stopped, Z for ended."""
+    parent: int
+    started: int
+    """When it started, in the kernel's ticks: two processes with the same number differ in it."""
+
+
+def read_process(pid: int) -> Process | None:
+    """Read the process's state; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may have spaces and parentheses itself.
+    fields = text.rpartition(")")[2].split()
+    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
+
+
+def list_group(group: int) -> list[int]:
+    """List the processes of a process group."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _find_group(int(name)) == group]
+
+
+class ProcessWatch:
+    """Notices that a process which an engine needs has ended or is stopped.
+
+    Invariants:
+
+    - the leader is needed, and so is each process that was added and each one between those and the leader. Others of
+      the group come and go;
+    - a process has ended when it is a zombie, is gone, or its number belongs to another process;
+    - a process is stopped (SIGSTOP) when NUM_LOOKS looks in a row have seen it so. Until a process is added, this holds
+      for each process of the group, because it is not known yet which of them are needed.
+    """
+
+    def __init__(self, leader: int) -> None:
+        self._leader = leader
+        self._needed: dict[int, tuple[Process, str]] = {}
+        self._num_stopped: dict[int, int] = {}
+
+    def add(self, pid: int) -> None:
+        """Watch this process and those between it and the leader, unless it does not descend from the leader."""
+        line: dict[int, tuple[Process, str]] = {}
+        while pid > 1 and (found := read_process(pid)) is not None:
+            line[pid] = found, _read_title(pid)
+            if pid == self._leader:
+                self._needed |= dict(reversed(line.items()))
+                return
+            pid = found.parent
+
+    def find_fault(self) -> str | None:
+        """Say which process has ended or is stopped; None while all run. Call it at a steady pace."""
+        # The outermost first: those below a process end with it.
+        ended = [f"{pid} ({title})" for pid, (known, title) in self._needed.items() if _has_ended(pid, known)]
+        if ended:
+            return f"its process {ended[0]} has ended" + (f", and so have {', '.join(ended[1:])}" if ended[1:] else "")
+        stopped = [pid for pid in self._needed or list_group(self._leader) if _is_stopped(pid)]
+        self._num_stopped = {pid: self._num_stopped.get(pid, 0) + 1 for pid in stopped}
+        for pid, num_looks in self._num_stopped.items():
+            if num_looks >= NUM_LOOKS:
+                return f"its process {pid} ({_read_title(pid)}) is stopped, as by SIGSTOP"
+        return None
+
+
+def _has_ended(pid: int, known: Process) -> bool:
+    found = read_process(pid)
+    return found is None or found.started != known.started or found.state in _ENDED
+
+
+def _is_stopped(pid: int) -> bool:
+    found = read_process(pid)
+    return found is not None and found.state == _STOPPED
+
+
+def _find_group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _read_title(pid: int) -> str:
+    """Return the beginning of a process's command line, or the title that it has given itself."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return "gone"
+    return " ".join([Path(words[0]).name, *filter(None, words[1:_NUM_WORDS])])[:_MOST_TITLE]

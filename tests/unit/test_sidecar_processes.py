@@ -1,0 +1,105 @@
+"""A process that has ended or is stopped is noticed; one that comes and goes is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.sidecar.processes import NUM_LOOKS, ProcessWatch, list_group, read_process
+
+CODE = """
+import subprocess, sys
+core = subprocess.Popen([sys.executable, "-c", '''
+import subprocess, sys
+worker = subprocess.Popen(["sleep", "600"])
+print(worker.pid, flush=True)
+worker.wait()
+sys.stdin.read()
+'''], stdin=subprocess.PIPE)
+print(core.pid, flush=True)
+core.wait()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def line() -> Iterator[list[int]]:
+    """A server, its core and its worker, a process group of their own."""
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert server.stdout is not None
+        yield [server.pid, *(int(server.stdout.readline()) for _ in range(2))]
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def until_fault(watch: ProcessWatch, seconds: float = 60) -> str:
+    deadline = time.monotonic() + seconds
+    while (fault := watch.find_fault()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return fault
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_end_of_each_needed_process_is_named(line, place):
+    watch = ProcessWatch(line[0])
+    watch.add(line[-1])
+    assert watch.find_fault() is None
+    os.kill(line[place], signal.SIGKILL)
+    assert until_fault(watch).startswith(f"its process {line[place]} (")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_stopped_process_is_named_after_some_looks_and_not_if_it_runs_again_before(line, is_known):
+    watch = ProcessWatch(line[0])
+    if is_known:
+        watch.add(line[-1])
+    victim = line[1]
+    os.kill(victim, signal.SIGSTOP)
+    while read_process(victim).state != "T":
+        time.sleep(0.01)
+    assert [watch.find_fault() for _ in range(NUM_LOOKS - 1)] == [None] * (NUM_LOOKS - 1)
+    os.kill(victim, signal.SIGCONT)
+    while read_process(victim).state == "T":
+        time.sleep(0.01)
+    assert watch.find_fault() is None
+    os.kill(victim, signal.SIGSTOP)
+    while read_process(victim).state != "T":
+        time.sleep(0.01)
+    assert [watch.find_fault() for _ in range(NUM_LOOKS - 1)] == [None] * (NUM_LOOKS - 1)
+    assert f"its process {victim} (" in watch.find_fault()
+    assert "is stopped" in watch.find_fault()
+
+
+def test_a_process_of_the_group_that_is_not_needed_may_end(line):
+    watch = ProcessWatch(line[0])
+    watch.add(line[1])
+    assert set(line) <= set(list_group(line[0]))
+    os.kill(line[2], signal.SIGKILL)
+    while read_process(line[2]) is not None and read_process(line[2]).state != "Z":
+        time.sleep(0.01)
+    assert watch.find_fault() is None
+
+
+def test_a_process_that_does_not_descend_from_the_leader_is_not_watched(line):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        watch = ProcessWatch(line[0])
+        watch.add(other.pid)
+        other.kill()
+    assert watch.find_fault() is None
+
+
+def test_a_number_that_now_belongs_to_another_process_is_one_that_has_ended(line):
+    watch = ProcessWatch(line[0])
+    watch.add(line[-1])
+    known, title = watch._needed[line[1]]
+    watch._needed[line[1]] = known._replace(started=known.started - 1), title
+    assert f"its process {line[1]} (" in watch.find_fault()
