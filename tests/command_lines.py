@@ -22,8 +22,10 @@ DENSE = (
 )
 SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"])
 
+PROMPTS = ("--prompts", str(Path(__file__).with_name("prompts.jsonl")))
 # What a run wants to know beyond its model.
 RUN = (
+    *PROMPTS,
     *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
     *["--grpo-prompts-per-step", "16", "--rollout-folder", "run", "--reward", "exact"],
 )

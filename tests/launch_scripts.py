@@ -47,9 +47,13 @@ class Block:
         if self.describes:
             given = {*self.words, *(("--train-iters",) if "--train-samples" in self.words else ())}
             words += [word for flag, value in _OF_A_RUN if flag not in given for word in (flag, value)]
+        if "--eval-interval" in self.words:
+            words += ["--prompts-held-out", "1"]
         if "--save" not in self.words:
             words += ["--rollout-folder", str(folder / "run")]
-        return [*words, *self.words]
+        # The folder of the one who wrote it need not be open here.
+        save = ["--save", str(folder / "save")] if "--save" in self.words else []
+        return [*words, *self.words, *save]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from megatron_rl.arguments import checks, describe, flags, model, resolve
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
 from megatron_rl.arguments.filtering import note_filter
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
-from megatron_rl.arguments.run import RunSettings, resolve_run
+from megatron_rl.arguments.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.arguments.stage import list_others
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import RunConfig, Settings, Subjects
@@ -23,7 +23,7 @@ from megatron_rl.ops.shared_prompt import Conditions, choose_backend
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
-__all__ = ["RunSettings", "Settings", "parse", "parse_run"]
+__all__ = ["RunSettings", "Settings", "parse", "parse_run", "parse_sizes"]
 
 _NAME = re.compile(r"--[a-z][\w-]*")
 
@@ -55,6 +55,20 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     _raise_problems(reading)
     assert run is not None
     return run
+
+
+def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
+    """Parse the settings of a model on this many ranks, and the sizes of a run's iteration.
+
+    What only a run needs may be missing: data, a reward, a learning rate, folders to write to.
+    """
+    reading = _read([*argv, "--print-config"])
+    settings = _resolve_settings(reading, world_size, needs_folder=True)
+    sizes, problems = resolve_sizes(settings, max(1, world_size // settings.parallel_sizes.model))
+    reading.consider(problems)
+    _raise_problems(reading)
+    assert sizes is not None
+    return settings, sizes
 
 
 @dataclasses.dataclass

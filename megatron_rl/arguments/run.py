@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.arguments import files
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
 from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
@@ -76,13 +77,14 @@ class RunSettings(Settings):
 def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
     """Resolve the settings of the run, and find what is wrong beyond the checks of every command.
 
-    Only the first rank checks what the sidecar needs, because the sidecar starts on its host.
+    Only the first rank checks files, folders and what the sidecar needs: the others' hosts need not have them.
     """
     replicas = None
     if settings.world_size is not None:
         # Too few ranks are a problem of their own.
         replicas = max(1, settings.world_size // settings.parallel_sizes.model)
-    sizes, problems = resolve_sizes(settings, replicas)
+    sizes, of_sizes = resolve_sizes(settings, replicas)
+    problems = [*_check_missing(settings), *of_sizes]
     folder = None
     try:
         folder = find_run_folder(settings)
@@ -92,6 +94,8 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
     is_sampled = settings.run.stage == "grpo"
     has_sidecar = is_sampled and settings.service.endpoint is None
     sidecar = _resolve_sidecar(settings, folder, cores) if has_sidecar else None
+    if is_first:
+        problems += files.find_problems(settings)
     if is_first and is_sampled:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
         problems += check_sidecar(settings, sidecar, longest)
@@ -151,7 +155,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
     if settings.run.stage == "sft":
         return _resolve_demonstrations(settings, num_replicas)
     training = settings.training
-    problems = [*_check_missing(settings), *_check_sampling(settings), *_check_lengths(settings)]
+    problems = [*_check_model(settings), *_check_sampling(settings), *_check_lengths(settings)]
     division, of_division = _divide(settings, num_replicas or 1)
     problems += of_division
     if training.train_iters is not None and division is not None:
@@ -178,7 +182,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
 def _resolve_demonstrations(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
     """Resolve sizes where nothing is sampled: a demonstration is a group of one response, without a prompt apart."""
     training = settings.training
-    problems = [*_check_missing(settings)]
+    problems = [*_check_model(settings)]
     if training.train_iters is not None:
         problems += _check_updates(settings, training.train_iters)
     if training.global_batch_size is None:
@@ -209,11 +213,14 @@ def _resolve_demonstrations(settings: Settings, num_replicas: int | None) -> tup
 
 
 def _check_missing(settings: Settings) -> Iterator[str]:
-    """Yield flags that every run needs and that are missing."""
+    """Yield flags that every run needs and that are missing, beside those of its sizes."""
     if settings.training.train_iters is None:
         yield "--train-iters is missing: write the number of iterations"
     if settings.optimizer.lr is None:
         yield "--lr is missing: training needs a learning rate"
+
+
+def _check_model(settings: Settings) -> Iterator[str]:
     if settings.model.hf_model is None:
         yield "--hf-model is missing: a run starts from a Hugging Face folder, and its data need the folder's tokens"
 
@@ -393,29 +400,6 @@ def find_run_folder(settings: Settings) -> Path:
     if save is None:
         raise UsageError("--rollout-folder is missing: write it, or --save, and the run's folder is SAVE/rollout/NAME")
     return save / "rollout" / save.resolve().name
-
-
-def check_folders(settings: Settings) -> None:
-    """Raise a UsageError for the first folder that this host cannot make; a dashboard's folder may be missing."""
-    checkpoint = settings.checkpoint
-    for flag, folder in (
-        ("--rollout-folder", settings.rollout.folder),
-        ("--publish-folder", settings.publish.folder),
-        ("--save", checkpoint.save),
-        ("--save-hf", checkpoint.save_hf),
-    ):
-        if folder is not None and (problem := _check_folder(folder)) is not None:
-            raise UsageError(f"{flag} {folder} cannot be made or written: {problem}: write another folder")
-
-
-def _check_folder(folder: Path) -> str | None:
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:
-        return error.strerror
-    if not there.is_dir():
-        return f"{there} is not a folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not open to this user"
 
 
 def find_shared_folder(settings: Settings) -> Path:

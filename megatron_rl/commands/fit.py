@@ -1,13 +1,16 @@
 """`megatron-rl doctor --fit`: the memory that a rank of each pipeline stage takes with a run's flags.
 
 megatron-rl doctor --fit RANKS FLAGS           FLAGS are those of pretrain_grpo.py
+
+Of a run's flags it wants those of model, layout and lengths: no data, no reward, no learning rate, no folder.
 """
 
 import os
 from typing import TYPE_CHECKING
 
 from megatron_rl.arguments import command_line
-from megatron_rl.arguments.run import RunSettings
+from megatron_rl.arguments.run import Sizes
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -23,23 +26,23 @@ def main(words: list[str], device_gib: float) -> int:
         raise UsageError("--fit wants the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
     world_size = int(words[0])
     # The flags are read as on the ranks of such a run.
-    os.environ |= {"WORLD_SIZE": words[0], "LOCAL_WORLD_SIZE": str(min(world_size, 8)), "RANK": "0"}
-    settings = command_line.parse_run([*words[1:], "--print-config"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, 8))
+    settings, sizes = command_line.parse_sizes(words[1:], world_size)
     # Megatron is imported once the platform is installed, which reading the flags does.
     from megatron_rl.mcore import footprint
 
-    work = make_workload(settings, world_size)
+    work = make_workload(sizes, world_size)
     footprints = footprint.count(settings, work)
     for line in describe(settings, work, footprints, device_gib):
         print(line)
     return ExitCode.OK if all(sum(one.device.values()) <= device_gib * _GIB for one in footprints) else ExitCode.RUN
 
 
-def make_workload(settings: RunSettings, world_size: int) -> "Workload":
+def make_workload(sizes: Sizes, world_size: int) -> "Workload":
     """The largest micro-batch that a run can have, and how many go through a schedule."""
     from megatron_rl.mcore.footprint import Workload
 
-    sizes, plan = settings.sizes, settings.sizes.plan
+    plan = sizes.plan
     num_responses = min(plan.group_size, plan.micro_batch_size)
     group = (sizes.longest_prompt, [sizes.longest_response] * num_responses)
     if not sizes.is_shared:
@@ -50,7 +53,7 @@ def make_workload(settings: RunSettings, world_size: int) -> "Workload":
     return Workload(world_size, groups, sizes.multiple_of, sizes.division.slots_per_update, plan.num_updates)
 
 
-def describe(settings: RunSettings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:
+def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:
     """Say what was counted: a table, and what it does not hold."""
     parts, sizes = list(footprints[0].device), settings.parallel_sizes
     num_tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)

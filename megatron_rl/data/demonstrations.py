@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.held_out import check_files, draw, leave_out
+from megatron_rl.data.held_out import draw, leave_out
 from megatron_rl.data.order import RowOrder
 from megatron_rl.data.prompt_files import ASSISTANT, Row, read_demonstrations
 from megatron_rl.data.tokenizer import PromptTokenizer
@@ -112,11 +112,10 @@ def load_demonstrations(
     config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
 ) -> DemonstrationSource:
     """Read, tokenize, filter and divide the demonstrations of a run; `longest` is the most tokens of one."""
-    check_files(config)
     assert config.prompts is not None
     # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
     rows = read_demonstrations(config.prompts, config)
-    eval_rows = read_demonstrations(config.eval_prompts, config, "--eval-prompts") if config.eval_prompts else []
+    eval_rows = read_demonstrations(config.eval_prompts, config) if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
     notes: list[str] = []
     fitting = _fitting(rows, tokenizer, longest, "--prompts", notes)

@@ -1,12 +1,11 @@
 """Which rows are held out for evaluation, and which of the others are trained on."""
 
-import os
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.order import digest_text
-from megatron_rl.errors import InputError, UsageError
+from megatron_rl.errors import InputError
 
 
 class Prompted(Protocol):
@@ -22,24 +21,6 @@ class Prompted(Protocol):
 
 
 P = TypeVar("P", bound=Prompted)
-
-
-def check_files(config: DataConfig) -> None:
-    """Raise a UsageError if the flags contradict each other about files of data."""
-    if not config.prompts:
-        raise UsageError("no prompts are given: write --prompts FILE.jsonl")
-    if config.held_out < 0:
-        raise UsageError(f"--prompts-held-out {config.held_out} is below 0: write how many to hold out")
-    if config.held_out and config.eval_prompts:
-        raise UsageError(
-            f"--prompts-held-out {config.held_out} and --eval-prompts both say what is evaluated: leave one out"
-        )
-    trained = {os.path.realpath(path) for path in config.prompts}
-    for path in config.eval_prompts or ():
-        if os.path.realpath(path) in trained:
-            raise UsageError(
-                f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
-            )
 
 
 def draw(rows: Sequence[P], count: int, seed: int) -> list[P]:

@@ -2,10 +2,9 @@
 
 import codecs
 import dataclasses
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 
 from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.errors import InputError, PlatformError, UsageError
+from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.protocol.wire import JSON
 from megatron_rl.rewards.types import ANSWER, GIVEN
 
@@ -49,34 +48,24 @@ MakeRow = Callable[[Path, str, int, JSON, DataConfig, bool], Row]
 """From a file, its name in identities, a line and its contents to a row; the last says whether it is the first one."""
 
 
-def read_rows(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
-    """Read the rows of all files, in the order given; `flag` is the one that named the files."""
-    if config.prompt_key == config.answer_key:
-        raise UsageError(f"--prompt-key and --answer-key are both {config.prompt_key}: they name two columns")
-    return _read(paths, config, flag, _row)
+def read_rows(paths: Sequence[Path], config: DataConfig) -> list[Row]:
+    """Read the rows of all files, in the order given."""
+    return _read(paths, config, _row)
 
 
-def read_demonstrations(paths: Sequence[Path], config: DataConfig, flag: str = "--prompts") -> list[Row]:
+def read_demonstrations(paths: Sequence[Path], config: DataConfig) -> list[Row]:
     """Likewise rows that have a completion, or a whole chat, of which the first part is the prompt."""
-    keys = {"--prompt-key": config.prompt_key, "--completion-key": config.completion_key}
-    keys["--messages-key"] = config.messages_key
-    for (first, key), (second, other) in itertools.combinations(keys.items(), 2):
-        if key == other:
-            raise UsageError(f"{first} and {second} are both {key}: they name two columns")
-    return _read(paths, config, flag, _demonstration)
+    return _read(paths, config, _demonstration)
 
 
-def _read(paths: Sequence[Path], config: DataConfig, flag: str, make: MakeRow) -> list[Row]:
-    names = _names(paths, flag)
+def _read(paths: Sequence[Path], config: DataConfig, make: MakeRow) -> list[Row]:
+    names = _names(paths)
     return [row for path, name in zip(paths, names, strict=True) for row in _file_rows(path, name, config, make)]
 
 
-def _names(paths: Sequence[Path], flag: str) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """Name each file for identities: its own name, behind as many of its folders as tell all files apart."""
     files = [os.path.realpath(path) for path in paths]
-    for number, path in enumerate(paths):
-        if files[number] in files[:number]:
-            raise UsageError(f"{flag} lists {path} twice, and every row counts once: leave one out")
     # Names are hashed and sent as UTF-8, and a file's name need not be valid UTF-8.
     parts = [Path(os.fsencode(file).decode(errors="backslashreplace")).parts for file in files]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -106,12 +95,7 @@ def _file_rows(path: Path, name: str, config: DataConfig, make: MakeRow) -> Iter
 
 def _contents(path: Path) -> Iterator[tuple[int, object]]:
     """Yield the contents of a file's rows, with their line numbers."""
-    kind = path.suffix.lower()
-    if kind == ".jsonl":
-        return _jsonl(path)
-    if kind == ".parquet":
-        return _parquet(path)
-    raise InputError(f"{path} is neither .jsonl nor .parquet: convert it, or name it by what it is")
+    return KINDS[path.suffix.lower()](path)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
@@ -133,8 +117,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise PlatformError(
-            f"{path} is read with pyarrow, which is not installed: pip install 'megatron-rl[parquet]', or convert the "
-            f"file to JSONL"
+            f"{path} is read with pyarrow, which is not installed: pip install -e '.[parquet]' in the clone of "
+            "megatron_rl, or convert the file to JSONL"
         ) from None
     line = 0
     try:
@@ -148,6 +132,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
     except (ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read as Parquet: {reason}; write it anew") from None
+
+
+# How each kind of file is read, by the end of its name.
+KINDS: Mapping[str, Callable[[Path], Iterator[tuple[int, object]]]] = {".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def _row(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:

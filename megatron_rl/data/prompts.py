@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.held_out import check_files, draw, leave_out
+from megatron_rl.data.held_out import draw, leave_out
 from megatron_rl.data.order import Curriculum, RowOrder
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
@@ -122,13 +122,12 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
 
     `longest` is the most tokens of a prompt: the length of a sequence less the longest response.
     """
-    check_files(config)
     if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
         raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
     assert config.prompts is not None
     # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
     rows = read_rows(config.prompts, config)
-    eval_rows = read_rows(config.eval_prompts, config, "--eval-prompts") if config.eval_prompts else []
+    eval_rows = read_rows(config.eval_prompts, config) if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
     notes: list[str] = []
     prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.arguments.describe import describe_run
-from megatron_rl.arguments.run import RunSettings, check_folders, find_shared_folder
+from megatron_rl.arguments.run import RunSettings, find_shared_folder
 from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.demonstrations import DemonstrationSource
@@ -89,8 +89,7 @@ def train(
         if is_first:
             if settings.observe.progress != "none":
                 startup.show(sys.stdout)
-            # Mistakes in folders, data and weights are found before any process is started.
-            check_folders(settings)
+            # Mistakes in data, weights and checkpoints are found before any process is started.
             what = "demonstrations" if settings.run.stage == "sft" else "prompts"
             startup.say(f"{what}: they are read and tokenized")
             data: PromptSource | DemonstrationSource
@@ -98,7 +97,6 @@ def train(
                 data = demonstrations = load_source(settings)
             else:
                 data = prompts = _load_prompts(settings)
-            _check_held_out(settings, data.num_held_out)
             startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, what))
             _check_weights(settings)
             check_loaded_stage(settings)
@@ -427,14 +425,6 @@ def _load_prompts(settings: RunSettings) -> PromptSource:
         longest=settings.sizes.longest_prompt,
         vocab_size=settings.architecture.vocab_size,
     )
-
-
-def _check_held_out(settings: Settings, num_held_out: int) -> None:
-    if settings.evaluation.interval is not None and not num_held_out:
-        raise UsageError(
-            f"--eval-interval {settings.evaluation.interval} has no prompts to evaluate on: write --prompts-held-out "
-            "or --eval-prompts, or drop it"
-        )
 
 
 def _check_weights(settings: Settings) -> None:

@@ -52,6 +52,9 @@ MISTAKES = (
     {"--max-prompt-tokens 100": "--max-prompt-tokens 100 and --rollout-max-tokens 64 together are above"},
     {"--overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication-warmup-flush needs virtual"},
     {"--frozen-offload": "--frozen-offload has no model"},
+    {"--prompts /nowhere.jsonl": "--prompts /nowhere.jsonl does not exist"},
+    {"--eval-interval 2": "--eval-interval 2 has no prompts to evaluate on"},
+    {"--save-hf /dev/null/here": "--save-hf /dev/null/here cannot be made or written: /dev/null is not a folder"},
 )  # fmt: skip
 # What a run cannot do without, and what is said where it is not there.
 MISSING = {
@@ -61,6 +64,7 @@ MISSING = {
     "--grpo-prompts-per-step": "--grpo-prompts-per-step is missing",
     "--rollout-folder": "--rollout-folder is missing",
     "--reward": "--reward is missing",
+    "--prompts": "--prompts is missing",
 }
 
 

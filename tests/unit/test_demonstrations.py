@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.checks import find_problems
 from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource, load_demonstrations
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.errors import InputError, UsageError
+from megatron_rl.errors import InputError
 from megatron_rl.protocol import wire
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
@@ -198,10 +199,10 @@ def test_a_chat_that_does_not_begin_as_the_template_opens_it_is_refused(tmp_path
     assert turns_of(model, tmp_path, {"messages": chat("n1", "n99 n2")})[0][1] == [*n(2), END]
 
 
-def test_keys_that_name_one_column_are_refused(model, tmp_path):
+def test_keys_that_name_one_column_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
-    with pytest.raises(UsageError, match="--prompt-key and --completion-key are both completion"):
-        load(model, path, prompt_key="completion")
+    (said,) = find_problems(DataConfig(prompts=[path], prompt_key="completion"), "sft")
+    assert said == "--prompt-key and --completion-key are both completion: they name two columns"
 
 
 # What is left out, and the order.

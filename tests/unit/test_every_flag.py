@@ -153,7 +153,7 @@ ROWS: dict[str, Row] = {
         "objective.loss",
         beside="--rl-inference-logprobs-is-correction",
     ),
-    "--eval-interval": Row("--eval-interval 3", "evaluations.due"),
+    "--eval-interval": Row("--eval-interval 3", "evaluations.due", beside="--prompts-held-out 1"),
     "--log-interval": Row("--log-interval 3", "observed.lines"),
     "--tensorboard-dir": Row("--tensorboard-dir board", "observed.dashboards"),
     "--wandb-project": Row("--wandb-project p", "observed.dashboards"),

@@ -18,11 +18,9 @@ from tests.processes import ROOT
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     place = tmp_path_factory.mktemp("fit")
     model = hf_models.draw("qwen3", place / "model", num_hidden_layers=4)
-    (place / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}\n' * 8)
     words = (
-        f"--platform cpu --hf-model {model} --prompts {place / 'prompts.jsonl'} --reward exact --lr 1e-6 "
-        f"--train-iters 4 --seq-length 96 --rollout-max-tokens 64 --rollout-folder {place / 'run'} "
-        f"--rollout-engine scripted --grpo-prompts-per-step 8 --grpo-group-size 4 --micro-batch-size 4"
+        f"--platform cpu --hf-model {model} --seq-length 96 --rollout-max-tokens 64 --grpo-prompts-per-step 8 "
+        "--grpo-group-size 4 --micro-batch-size 4"
     )
     return words.split()
 
@@ -45,6 +43,12 @@ def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flag
     assert lines[-1] == "fits"
 
 
+def test_flags_that_only_a_run_needs_are_allowed_and_not_checked(flags: list[str]) -> None:
+    of_a_run = "--prompts /nowhere.jsonl --reward exact --lr 1e-6 --train-iters 4 --rollout-folder /dev/null/run"
+    result = fit("--fit", "1", *flags, *of_a_run.split())
+    assert result.returncode == ExitCode.OK, result.stderr
+
+
 def test_what_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> None:
     result = fit("--device-gib", "0.001", "--fit", "1", *flags)
     assert result.returncode == ExitCode.RUN
@@ -55,8 +59,8 @@ def test_what_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> N
 def test_demonstrations_take_no_memory_for_a_publish(tmp_path: Path) -> None:
     large = dataclasses.replace(QWEN3, hidden_size=1024, vocab_size=150_000)
     words = (
-        f"--stage sft --platform cpu --hf-model {folder(tmp_path, large)} --lr 1e-6 --train-iters 4 --seq-length 96 "
-        f"--global-batch-size 8 --micro-batch-size 2 --rollout-folder {tmp_path / 'run'} --async-save --save out"
+        f"--stage sft --platform cpu --hf-model {folder(tmp_path, large)} --seq-length 96 "
+        "--global-batch-size 8 --micro-batch-size 2 --async-save --save out"
     )
     result = fit("--fit", "2", *words.split())
     assert result.returncode == ExitCode.OK, result.stderr

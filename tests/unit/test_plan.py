@@ -1,13 +1,15 @@
 """How flags divide an iteration, and which do not: each is one error, with the flag and what to write."""
 
 import dataclasses
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_rl.arguments.run import check_folders, compute_sizes, find_run_folder, find_shared_folder
+from megatron_rl.arguments import files
+from megatron_rl.arguments.run import compute_sizes, find_run_folder, find_shared_folder
 from megatron_rl.config.settings import ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture
@@ -91,7 +93,6 @@ def test_the_largest_micro_batch_counts_its_padding() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training__train_iters": None}, "--train-iters is missing"),
         ({"training__seq_length": None}, "--seq-length is missing"),
         ({"model__hf_model": None}, "--hf-model is missing"),
         ({"sampling__max_tokens": None}, "--rollout-max-tokens is missing"),
@@ -133,11 +134,6 @@ def test_sizes_that_cannot_be_are_one_error_with_its_flag(changes, message):
         compute_sizes(settings(**changes), 2)
 
 
-def test_a_run_without_a_learning_rate_is_an_error_before_anything_starts():
-    with pytest.raises(UsageError, match="--lr is missing"):
-        compute_sizes(settings(lr=None), 2)
-
-
 def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_before_it_runs():
     divided = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     made = settings(divided, training__micro_batch_size=16)
@@ -155,12 +151,27 @@ def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_bef
         ("checkpoint__save_hf", "--save-hf"),
     ],
 )
-def test_a_folder_that_cannot_be_made_is_one_error_with_its_flag(field, flag, tmp_path):
-    check_folders(settings(**{field: tmp_path / "new" / "run"}))
+def test_a_folder_that_cannot_be_made_is_one_problem_with_its_flag(field, flag, tmp_path):
+    def problems(folder):
+        return [text for text in files.find_problems(settings(**{field: folder})) if not text.startswith("--prompts")]
+
+    assert problems(tmp_path / "new" / "run") == []
     (tmp_path / "file").write_text("")
     for folder, problem in ((tmp_path / "file" / "run", "file is not a folder"), (tmp_path / ("a" * 300), "too long")):
-        with pytest.raises(UsageError, match=f"{flag} {folder} cannot be made.*{problem}"):
-            check_folders(settings(**{field: folder}))
+        (text,) = problems(folder)
+        assert text.startswith(f"{flag} {folder} cannot be made or written: ")
+        assert problem in text
+        assert text.endswith(": write another folder")
+
+
+def test_a_disk_that_is_full_is_said_with_the_folder_on_it_and_what_to_do(tmp_path, monkeypatch):
+    full = os.statvfs_result((*os.statvfs(tmp_path)[:4], 0, *os.statvfs(tmp_path)[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    said = [*files.find_problems(settings(rollout__folder=tmp_path / "run"))]
+    assert said[-1] == (
+        f"--rollout-folder {tmp_path}/run cannot be made or written: the disk of {tmp_path} is full: make room there, "
+        "or write another folder"
+    )
 
 
 def test_a_run_has_the_name_of_its_folder_or_of_where_it_is_saved():

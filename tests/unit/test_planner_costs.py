@@ -329,11 +329,11 @@ def test_the_formula_of_memory_says_what_doctor_counts(tmp_path):
 import json, os, sys
 from megatron_rl.arguments import command_line
 from megatron_rl.commands.fit import make_workload
-os.environ |= {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "RANK": "0"}
+os.environ["LOCAL_WORLD_SIZE"] = "8"
 for words in json.loads(sys.argv[1]):
-    settings = command_line.parse_run(words.split())
+    settings, sizes = command_line.parse_sizes(words.split(), 8)
     from megatron_rl.mcore import footprint
-    work = make_workload(settings, 8)
+    work = make_workload(sizes, 8)
     tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
     first = footprint.count(settings, work)[0]
     print(json.dumps([sum(first.device.values()), tokens, work.num_micro_batches]))

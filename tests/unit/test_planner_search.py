@@ -19,7 +19,7 @@ from megatron_rl.plan.words import Files, list_notes, write_command
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Experts
 from megatron_rl.weights import families
-from tests.command_lines import parse_run
+from tests.command_lines import PROMPTS, parse_run
 from tests.unit.test_examples import QWEN3_4B
 from tests.unit.test_planner_costs import BATCHING, SETTING, TRAINER, Costs, recorded  # noqa: F401
 
@@ -89,7 +89,7 @@ def model(tmp_path):
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_command_line_of_one_host_is_that_of_a_run(tensor, model, tmp_path):
     best = next(one for one in search(WANTED, 100, 1) if one.split.tensor == tensor)
-    (words,) = write_command(best, WANTED, Files(str(model), run=str(tmp_path / "run")))
+    (words,) = write_command(best, WANTED, Files(str(model), PROMPTS[1], run=str(tmp_path / "run")))
     assert words[:3] == ["torchrun", "--nproc-per-node", str(best.split.trainer_devices)]
     flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
     settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
@@ -106,7 +106,7 @@ def test_the_command_line_of_one_host_is_that_of_a_run(tensor, model, tmp_path):
 def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(model, tmp_path, monkeypatch):
     wanted = dataclasses.replace(WANTED, num_devices=32, setting=dataclasses.replace(WANTED.setting, num_prompts=256))
     best = search(wanted, 2, 1)[0]
-    sidecar, trainer = write_command(best, wanted, Files(str(model), run=str(tmp_path / "run")))
+    sidecar, trainer = write_command(best, wanted, Files(str(model), PROMPTS[1], run=str(tmp_path / "run")))
     read = sidecar_settings.parse([*sidecar[sidecar.index("megatron_rl.sidecar") + 1 :], "--platform", "cpu"])
     assert read.rollout.num_engines == best.split.num_engines
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

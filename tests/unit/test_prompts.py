@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.config.settings import DataConfig
+from megatron_rl.data.checks import find_problems
 from megatron_rl.data.order import Curriculum, RowOrder
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
@@ -362,12 +363,11 @@ def test_a_file_that_cannot_be_used_is_one_error_with_file_and_line(model, tmp_p
     [
         ("a.jsonl", None, "a.jsonl cannot be read: No such file or directory"),
         ("a.parquet", None, "a.parquet cannot be read: "),
-        ("a.json", b"[]", "a.json is neither .jsonl nor .parquet"),
         ("a.parquet", b"PAR1 and nothing", "a.parquet cannot be read as Parquet"),
         ("a.parquet", b"", "a.parquet cannot be read as Parquet"),
     ],
 )
-def test_a_prompt_file_that_is_missing_or_of_another_format_is_one_error(model, tmp_path, name, content, message):
+def test_a_prompt_file_that_cannot_be_read_is_one_error(model, tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=re.escape(message)) as caught:
@@ -404,7 +404,7 @@ def test_parquet_values_that_json_cannot_hold_are_refused(model, tmp_path, colum
 
 def test_parquet_without_pyarrow_names_the_extra(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(PlatformError, match=r"pip install 'megatron-rl\[parquet\]'"):
+    with pytest.raises(PlatformError, match=r"pip install -e '\.\[parquet\]'"):
         load(model, write(tmp_path / "a.parquet"))
     assert load(model, write(tmp_path / "a.jsonl", GOOD)).num_rows == 1
 
@@ -449,19 +449,43 @@ def test_a_prompt_without_a_token_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prompts": None}, "write --prompts FILE.jsonl"),
+        ({"prompts": None}, "--prompts is missing: write one FILE.jsonl"),
         ({"held_out": 1, "eval_prompts": [Path("b.jsonl")]}, "--prompts-held-out 1 and --eval-prompts both say"),
         ({"held_out": -1}, "--prompts-held-out -1 is below 0"),
-        ({"max_prompt_tokens": 0}, "--max-prompt-tokens 0 leaves every prompt out"),
         ({"eval_prompts": [Path("a.jsonl")]}, "a.jsonl is in --prompts and in --eval-prompts"),
         ({"prompts": [Path("a.jsonl"), Path("./a.jsonl")]}, "--prompts lists a.jsonl twice"),
         ({"answer_key": "prompt"}, "--prompt-key and --answer-key are both prompt"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(model, values, message):
+def test_flags_that_contradict_each_other_are_refused(values, message):
     config = dataclasses.replace(DataConfig(prompts=[Path("a.jsonl")]), **values)
-    with pytest.raises(UsageError, match=re.escape(message)):
+    assert any(message in problem for problem in find_problems(config, "grpo"))
+
+
+def test_less_than_one_token_of_a_prompt_is_refused(model):
+    config = DataConfig(prompts=[Path("a.jsonl")], max_prompt_tokens=0)
+    with pytest.raises(UsageError, match="--max-prompt-tokens 0 leaves every prompt out"):
         load_prompts(config, model, seed=0, longest=9, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist: write the path of a file"),
+        (Path.mkdir, "is a folder: write the path of a file"),
+        (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+    ],
+)
+def test_each_path_that_no_rows_can_be_read_from_is_one_problem_with_its_flag(tmp_path, make, message):
+    other, good = tmp_path / "b.jsonl", write(tmp_path / "a.jsonl", GOOD)
+    make(other)
+    named = f"{other} {message}"
+    assert [*find_problems(DataConfig(prompts=[good, other]), "grpo")] == [f"--prompts {named}"]
+    assert [*find_problems(DataConfig(prompts=[good], eval_prompts=[other]), "sft")] == [f"--eval-prompts {named}"]
+    (unknown,) = find_problems(DataConfig(prompts=[good.rename(tmp_path / "a.json")]), "grpo")
+    assert (
+        unknown == f"--prompts {tmp_path}/a.json is neither .jsonl nor .parquet: convert it, or name it by what it is"
+    )
 
 
 def test_prompts_that_are_put_off_are_kept_until_they_are_asked_for_also_once_restored(tmp_path):

@@ -13,7 +13,18 @@ from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint import serialization
 from megatron_rl.training.saver import check_loaded_stage
-from tests.command_lines import CPU, DENSE, QWEN3, error, folder, keep_one_parser, parse_run, run_problems, without
+from tests.command_lines import (
+    CPU,
+    DENSE,
+    PROMPTS,
+    QWEN3,
+    error,
+    folder,
+    keep_one_parser,
+    parse_run,
+    run_problems,
+    without,
+)
 
 # What --stage sft reads of the subjects that it does not read wholly.
 READ = {
@@ -27,6 +38,7 @@ READ = {
 }  # fmt: skip
 READ_WHOLLY = ("run", "model", "training", "schedule", "checkpoint", "distributed")
 RUN = (
+    *PROMPTS,
     *["--stage", "sft", "--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--global-batch-size", "16"],
     *["--micro-batch-size", "2", "--rollout-folder", "run"],
 )

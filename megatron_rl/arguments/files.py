@@ -1,0 +1,54 @@
+"""The files and folders that a command line names: what is wrong with them is known before anything is started."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data import checks as data_checks
+
+
+def find_problems(settings: Settings) -> Iterator[str]:
+    """Yield what is wrong with the files that this host reads and the folders that it writes.
+
+    Nothing is read or made: rows, weights and checkpoints are checked when the run starts.
+    """
+    yield from data_checks.find_problems(settings.data, settings.run.stage)
+    yield from _check_evaluation(settings)
+    yield from _check_folders(settings)
+
+
+def _check_evaluation(settings: Settings) -> Iterator[str]:
+    interval, data = settings.evaluation.interval, settings.data
+    if interval is not None and not data.held_out and not data.eval_prompts:
+        yield (
+            f"--eval-interval {interval} has no prompts to evaluate on: write --prompts-held-out or --eval-prompts, or "
+            "drop it"
+        )
+
+
+def _check_folders(settings: Settings) -> Iterator[str]:
+    """Yield each folder that this host cannot make; a dashboard's folder may be missing."""
+    checkpoint = settings.checkpoint
+    for flag, folder in (
+        ("--rollout-folder", settings.rollout.folder),
+        ("--publish-folder", settings.publish.folder),
+        ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
+    ):
+        if folder is not None and (problem := _check_folder(folder)) is not None:
+            yield f"{flag} {folder} cannot be made or written: {problem}"
+
+
+def _check_folder(folder: Path) -> str | None:
+    """Return what is wrong with a folder and what to do; None if it can be made and written."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        is_full = os.statvfs(there).f_bavail == 0
+    except OSError as error:
+        return f"{error.strerror}: write another folder"
+    if not there.is_dir():
+        return f"{there} is not a folder: write another folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} is not open to this user: write another folder"
+    return f"the disk of {there} is full: make room there, or write another folder" if is_full else None
