@@ -61,7 +61,12 @@ _OPTIONAL = (
     Optional(
         ("transformers",), "transformers", "tokenizers, and the tests' reference models", "pip install transformers"
     ),
-    Optional(("bokeh",), "bokeh", "the charts of megatron-rl report", "pip install 'megatron-rl[report]'"),
+    Optional(
+        ("bokeh",),
+        "bokeh",
+        "the charts of megatron-rl report",
+        "pip install -e '.[report]' in the clone of megatron_rl",
+    ),
 )
 
 
