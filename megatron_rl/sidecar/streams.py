@@ -7,7 +7,9 @@ The sidecar tells the engines to join and to receive, so the trainer needs no vL
 """
 
 import dataclasses
+import functools
 import importlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -154,16 +156,45 @@ class _ToldBySidecar:
 
 
 def _make_source(tensors: Tensors) -> Any:
+    """Wrap the tensors as vLLM's sender reads them: as a list from 0.33 on, with calls before."""
     # Imported here: the sidecar runs without torch.
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer.base import WeightSource
 
-    from megatron_rl.weights.fingerprint import DTYPES
+    is_listed = isinstance(inspect.getattr_static(WeightSource, "metadata"), property)
+    return _make_listed_source(tensors) if is_listed else _make_called_source(tensors)
+
+
+def _make_listed_source(tensors: Tensors) -> Any:
+    from vllm.distributed.weight_transfer.base import WeightSource
 
     class Source(WeightSource):
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]
+        @functools.cached_property
+        def metadata(self) -> list[Any]:
+            return _describe(tensors)
+
+        def iter_full(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+            return iter(tensors)
+
+    return Source()
+
+
+def _make_called_source(tensors: Tensors) -> Any:
+    from vllm.distributed.weight_transfer.base import WeightSource
+
+    class Source(WeightSource):
+        def metadata(self) -> list[Any]:
+            return _describe(tensors)
 
         def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
             return iter(tensors)
 
     return Source()
+
+
+def _describe(tensors: Tensors) -> list[Any]:
+    """Describe each tensor in vLLM's words; without owners, since the sender has all of them whole."""
+    from vllm.distributed.weight_transfer.base import ParamMeta
+
+    from megatron_rl.weights.fingerprint import DTYPES
+
+    return [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]

@@ -1,6 +1,8 @@
 """What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
 
+import abc
 import dataclasses
+import functools
 import os
 import sys
 import types
@@ -126,6 +128,72 @@ def test_vllm_ascends_functions_for_a_trainer_send_all_tensors_packed(monkeypatc
     assert settings == SendSettings("group", packed=True)
     assert sent.keys() == TENSORS.keys()
     assert all(sent[name] is tensor for name, tensor in TENSORS.items())
+
+
+class Sent:
+    """What a trainer sends."""
+
+    manifest = SPECS
+
+    def __iter__(self):
+        return iter(TENSORS.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamMeta:
+    """A tensor's description in vLLM 0.33."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    mesh_shape: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    placements: tuple[object, ...] | None = dataclasses.field(default=None, kw_only=True)
+
+
+class WeightSource(abc.ABC):
+    """What a source of weights is in vLLM 0.33, as far as its senders over NCCL use it."""
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        if not isinstance(cls.__dict__.get("metadata"), functools.cached_property):
+            raise TypeError("metadata must be a functools.cached_property")
+
+    @property
+    @abc.abstractmethod
+    def metadata(self): ...
+
+    def implements_iter_full(self):
+        return type(self).iter_full is not WeightSource.iter_full
+
+    def iter_full(self):
+        raise NotImplementedError
+
+
+DESCRIBED = [("b.weight", torch.float32, (3, 4)), ("a.bias", torch.bfloat16, (5,))]
+
+
+def test_vllm_0_33_reads_what_is_sent_as_a_list_and_iterates_over_whole_tensors(monkeypatch):
+    from vllm.distributed.weight_transfer import base
+
+    monkeypatch.setattr(base, "WeightSource", WeightSource)
+    monkeypatch.setattr(base, "ParamMeta", ParamMeta)
+    source = streams._make_source(Sent())
+    assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata] == DESCRIBED
+    assert source.metadata is source.metadata
+    # Without owners the sender has all of each tensor.
+    assert all((meta.owners, meta.mesh_shape, meta.placements) == (None, None, None) for meta in source.metadata)
+    assert source.implements_iter_full()
+    for _ in range(2):
+        assert [(name, id(tensor)) for name, tensor in source.iter_full()] == [
+            (name, id(tensor)) for name, tensor in TENSORS.items()
+        ]
+
+
+def test_the_vllm_that_is_installed_reads_what_is_sent():
+    source = streams._make_source(Sent())
+    assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == DESCRIBED
+    assert [name for name, _ in source] == [name for name, _ in source] == list(TENSORS)
 
 
 @pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])
