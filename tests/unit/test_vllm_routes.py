@@ -1,6 +1,7 @@
 """Our routes of a vLLM server, with a stand-in for vLLM behind them."""
 
 import asyncio
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.sidecar.engines import WrongWeights
+from megatron_rl.protocol.wire import Sampling
+from megatron_rl.sidecar.engines import EngineBusy, EngineState, GroupRequest, WrongWeights
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
@@ -75,6 +77,19 @@ def test_a_pause_waits_for_what_is_in_flight_and_for_nothing_else():
     assert asked == [{"mode": "wait", "clear_cache": True}]
 
 
+def test_a_pause_also_refuses_new_groups_where_vllm_can():
+    asked = []
+
+    class Core:
+        async def pause_scheduler_async(self, **arguments): ...
+
+        async def pause_generation_async(self, **arguments):
+            asked.append(arguments)
+
+    ask(routes.PAUSE, engine=SimpleNamespace(engine_core=Core()))
+    assert asked == [{"mode": "wait", "clear_cache": True}]
+
+
 def test_other_paths_are_for_vllm_to_answer():
     assert ask("/health")[0]["status"] == 404
 
@@ -99,6 +114,60 @@ def test_an_engine_that_fails_is_an_error_of_the_server(monkeypatch):
 
     monkeypatch.setattr(routes, "sample_group", fail)
     assert ask()[0]["status"] == 500
+
+
+class RetryableRequestError(Exception):
+    """As vLLM 0.33 raises it while it is paused."""
+
+    status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def test_a_group_that_a_paused_engine_refuses_may_be_sent_again(monkeypatch):
+    async def refuse(client, call):
+        raise RetryableRequestError("Generation is paused.")
+
+    monkeypatch.setattr(routes, "sample_group", refuse)
+    start, body = ask()
+    assert (start["status"], body["body"]) == (503, b"RetryableRequestError: Generation is paused.")
+
+
+def paused_engine(num_refusals: int, on_refusal=lambda engine: None) -> tuple[VllmEngine, list[int]]:
+    """An engine whose server answers 503 to a number of groups, and then samples; and the statuses it answered."""
+    answered: list[int] = []
+    tokens, log_probs = np.asarray([4], dtype="<i4").tobytes(), np.asarray([-1], dtype="<f4").tobytes()
+    choice = GroupChoice(0, "length", tokens, tokens, log_probs, [routes.GroupSpan("3:abc", 0, 1)])
+    engine = VllmEngine("engine-0", "/nowhere")
+    engine.limits = Limits(max_model_len=8, max_num_seqs=1, vocab_size=9)
+    engine.state, engine._version, engine._tag = EngineState.READY, 3, "3:abc"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path != routes.GENERATE:
+            return httpx.Response(200)
+        answered.append(503 if len(answered) < num_refusals else 200)
+        if answered[-1] == 503:
+            on_refusal(engine)
+            return httpx.Response(503, content=b"RetryableRequestError: Generation is paused.")
+        return httpx.Response(200, content=msgspec.msgpack.encode(GroupAnswer([choice])))
+
+    engine._connection._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
+    return engine, answered
+
+
+REQUEST = GroupRequest("r", (1, 2), 1, 0, Sampling(max_tokens=1))
+
+
+def test_a_group_refused_by_an_engine_that_someone_else_paused_is_sent_until_it_resumes():
+    engine, answered = paused_engine(2)
+    (response,) = asyncio.run(engine.generate(REQUEST))
+    assert (response.fingerprint, response.spans[0].version) == ("abc", "3")
+    assert answered == [503, 503, 200]
+
+
+def test_a_group_refused_by_an_engine_that_was_paused_for_a_publish_goes_back_to_the_pool():
+    engine, answered = paused_engine(9, lambda engine: setattr(engine, "state", EngineState.PUBLISHING))
+    with pytest.raises(EngineBusy, match="engine-0: generate was answered 503: .*Generation is paused"):
+        asyncio.run(engine.generate(REQUEST))
+    assert answered == [503]
 
 
 def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypatch):

@@ -31,6 +31,10 @@ class EngineRefused(MegatronRLError):
     """The engine answered and refused the request."""
 
 
+class EngineBusy(EngineRefused):
+    """The engine takes no requests for now, as while it is paused; it sampled nothing of this one."""
+
+
 class NotWritten(EngineRefused):
     """The trainer ended before it had written all weights."""
 

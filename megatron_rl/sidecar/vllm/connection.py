@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from megatron_rl.sidecar.engines import EngineLost, EngineRefused
+from megatron_rl.sidecar.engines import EngineBusy, EngineLost, EngineRefused
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm.server import find_cause
 
@@ -80,7 +80,8 @@ class Connection:
         except (httpx.HTTPError, RuntimeError) as error:
             raise await self._failure(f"{step} got no answer: {self.find_fault() or repr(error)}") from None
         if answer.status_code != 200:
-            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000])
+            kind = EngineBusy if answer.status_code == 503 else EngineRefused
+            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000], kind)
         return answer.content
 
     async def is_healthy(self) -> bool:
@@ -161,11 +162,13 @@ class Connection:
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
 
-    async def _failure(self, text: str, answer: str = "") -> EngineLost | EngineRefused:
-        """Make an EngineRefused if the engine is healthy, else an EngineLost with the cause from its log."""
+    async def _failure(
+        self, text: str, answer: str = "", kind: type[EngineRefused] = EngineRefused
+    ) -> EngineLost | EngineRefused:
+        """Make an error of this kind if the engine is healthy, else an EngineLost with the cause from its log."""
         said = f": {answer}" if answer else ""
         if self.fault is None and await self.is_healthy():
-            return EngineRefused(f"engine {self._name}: {text}{said}")
+            return kind(f"engine {self._name}: {text}{said}")
         return EngineLost(f"engine {self._name}: {text}{'' if self._handle else said}\n{self.last_words()}")
 
 

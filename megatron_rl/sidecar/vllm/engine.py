@@ -18,6 +18,7 @@ from megatron_rl.protocol import probe
 from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
+    EngineBusy,
     EngineLost,
     EngineRefused,
     EngineState,
@@ -131,7 +132,7 @@ class VllmEngine:
         self._num_in_flight += 1
         try:
             async with asyncio.timeout(self._deadlines.group), self._cutting(request):
-                answer = await self._ask("generate", call)
+                answer = await self._sample(call)
         except TimeoutError:
             raise EngineLost(
                 f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
@@ -375,6 +376,16 @@ class VllmEngine:
         if len(values) != 1:
             raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
         return values.pop()
+
+    async def _sample(self, call: GroupCall) -> GroupAnswer:
+        """Have the engine sample; if it is paused, but not for a publish of ours, send the call until it resumes."""
+        while True:
+            try:
+                return await self._ask("generate", call)
+            except EngineBusy:
+                if self.state is not EngineState.READY:
+                    raise
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _ask(self, step: str, call: GroupCall) -> GroupAnswer:
         """Have the engine sample."""

@@ -4,7 +4,7 @@
   with names and text for every token, which takes longer to write and read than a small model takes to sample. Here a
   token is four bytes and its log-prob four more, as the engine gave them.
 - A pause returns as soon as nothing is in flight. vLLM's own route then also sleeps, for callers who read their answers
-  elsewhere.
+  elsewhere. Until the engine resumes, vLLM 0.33 refuses groups, which is answered with 503; an older one keeps them.
 - A commit names the weights that are loaded, and they can be asked for. A vLLM that cannot keep this name, as those
   before 0.32, has it kept here; such a vLLM does not say either which weights sampled a token, and `Held` does.
 
@@ -169,7 +169,9 @@ async def _answer(route: Route, client: Any, held: Held, body: bytes) -> tuple[i
     except (ValueError, TypeError) as error:
         return 400, f"{type(error).__name__}: {error}".encode()
     except Exception as error:
-        return 500, f"{type(error).__name__}: {error}".encode()
+        # vLLM's errors have a status of their own if the same request may be sent again.
+        status = 503 if getattr(error, "status_code", None) == 503 else 500
+        return status, f"{type(error).__name__}: {error}".encode()
     return 200, msgspec.msgpack.encode(answer)
 
 
@@ -191,7 +193,9 @@ async def _end(client: Any, _: Held, body: bytes) -> None:
 
 
 async def _pause(client: Any, held: Held, _: bytes) -> None:
-    await client.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
+    core = client.engine_core
+    pause = getattr(core, "pause_generation_async", None) or core.pause_scheduler_async
+    await pause(mode="wait", clear_cache=True)
     held.tag = ""
 
 
