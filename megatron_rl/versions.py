@@ -35,6 +35,8 @@ PYTHON = Requirement("python", "3.11", "3.15", "start with another python")
 MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megatron-core>=0.16,<0.20'")
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
+VLLM = {"0.32.0": "run on CPUs and on an H200", "0.33.0": "contract checked, not run"}
+"""What was tried with each version of vLLM. Checked is that it has all that is imported, subclassed and called."""
 
 
 def leave_backends_to_platforms() -> None:

@@ -37,7 +37,7 @@ _SET = {
 _EXACT = ("standard", "block")
 _NOT_FREE = 3
 # vLLM moves it from release to release.
-_PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+_PARSERS = tuple(f"vllm.entrypoints.{part}.cli_args" for part in ("common", "launchers", "openai"))
 _UTILITIES = ("vllm.utils.argparse_utils", "vllm.utils")
 _SECONDS = 600
 

