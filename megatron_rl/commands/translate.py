@@ -3,7 +3,7 @@
 import argparse
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.arguments.command_line import parse_run
@@ -77,22 +77,7 @@ def find_problems(translation: Translation) -> list[str]:
         parse_run(words, world_size=translation.nodes * translation.ranks)
     except MegatronRLError as error:
         problems += error.problems
-    problems += (text for text in _list_missing_data(translation) if not _is_said(text, problems))
     return problems
-
-
-def _list_missing_data(translation: Translation) -> Iterator[str]:
-    """Yield the data that a run is refused without once its model is there."""
-    words = translation.words
-    if "--prompts" not in words:
-        yield "--prompts is missing: name the files of prompts"
-    if "--eval-interval" in words and words.keys().isdisjoint(("--eval-prompts", "--prompts-held-out")):
-        interval = " ".join(words["--eval-interval"])
-        yield f"--eval-interval {interval} has no prompts to evaluate on: write --eval-prompts or --prompts-held-out"
-
-
-def _is_said(text: str, problems: Sequence[str]) -> bool:
-    return any(problem.startswith(text.partition(" ")[0]) for problem in problems)
 
 
 def write(translation: Translation, problems: Sequence[str] = ()) -> str:

@@ -28,9 +28,16 @@ MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
 SPECS = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in MANIFEST]
 DIGESTS = {name: digest(tensor).tolist() for name, tensor in TENSORS.items()}
 FINGERPRINT = compute_fingerprint(SPECS, DIGESTS)
-COMPARED = {"fingerprint": FINGERPRINT, "compared": 2, "parameters": 2, "shares": {}, "unheld": []}
+COMPARED = {
+    "fingerprint": FINGERPRINT,
+    "compared": 2,
+    "parameters": 2,
+    "uncompared": (),
+    "shares": {},
+    "unheld": [],
+}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
-NOT_COMPARED = COMPARED | {"compared": 0}
+NOT_COMPARED = COMPARED | {"compared": 0, "uncompared": ("a.bias", "b.weight")}
 WEIGHTS = Weights(
     run="run", version=3, fingerprint=FINGERPRINT, transport="nccl", dtype="float32", location="[::1]:7000",
     manifest=MANIFEST,

@@ -14,13 +14,13 @@ from megatron_rl.arguments.command_line import RunSettings, parse_run
 from megatron_rl.commands import translate
 from megatron_rl.commands.shell_script import read_shell_script
 from megatron_rl.commands.translation import Translation, index_flags, read_table
-from tests.command_lines import QWEN3, folder, keep_one_parser
+from tests.command_lines import PROMPTS, QWEN3, folder, keep_one_parser
 from tests.documents import read
 
 FILE = Path(__file__).parents[1] / "golden" / "translated_defaults.toml"
 ROWS: Mapping[str, Any] = tomllib.loads(FILE.read_text())
 KINDS = ("carried", "same", "named", "refused", "meaningless")
-ADDED = "--reward exact --prompts prompts.jsonl --train-iters 10 --rollout-folder run"
+ADDED = f"--reward exact {shlex.join(PROMPTS)} --train-iters 10 --rollout-folder run"
 # What a script of each project says at least; {model} is the folder of a model.
 SCRIPTS = {
     "verl": (
@@ -30,7 +30,7 @@ SCRIPTS = {
     ),
     "slime": (
         "run.sh",
-        "python3 train.py --actor-num-gpus-per-node 4 --hf-checkpoint {model} --prompt-data prompts.jsonl "
+        "python3 train.py --actor-num-gpus-per-node 4 --hf-checkpoint {model} --prompt-data {prompts} "
         "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 10 --rollout-max-response-len 64 {besides}",
     ),
     "trl": ("grpo.yaml", "model_name_or_path: {model}\nnum_processes: 2\n{besides}\n"),
@@ -67,7 +67,7 @@ def run_translate(project: str, besides: str, at: Path) -> Translated:
     script = at / name
     estimator = "gae" if "adv_estimator=gae" in besides else "grpo"
     group = "1" if "rollout.n=1" in besides else "8"
-    script.write_text(text.format(model=model, besides=besides, estimator=estimator, group=group))
+    script.write_text(text.format(model=model, prompts=PROMPTS[1], besides=besides, estimator=estimator, group=group))
     found = translate.translate(script)
     found.words |= dict(translate.group_words(shlex.split(ADDED)))
     problems = translate.find_problems(found)

@@ -80,8 +80,8 @@ class Connection:
         except (httpx.HTTPError, RuntimeError) as error:
             raise await self._failure(f"{step} got no answer: {self.find_fault() or repr(error)}") from None
         if answer.status_code != 200:
-            kind = EngineBusy if answer.status_code == 503 else EngineRefused
-            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000], kind)
+            refusal = EngineBusy if answer.status_code == 503 else EngineRefused
+            raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000], refusal)
         return answer.content
 
     async def is_healthy(self) -> bool:
