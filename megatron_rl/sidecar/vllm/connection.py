@@ -20,6 +20,8 @@ from megatron_rl.sidecar.engines import EngineBusy, EngineLost, EngineRefused
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm.server import find_cause
 
+METRICS_PREFIX = "vllm:"
+
 _log = logging.getLogger(__name__)
 
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
@@ -192,7 +194,7 @@ class Progress:
     def measure_silence(self, metrics: str) -> float:
         """Return the seconds since the last progress, by what the server counts now."""
         now = time.monotonic()
-        reported = [line for line in metrics.splitlines() if line.startswith("vllm:")]
+        reported = [line for line in metrics.splitlines() if line.startswith(METRICS_PREFIX)]
         if reported == self._reported:
             return now - self._since
         self.longest = max(self.longest, now - self._since)
