@@ -137,8 +137,12 @@ class Flag:
 
 def suggest_nearest(word: str, among: Iterable[object]) -> str:
     """Return " (the nearest is ...)" if something is near, else an empty text."""
+    among = list(among)
     near = find_nearest(word, among)
-    return "" if near is None else f" (the nearest is {near})"
+    if near is not None:
+        return f" (the nearest is {near})"
+    related = find_related(word, [format_value(item) for item in among])
+    return f" (flags with these words: {', '.join(related)})" if related else ""
 
 
 def find_nearest(word: str, among: Iterable[object]) -> str | None:
@@ -149,6 +153,16 @@ def find_nearest(word: str, among: Iterable[object]) -> str | None:
     cutoff = min(_NEAR, 1 - 1 / max(len(written), 4))
     near = difflib.get_close_matches(written, plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
+
+
+def find_related(word: str, among: Iterable[str]) -> list[str]:
+    """Find the flags that end with the words of a flag; if there are none, those that differ in the last word alone."""
+    words = _strip_dashes(word).split("-")
+    if not word.startswith("--") or len(words) < 2:
+        return []
+    known = {name: _strip_dashes(name).split("-") for name in among if name.startswith("--")}
+    longer = [name for name, its in known.items() if its[-len(words) :] == words]
+    return sorted(longer or [name for name, its in known.items() if len(words) > 2 and its[:-1] == words[:-1]])
 
 
 def _strip_dashes(word: str) -> str:

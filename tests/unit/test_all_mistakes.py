@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.arguments import flags
-from megatron_rl.config.flag import Kind, find_nearest, index_by_name
+from megatron_rl.config.flag import Kind, find_nearest, find_related, index_by_name, suggest_nearest
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
@@ -194,6 +194,31 @@ STRANGERS = (
     "--entropy-coef", "--num-gpus-per-node", "--deepspeed", "--report-to", "--output-dir", "--gamma", "--peft",
     "--model-name-or-path", "--lora-rank", "--accelerator", "--npu-fusion-attention",
 )  # fmt: skip
+
+
+RELATED = {
+    "--kl-beta": ["--grpo-kl-beta"],
+    "--entropy-coef": ["--grpo-entropy-coef"],
+    "--grpo-kl-coef": ["--grpo-kl-beta", "--grpo-kl-estimator", "--grpo-kl-in"],
+    "--grpo-nonsense": [],
+    "--beta": [],
+}
+
+
+def test_an_unknown_flag_is_answered_with_flags_that_have_its_words() -> None:
+    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED and not flag.project)
+    assert {name: find_related(name, known) for name in RELATED} == RELATED
+    assert suggest_nearest("--kl-beta", known) == " (flags with these words: --grpo-kl-beta)"
+
+
+def test_a_model_named_as_on_the_hub_is_answered_with_how_to_download_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then"):
+        families.read_config("Qwen/Qwen3-0.6B")
+    for folder in ("models/of/mine", "./model", "model"):
+        with pytest.raises(InputError, match="does not exist") as raised:
+            families.read_config(folder)
+        assert "hf download" not in str(raised.value)
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_one_if_one_is_near() -> None:

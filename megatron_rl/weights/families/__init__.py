@@ -1,6 +1,7 @@
 """The registry of model families, and what is read from a Hugging Face folder without opening its weights."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,24 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: --hf-model must be a folder with config.json and weights") from None
+        remedy = f"--hf-model must be a folder with config.json and weights{_suggest_download(folder)}"
+        raise InputError(f"{path} does not exist: {remedy}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"{path} must have a model_type, which names the model's family")
     return config
+
+
+def _suggest_download(folder: Path | str) -> str:
+    """Say how to get a model that is named as on the Hugging Face hub, from which nothing is fetched here."""
+    name = str(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(".") or Path(name).parent.exists():
+        return ""
+    there = name.partition("/")[2]
+    return (
+        f"; if it is a model of the Hugging Face hub: hf download {name} --local-dir {there}, then --hf-model {there}"
+    )
 
 
 def read_architecture(folder: Path | str) -> Architecture:
