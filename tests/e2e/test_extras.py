@@ -1,0 +1,59 @@
+"""What an extra brings is enough: for a run over scripted engines, for the doctor, and for a report.
+
+Each environment holds what the metadata of this project and of all packages ask for, and nothing else.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests import extras
+from tests.e2e import loop
+from tests.ranks import free_port
+
+pytestmark = pytest.mark.each_change
+
+# What this machine's environment has not: vLLM's build for CUDA, and packages whose builds do not load beside the CPU
+# build of torch.
+LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec"}, "cuda": {"vllm"}, "report": set()}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> loop.World:
+    return loop.make_world(tmp_path_factory.mktemp("extras"))
+
+
+@pytest.fixture(scope="module")
+def requirements(tmp_path_factory):
+    return extras.read_requirements(tmp_path_factory.mktemp("metadata"))
+
+
+def install(requirements, extra: str, folder: Path) -> Path:
+    names, missing = extras.find_closure(requirements, [extra])
+    assert missing == LEFT_OUT[extra]
+    return extras.make_environment(folder / extra, names)
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_an_extra_brings_all_that_a_run_imports(world, requirements, tmp_path, extra):
+    python = install(requirements, extra, tmp_path)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    words = world.words(extra, train_iters=1, rollout_num_engines=1)
+    done = extras.run(python, str(loop.SCRIPT), *words, **place, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The doctor, of the platform that runs here.
+    assert_usable(extras.run(python, "-m", "megatron_rl.cli", "doctor", "--platform", "cpu"))
+
+
+def assert_usable(done) -> None:
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "usable"
+
+
+def test_the_extra_report_brings_all_that_a_report_imports(world, requirements, tmp_path):
+    folder = world.folder / "runs" / "reported"
+    loop.run(world.folder / "reported", 1, world.words("reported", train_iters=1, rollout_num_engines=1))
+    python = install(requirements, "report", tmp_path)
+    done = extras.run(python, "-m", "megatron_rl.cli", "report", str(folder), "--out", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+    assert "<html" in (tmp_path / "report.html").read_text()[:2000]
