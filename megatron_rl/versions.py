@@ -41,7 +41,7 @@ MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megat
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
 VLLM = {"0.32.0": "run on CPUs and on an H200", "0.33.0": "contract checked, not run"}
-"""What was tried with each version of vLLM. Checked is that it has all that is imported, subclassed and called."""
+"""The trials of each version of vLLM. The contract is all that is imported, subclassed and called."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ class GroupAdvantages:
 
     @property
     def is_divided(self) -> bool:
-        """Whether their deviation over the update divides the whole loss, once all its groups have arrived."""
+        """Return whether their deviation over the update divides the whole loss, once all its groups have arrived."""
         return self._config.advantage in DIVIDED
 
     def __call__(self, group: Rewarded) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the launch scripts of other projects leave out, and what follows from several of their flags together."""
+"""Defaults of other projects' launch scripts, and flags that follow from several of theirs together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Words = Mapping[str, Sequence[str]]
 
 
 def is_of_project(project: Mapping[str, Any], written: Words) -> bool:
-    """Whether a flag shows that a script is one of this project."""
+    """Check whether a flag shows that a script belongs to this project."""
     return not written.keys().isdisjoint(project.get("signs", "").split())
 
 

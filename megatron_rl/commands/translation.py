@@ -29,13 +29,13 @@ class Translation:
     ranks: int = 1
     """The ranks on each host."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What else a person should know."""
+    """Other notes for the reader."""
     meaningless: list[str] = dataclasses.field(default_factory=list)
     """Settings that change nothing here."""
     changed: list[str] = dataclasses.field(default_factory=list)
-    """What changes training and is not carried over, each with the reason."""
+    """Settings that change training and are not carried over, each with the reason."""
     missing: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """What a person must add or change, each with the flags that settle it."""
+    """Missing settings, each with the flags that settle it."""
 
     def write(self, flag: str, *values: object) -> None:
         """Write a flag with its values."""
@@ -58,7 +58,7 @@ class Translation:
 
 
 class TheirSettings:
-    """What a script sets, and the project's defaults for what it leaves out; remembers what was asked for."""
+    """Settings of a script, with the project's defaults for the rest; remembers which were read."""
 
     def __init__(self, given: Mapping[str, str], defaults: Mapping[str, str]):
         self.given = given

@@ -1,4 +1,4 @@
-"""What is wrong with the flags of a run's data, and with the paths that they name."""
+"""Checks of the flags of a run's data, and of the paths that they name."""
 
 import itertools
 import os

@@ -148,7 +148,7 @@ def bound(rewards: Sequence[float], plan: Plan) -> list[float]:
 
 
 def has_signal(responses: Sequence[Rewarded], plan: Plan) -> bool:
-    """Whether what decides differs within a group: one of the functions that the plan names, or the sum as it counts.
+    """Check whether what decides differs in a group: a function that the plan names, or the sum as it counts.
 
     Of a function's values only those of responses that it applies to are compared.
     """

@@ -15,5 +15,5 @@ def find_narrower(trained: str, stored: str) -> str:
 
 
 def can_hold(dtype: str, published: str) -> bool:
-    """Whether numbers of the published dtype keep every bit in this one, so that they can be compared in it."""
+    """Check whether numbers of the published dtype keep every bit in this one, so that they can be compared in it."""
     return dtype == published or _BYTES[dtype] > _BYTES[published]

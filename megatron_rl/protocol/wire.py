@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "cut"]
 """`cut`: the response was ended where it was, by `Plan.tail`."""
 Order = Literal["completion", "prompt"]
 Proof = Literal["digests", "probe"]
-"""What must prove that engines hold a version, docs/rollout.md."""
+"""The proof that engines hold a version, as docs/rollout.md describes it."""
 Tail = Literal["stop", "truncate", "carry"]
 """What becomes of the last groups of an iteration, docs/rollout.md."""
 JSON = dict[str, Any]

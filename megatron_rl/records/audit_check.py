@@ -222,7 +222,7 @@ class _Meaning:
         if self._highest is not None and event.version > self._highest + 1:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
-        # This attempt decides anew what the version puts off.
+        # This attempt decides again what the version puts off.
         self._put_off.pop(event.version, None)
         self._puts_off |= event.plan.tail == "carry" or event.num_carried > 0
         division = None
@@ -357,7 +357,7 @@ class _Meaning:
 
     @property
     def put_off(self) -> list[PutOff] | None:
-        """What is put off after the last version that is complete; None if that is unknown."""
+        """Prompts put off after the last version that is complete; None if that is unknown."""
         if self._highest is None or not self._puts_off:
             return []
         last = self._highest

@@ -126,7 +126,7 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     fingerprint: str
     engines: list[EngineReport]
     proof: Proof | None = None
-    """What the run accepts as proof; None in a log of a release that did not say."""
+    """The proof that the run accepts; None in a log of a release that did not say."""
 
 
 class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
@@ -183,7 +183,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     fingerprint: str
     reward: float
     components: dict[str, float | None] = {}
-    """What each reward function gave."""
+    """The rewards by function."""
 
 
 class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):

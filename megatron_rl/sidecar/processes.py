@@ -1,4 +1,4 @@
-"""What the kernel says of the processes that an engine needs. Linux only: it reads /proc."""
+"""The state of the processes that an engine needs, by the kernel. Linux only: it reads /proc."""
 
 import os
 from pathlib import Path

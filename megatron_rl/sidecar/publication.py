@@ -125,7 +125,7 @@ class StepFailed(MegatronRLError):
 
     @property
     def is_for_nothing(self) -> bool:
-        """Whether another attempt must fail too: what was announced is not written, or cannot be compared."""
+        """Check whether another attempt must fail too: what was announced is not written, or cannot be compared."""
         return any(isinstance(error, NotWritten | NotCompared) for error in self.errors.values())
 
     @property

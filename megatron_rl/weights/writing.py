@@ -1,4 +1,4 @@
-"""Whether a folder of tensors is still being written.
+"""Tells whether a folder of tensors is still being written.
 
 One process holds a lock on the file that counts what has been written until all writers are done. The system takes the
 lock from a process that ends. This needs only the standard library, so that the sidecar can ask without torch.

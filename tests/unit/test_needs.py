@@ -1,4 +1,4 @@
-"""What packages this one asks for: what it imports, in the releases of the lock files, and in what setup.py says."""
+"""The packages that this one asks for are those that it imports, in the lock files' releases and in setup.py's."""
 
 import ast
 import re

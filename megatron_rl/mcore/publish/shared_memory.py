@@ -31,7 +31,7 @@ class Publisher(Protocol):
 
     @property
     def answer(self) -> PublishAnswer:
-        """What the sidecar answered to the last publish."""
+        """The sidecar's answer to the last publish."""
         ...
 
     def publish(self, version: int) -> str:
