@@ -459,8 +459,8 @@ def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool
                     await asyncio.sleep(0)
                 assert not published.done()
             service.probed(ANSWER)
-        kind = await published
-        assert (kind.has_model, service.weights) == (False, PROBED)
+        answer = await published
+        assert (answer.kind.has_model, service.weights) == (False, PROBED)
         with pytest.raises(Conflict, match="the lease is held by the run 'run', not by 'other'"):
             service.probed(msgspec.structs.replace(ANSWER, run="other"))
 

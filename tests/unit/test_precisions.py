@@ -11,8 +11,8 @@ from tests.command_lines import CPU, QWEN3, RUN, folder, parse_run, run_problems
 
 def words_of(path: Path, stored: str, *words: str) -> tuple[str, ...]:
     path.mkdir(exist_ok=True)
-    reward = ("--rollout-engine", "vllm", "--prompts", "prompts.jsonl")
-    return (*CPU, *RUN, *reward, "--hf-model", folder(path, dataclasses.replace(QWEN3, dtype=stored)), *words)
+    engine = ("--rollout-engine", "vllm")
+    return (*CPU, *RUN, *engine, "--hf-model", folder(path, dataclasses.replace(QWEN3, dtype=stored)), *words)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def reporter(folder: Path, engine: str = "vllm", advantage: str = "mean", **obse
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None, engine=engine),
+        publish=SimpleNamespace(dtype=None),
         architecture=SimpleNamespace(dtype="float32"),
         algorithm=AlgorithmConfig(),
     )
