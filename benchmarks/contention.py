@@ -95,13 +95,8 @@ def _measure(
                     speeds[kind].append(speed)
                     if kind != IDLE:
                         beside[kind].append(rate)
-                        alone[kind].append(other.watch(lambda: _wait(0.5 if is_tiny else 2.0))[1])
+                        alone[kind].append(other.watch_alone(0.5 if is_tiny else 2.0))
     return speeds, beside, alone
-
-
-def _wait(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +121,8 @@ class _OtherCore:
         self._shared.kind.value = kind
         begun = self._shared.count.value
         # It has taken notice once it counts.
-        while kind != IDLE and self._shared.count.value < begun + 2:
-            if not self._process.is_alive():
-                raise RuntimeError("the process on the other core has ended; what it printed is above")
-            time.sleep(0.01)
+        if kind != IDLE:
+            self._wait_for(begun + 2)
         try:
             yield
         finally:
@@ -141,6 +134,23 @@ class _OtherCore:
         result = action()
         counted = self._shared.count.value - count
         return result, counted / (self._shared.seconds.value - seconds) if counted else 0.0
+
+    def watch_alone(self, seconds: float) -> float:
+        """Return the process's counts a second over at least these seconds and one count, with nothing beside it."""
+        begun = self._shared.count.value
+
+        def wait() -> float:
+            time.sleep(seconds)
+            self._wait_for(begun + 1)
+            return seconds
+
+        return self.watch(wait)[1]
+
+    def _wait_for(self, count: int) -> None:
+        while self._shared.count.value < count:
+            if not self._process.is_alive():
+                raise RuntimeError("the process on the other core has ended; what it printed is above")
+            time.sleep(0.01)
 
 
 @contextmanager
