@@ -35,7 +35,7 @@ class Prompt:
     """The first row is for the first token; row v for the second one behind token v."""
     reference: torch.Tensor
     components: Components
-    """Of each response, what the functions in WEIGHTS give."""
+    """The values of the functions in WEIGHTS, for each response."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Draw:
     chance: float
     share: int
     gradient: torch.Tensor
-    """Of the sum of its losses, by the logits of its prompt."""
+    """The gradient of the sum of its losses, by the logits of its prompt."""
     statistics: Statistics
     has_signal: bool
 

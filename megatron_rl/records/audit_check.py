@@ -35,7 +35,7 @@ class IterationSummary:
     mismatch: float | None = None
     """The mean difference between the trainer's log-probs and those that the tokens were sampled with."""
     compared: tuple[int, int] | None = None
-    """How many parameters were compared bit for bit, of how many, on the engine with the fewest; None without any."""
+    """Parameters compared bit for bit, and their total, on the engine with the fewest; None without any."""
     engines: set[str] = dataclasses.field(default_factory=set)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NUM_LOOKS = 25
-"""How many looks in a row must see a process stopped. Looks are counted, not seconds: a host that is suspended stops
+"""Looks in a row that must see a process stopped. Looks are counted, not seconds: a host that is suspended stops
 whoever looks together with what it looks at."""
 _STOPPED = "T"
 _ENDED = ("Z", "X")
@@ -24,7 +24,7 @@ class Process(NamedTuple):
 
 
 def read_process(pid: int) -> Process | None:
-    """Read the process's state; None if there is no such process."""
+    """Read the process's state; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

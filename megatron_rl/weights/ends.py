@@ -26,7 +26,7 @@ def add_ends(folder: Path, ends: Iterable[int]) -> None:
     if not missing:
         return
     config, path = _read(folder / _CONFIG), folder / _GENERATION
-    # What other software takes from config.json where there is no generation_config.json.
+    # Other software takes these from config.json if generation_config.json is missing.
     beside = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     generation = _read(path) if path.exists() else beside
     path.write_text(json.dumps({**generation, _KEY: [*known, *missing]}, indent=2) + "\n")

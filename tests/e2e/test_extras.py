@@ -1,4 +1,4 @@
-"""What an extra brings is enough: for a run over scripted engines, for the doctor, and for a report.
+"""An extra's packages are enough: for a run over scripted engines, for the doctor, and for a report.
 
 Each environment holds what the metadata of this project and of all packages ask for, and nothing else.
 """

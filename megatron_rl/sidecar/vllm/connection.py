@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
 _LOOK_SECONDS = 0.2
 _LOOKS_PER_KNOCK = 10
-"""How many looks at the processes there are for each look at whether the server takes requests."""
+"""Looks at the processes for each look at whether the server takes requests."""
 _KNOCK_SECONDS = 1.0
 # An answer that is on its way says best what went wrong, and so do lines of the log.
 _LAST_ANSWER_SECONDS = 1.0
