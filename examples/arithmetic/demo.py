@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -80,14 +79,10 @@ def find_program(recipe: str | None) -> list[str]:
 def train(out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str]) -> Path:
     """GRPO on two ranks, with an engine; returns the run's folder."""
     run = out / "run"
-    # torchrun's own rendezvous listens on every interface; a fixed address on loopback does not.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     subprocess.run(
         [
-            python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-            "--master-port", str(port), *program, *FLAGS, "--rollout-python", sys.executable,
+            python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, *FLAGS,
+            "--rollout-python", sys.executable,
             "--hf-model", str(out / "model"), "--prompts", str(out / "train.jsonl"),
             "--eval-prompts", str(out / "held_out.jsonl"), "--seed", str(seed + 1),
             "--reward", f"{ROOT / 'examples' / 'arithmetic' / 'reward.py'}:{reward}", "--reward-workers", "1",

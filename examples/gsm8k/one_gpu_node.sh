@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/gsm8k/common.sh
 
-torchrun --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29500 pretrain_grpo.py "${FLAGS[@]}" \
+torchrun --standalone --nproc-per-node 4 pretrain_grpo.py "${FLAGS[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \
     --rollout-num-engines 2 --rollout-tensor-parallel-size 2 --rollout-devices 4 5 6 7 --rollout-max-num-seqs 256

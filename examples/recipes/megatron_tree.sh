@@ -24,5 +24,5 @@ GRPO=(
     --save "$RUN" --load "$RUN" --save-interval 20
 )
 
-torchrun --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29500 \
+torchrun --standalone --nproc-per-node 4 \
     -m megatron_rl.recipe "$TREE/pretrain_gpt.py" "${RECIPE[@]}" "${GRPO[@]}"

@@ -31,4 +31,4 @@ GRPO=(
     --save "$RUN" --load "$RUN" --save-interval 20
 )
 
-torchrun --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29500 pretrain_grpo.py "${RECIPE[@]}" "${GRPO[@]}"
+torchrun --standalone --nproc-per-node 4 pretrain_grpo.py "${RECIPE[@]}" "${GRPO[@]}"

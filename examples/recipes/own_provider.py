@@ -1,7 +1,7 @@
 """A pretraining script with a model provider of its own: the branches of its layers are scaled down with depth.
 
-    torchrun -m megatron_rl.recipe examples/recipes/own_provider.py FLAGS      trains it with GRPO
-    torchrun examples/recipes/own_provider.py FLAGS                            pretrains, as without this package
+    torchrun --standalone -m megatron_rl.recipe examples/recipes/own_provider.py FLAGS    trains it with GRPO
+    torchrun --standalone examples/recipes/own_provider.py FLAGS                          pretrains as without us
 
 It is written for trees of core 0.16 and 0.17, which must be on PYTHONPATH. Engines must compute the same: see
 docs/recipes.md.

@@ -14,7 +14,7 @@ ROLLOUT_ARGS=(
     --global-batch-size 1024 --use-dynamic-batch-size --max-tokens-per-gpu 16384
 )
 
-torchrun --nproc-per-node 4 --master-addr 127.0.0.1 --master-port 29500 pretrain_grpo.py \
+torchrun --standalone --nproc-per-node 4 pretrain_grpo.py \
     "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" --hf-model "$MODEL" --prompts "$TRAIN" --reward gsm8k \
     --tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-distributed-optimizer \
     --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --train-iters 400 \

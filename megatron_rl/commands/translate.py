@@ -103,13 +103,11 @@ def write(translation: Translation, problems: Sequence[str] = ()) -> str:
 
 
 def _write_launcher(translation: Translation) -> str:
-    nodes, address = "", "127.0.0.1"
+    rendezvous = "--standalone"
     if translation.nodes > 1:
-        nodes, address = f' --nnodes {translation.nodes} --node-rank "$NODE_RANK"', '"$MASTER_ADDR"'
-    return (
-        f"torchrun{nodes} --nproc-per-node {translation.ranks} --master-addr {address} --master-port 29500 "
-        "pretrain_grpo.py"
-    )
+        place = '--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500'
+        rendezvous = f"--nnodes {translation.nodes} {place}"
+    return f"torchrun {rendezvous} --nproc-per-node {translation.ranks} pretrain_grpo.py"
 
 
 def _quote(word: str) -> str:

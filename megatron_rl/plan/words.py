@@ -30,10 +30,12 @@ def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[li
     size, here = setting.trainer_devices, wanted.devices_per_host
     is_one_host = setting.num_devices <= here
     hosts = -(-size // here)
-    launcher = ["torchrun", "--nproc-per-node", str(min(size, here))]
+    rendezvous = ["--standalone"]
     if hosts > 1:
-        launcher += ["--nnodes", str(hosts), "--node-rank", "$NODE_RANK"]
-    launcher += ["--master-addr", "127.0.0.1" if hosts == 1 else "$MASTER", "--master-port", "29500"]
+        rendezvous = [
+            "--nnodes", str(hosts), "--node-rank", "$NODE_RANK", "--master-addr", "$MASTER", "--master-port", "29500",
+        ]  # fmt: skip
+    launcher = ["torchrun", *rendezvous, "--nproc-per-node", str(min(size, here))]
     trainer = [*launcher, "pretrain_grpo.py", *_list_trainer_flags(candidate, wanted, files)]
     engines = _list_engine_flags(candidate)
     if is_one_host:

@@ -26,12 +26,15 @@ from tests.documents import blocks, broken_links, commands_of, pages, read, unkn
 from tests.e2e.loop import draw_model
 from tests.layering import LAYERS
 from tests.processes import ROOT
-from tests.ranks import free_port
 from tests.unit.test_examples import QWEN3_4B
 from tools import run_matrix
 from tools.draw_figures import draw_all
 
 LANGUAGES = {"bash", "text", "python", "json"}
+# Files that start runs.
+EXAMPLES = sorted(
+    path.relative_to(ROOT).as_posix() for kind in ("sh", "py") for path in (ROOT / "examples").rglob(f"*.{kind}")
+)
 # Beside a scripted engine: seconds. test_the_smallest_documented_run_trains_with_vllm runs it as it stands.
 REHEARSED = "--rollout-engine scripted"
 
@@ -68,7 +71,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "README.md": {
         "make test": Target("CI runs it, with all other tests"),
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
-        "torchrun": Parsed(4),
+        "torchrun --standalone --nproc-per-node 4": Parsed(4),
     },
     "CONTRIBUTING.md": {
         "make test": Target("CI runs it"),
@@ -114,9 +117,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
-        "torchrun --nproc-per-node 1": Here(),
-        "torchrun --nproc-per-node 1 pretrain_grpo.py --stage sft": Here(),
-        "torchrun --nproc-per-node 4": Parsed(4),
+        "torchrun --standalone --nproc-per-node 1": Here(),
+        "torchrun --standalone --nproc-per-node 1 pretrain_grpo.py --stage sft": Here(),
+        "torchrun --standalone --nproc-per-node 4": Parsed(4),
         "megatron-rl picture RUN": Here(),
         "megatron-rl audit RUN": Here(),
     },
@@ -131,7 +134,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "bash examples/recipes/shell_recipe.sh": By("tests/unit/test_examples.py"),
         "bash examples/recipes/slime_model.sh": By("tests/unit/test_examples.py"),
         "VLLM_PYTHON=/path/to/python bash examples/recipes/mindspeed.sh": By("tests/unit/test_examples.py"),
-        "torchrun --nproc-per-node 4 -m megatron_rl.recipe": By("tests/e2e/test_recipe.py"),
+        "torchrun --standalone --nproc-per-node 4 -m megatron_rl.recipe": By("tests/e2e/test_recipe.py"),
     },
     "examples/gsm8k/README.md": {
         "python examples/gsm8k/prepare.py": Here(),
@@ -289,6 +292,16 @@ def test_tests_and_targets_that_the_table_names_exist():
     assert {"lint", "types", "test-first"} <= set(lots.split())
 
 
+@pytest.mark.parametrize("path", [*pages(), *EXAMPLES])
+def test_a_run_on_one_host_has_torchrun_take_a_free_port(path):
+    text = read(path).replace("\\\n", " ")
+    if path.endswith(".md"):
+        # Those in steps of a list are indented.
+        text = "\n".join(re.findall(r"^ *```.*?^ *```", text, re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"^\s*(torchrun .*)", text, re.MULTILINE)
+    assert [one for one in commands if ("--standalone" in one) == ("--nnodes" in one)] == []
+
+
 @pytest.mark.parametrize(("page", "command"), _commands(Parsed))
 def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -299,7 +312,7 @@ def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypa
     if world_size is None:
         assert sidecar_settings.parse(words[words.index("megatron_rl.sidecar") + 1 :]).rollout.num_engines == 2
         return
-    assert words[:3] == ["torchrun", "--nproc-per-node", str(world_size)]
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", str(world_size)]
     flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu"]
     sizes = compute_sizes(parse(*flags, world_size=world_size), 2)
     assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
@@ -403,7 +416,6 @@ def make_folder(folder: Path) -> Path:
 
 def run(command: str, folder: Path, seconds: float = 1000, **environment: str) -> None:
     """The command as a shell runs it there, with the programs of this environment."""
-    port = free_port()
     programs = Path(sys.executable).parent
     ended = subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
@@ -411,8 +423,6 @@ def run(command: str, folder: Path, seconds: float = 1000, **environment: str) -
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
-            # torchrun's default port may be another's.
-            "PET_MASTER_PORT": str(port),
             **environment,
         },
     )  # fmt: skip

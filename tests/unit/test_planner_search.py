@@ -90,7 +90,7 @@ def model(tmp_path):
 def test_the_command_line_of_one_host_is_that_of_a_run(tensor, model, tmp_path):
     best = next(one for one in search(WANTED, 100, 1) if one.split.tensor == tensor)
     (words,) = write_command(best, WANTED, Files(str(model), PROMPTS[1], run=str(tmp_path / "run")))
-    assert words[:3] == ["torchrun", "--nproc-per-node", str(best.split.trainer_devices)]
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", str(best.split.trainer_devices)]
     flags = [*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
     settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
     sizes = settings.parallel_sizes
@@ -115,6 +115,10 @@ def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(mo
     (tmp_path / "run" / "token").touch(mode=0o600)
     (tmp_path / "run" / "token").write_text("0" * 64)
     flags = [*trainer[trainer.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", "--print-config"]
+    launcher = trainer[: trainer.index("pretrain_grpo.py")]
+    if best.split.trainer_devices > 8:
+        assert launcher[launcher.index("--master-addr") :][:4] == ["--master-addr", "$MASTER", "--master-port", "29500"]
+    assert ("--standalone" in launcher) == (best.split.trainer_devices <= 8)
     settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
     assert settings.sizes.plan.num_replicas == best.split.replicas
     notes = "\n".join(list_notes(best, wanted))
@@ -134,7 +138,7 @@ def test_the_command_finds_a_split_draws_it_and_says_that_nothing_was_measured(m
     assert cli.main(["plan", *words, "--out", str(out)]) == ExitCode.OK
     said = capsys.readouterr().out
     assert "tokens/s/device" in said
-    assert "torchrun --nproc-per-node" in said
+    assert "torchrun --standalone --nproc-per-node" in said
     assert "do not believe the times: no run was measured" in said
     assert out.read_bytes().startswith(b"\x89PNG")
 

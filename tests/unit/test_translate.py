@@ -343,8 +343,16 @@ def test_the_command_prints_what_a_shell_can_run(tmp_path: Path, capsys: pytest.
     script = write(tmp_path / "run.sh", "torchrun --nproc_per_node 2 pretrain_gpt.py --lr 1e-6 --save 'a b'\n")
     assert cli.main(["translate", str(script)]) == ExitCode.USAGE
     words = read_shell_script(capsys.readouterr().out).commands[0]
-    assert words[:3] == ["torchrun", "--nproc-per-node", "2"]
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
     assert words[-4:] == ["--lr", "1e-6", "--save", "a b"]
+
+
+def test_the_command_for_several_hosts_names_a_port_that_all_of_them_know(tmp_path: Path) -> None:
+    text = SLIME.replace("--actor-num-nodes 2", "--actor-num-nodes 4")
+    script = write(tmp_path / "run.sh", text)
+    words = read_shell_script(translate.write(translate.translate(script))).commands[0]
+    place = ["--node-rank", "$NODE_RANK", "--master-addr", "$MASTER_ADDR", "--master-port", "29500"]
+    assert words[:9] == ["torchrun", "--nnodes", "2", *place]
 
 
 def test_the_example_of_the_documents_prints_what_they_say(tmp_path: Path) -> None:
