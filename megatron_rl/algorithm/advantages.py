@@ -115,7 +115,7 @@ def compute_deviation(of_replicas: Iterable[Mapping[str, float]]) -> float:
 
 
 def is_all_equal(rewards_K: np.ndarray) -> bool:
-    """Whether all rewards are equal: such a group teaches nothing, since every advantage is zero."""
+    """Check whether all rewards are equal, so that no response is better than another of its group."""
     return bool((rewards_K == rewards_K[0]).all())
 
 

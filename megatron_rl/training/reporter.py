@@ -21,6 +21,7 @@ from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTo
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.records.append_file import LineFile
+from megatron_rl.training.equal_rewards import EqualRewards
 from megatron_rl.training.mismatch import find_warning_bound
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -81,6 +82,7 @@ class Reporter(MetricsReporter):
         self._group_advantages = group_advantages
         self._mismatch_warning = find_warning_bound(settings)
         self._with_tokens = settings.observe.log_sample_tokens
+        self._equal_rewards = EqualRewards(settings)
         self._is_corrected = settings.algorithm.importance_correction
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
@@ -105,6 +107,7 @@ class Reporter(MetricsReporter):
 
     def close(self) -> None:
         self._closed.set()
+        self._say_if_any(self._equal_rewards.end())
         super().close()
         self._samples.close()
 
@@ -137,11 +140,11 @@ class Reporter(MetricsReporter):
                 f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
                 f"{remedy}"
             )
-        groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
-        if equal == groups:
-            self._progress.say(
-                f"warning: in all {groups} groups every response got the same reward: the gradient is zero"
-            )
+        self._say_if_any(self._equal_rewards.follow(metrics))
+
+    def _say_if_any(self, text: str | None) -> None:
+        if text is not None:
+            self._progress.say(text)
 
     def _write_samples(self, version: int, slots: IterationSlots, log_probs: Mapping[int, np.ndarray]) -> None:
         parts = (

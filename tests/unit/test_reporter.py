@@ -1,6 +1,7 @@
 """What the loop tells people of an iteration: warnings, and samples of its groups."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +26,24 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def reporter(folder: Path, engine: str = "vllm", advantage: str = "mean", **observe: Any) -> Reporter:
+def reporter(
+    folder: Path,
+    engine: str = "vllm",
+    algorithm: AlgorithmConfig | None = None,
+    experts: Mapping[str, float] | None = None,
+    **observe: Any,
+) -> Reporter:
+    algorithm = algorithm or AlgorithmConfig(advantage="mean")
     settings = SimpleNamespace(
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None, engine=engine),
         publish=SimpleNamespace(dtype=None),
         architecture=SimpleNamespace(dtype="float32"),
-        algorithm=AlgorithmConfig(),
+        algorithm=algorithm,
+        transformer=SimpleNamespace(**{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **(experts or {})}),
     )
-    advantages = GroupAdvantages(AlgorithmConfig(advantage=advantage))
+    advantages = GroupAdvantages(algorithm)
     return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows], advantages)
 
 
@@ -107,6 +116,58 @@ def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_i
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
 
 
+def report_equal_groups(to: Reporter, counts: Sequence[int]) -> list[str]:
+    """Report iterations of two groups, so many of which have equal rewards; return what was said of rewards."""
+    to._progress = said = Said()
+    for version, count in enumerate(counts):
+        metrics = {"version": version, "mismatch": {"mean": 0.0}, "groups": 2, "reward": {"all_equal_groups": count}}
+        to.iteration(version, metrics, slots(), {})
+    to.close()
+    return [line for line in said.lines if "reward" in line]
+
+
+def test_a_streak_of_iterations_without_a_signal_is_said_when_it_begins_and_when_it_ends(tmp_path):
+    said = report_equal_groups(reporter(tmp_path, log_samples=0), [0, 2, 2, 2, 1, 2, 0, 2, 2])
+    assert [line.partition(":")[2].partition(" (said once")[0].strip() for line in said] == [
+        "in all 2 groups every response got the same reward: the gradient is zero",
+        "rewards within groups differ again, after 3 iterations in which none did",
+        # One iteration is no streak.
+        "in all 2 groups every response got the same reward: the gradient is zero",
+        "in all 2 groups every response got the same reward: the gradient is zero",
+        "in each of the last 2 iterations every response of a group got the same reward",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "experts", "sources"),
+    [
+        ({}, {}, ()),
+        ({"advantage": "batch"}, {}, ()),
+        ({"advantage": "global"}, {}, ("--grpo-advantage global",)),
+        ({"advantage": "gdpo"}, {}, ("--grpo-advantage gdpo",)),
+        ({"kl_beta": 0.1}, {}, ("--grpo-kl-beta",)),
+        ({"kl_beta": 0.1, "kl_in": "reward", "advantage": "global"}, {}, ("--grpo-advantage global", "--grpo-kl-beta")),
+        ({"entropy_coef": 0.1}, {}, ("--grpo-entropy-coef",)),
+        ({}, {"moe_aux_loss_coeff": 0.01}, ("auxiliary losses",)),
+        ({}, {"moe_z_loss_coeff": 0.01}, ("auxiliary losses",)),
+    ],
+)
+def test_equal_rewards_are_said_to_leave_the_gradient_that_the_algorithm_has_besides(
+    algorithm, experts, sources, tmp_path
+):
+    to = reporter(tmp_path, algorithm=AlgorithmConfig(**algorithm), experts=experts, log_samples=0)
+    (said,) = report_equal_groups(to, [2])
+    assert ("the gradient is zero" in said) == (not sources)
+    every = (
+        "--grpo-advantage global",
+        "--grpo-advantage gdpo",
+        "--grpo-kl-beta",
+        "--grpo-entropy-coef",
+        "auxiliary losses",
+    )
+    assert tuple(source for source in every if source in said) == sources
+
+
 def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
     to = reporter(tmp_path, log_samples=7)
     to._write_samples(0, slots([part(3, 0, 2)], [part(3, 2, 2)], [part(1, 0, 2)], [part(1, 2, 2)], [part(2, 0, 4)]), {})
@@ -122,7 +183,7 @@ def test_a_group_that_several_slots_held_is_one_line_of_the_samples(tmp_path):
 
 
 def test_advantages_that_the_whole_update_divides_are_left_out_of_samples(tmp_path):
-    to = reporter(tmp_path, advantage="batch", log_samples=4)
+    to = reporter(tmp_path, algorithm=AlgorithmConfig(advantage="batch"), log_samples=4)
     to._write_samples(0, slots([part(3, 0, 4)]), {})
     to.close()
     (line,) = read_lines(tmp_path / "samples.jsonl")

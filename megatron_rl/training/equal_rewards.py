@@ -1,0 +1,58 @@
+"""What is said of iterations in which every response of a group got the same reward.
+
+Pure. Such iterations come in streaks. The first of a streak is warned of, and the end of a longer one gives its length.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.config.settings import Settings
+
+
+class EqualRewards:
+    """Follows a run's iterations, and returns what is new to say."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._length = 0
+
+    def follow(self, metrics: Mapping[str, Any]) -> str | None:
+        """Return what is to say after an iteration with these metrics."""
+        groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
+        if equal == groups:
+            self._length += 1
+            return self._warn(groups) if self._length == 1 else None
+        length, self._length = self._length, 0
+        if length < 2:
+            return None
+        return f"note: rewards within groups differ again, after {length} iterations in which none did"
+
+    def end(self) -> str | None:
+        """Return what is to say at the end of the run."""
+        length, self._length = self._length, 0
+        if length < 2:
+            return None
+        return f"note: in each of the last {length} iterations every response of a group got the same reward"
+
+    def _warn(self, num_groups: int) -> str:
+        others = list(_list_other_terms(self._settings))
+        gradient = f"the gradient can come only from {' and '.join(others)}" if others else "the gradient is zero"
+        return (
+            f"warning: in all {num_groups} groups every response got the same reward: {gradient} (said once, until "
+            "rewards differ again)"
+        )
+
+
+def _list_other_terms(settings: Settings) -> Iterator[str]:
+    """List what makes a gradient where no response of a group has another reward than the others."""
+    algorithm, transformer = settings.algorithm, settings.transformer
+    if algorithm.advantage == "global":
+        yield "the distance to the mean reward of the iteration before (--grpo-advantage global)"
+    if algorithm.advantage == "gdpo":
+        yield "reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"
+    if algorithm.kl_beta:
+        yield "the divergence from the reference (--grpo-kl-beta)"
+    if algorithm.entropy_coef:
+        yield "the entropy (--grpo-entropy-coef)"
+    if transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff:
+        yield "the auxiliary losses of routers"
