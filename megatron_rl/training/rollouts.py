@@ -22,6 +22,9 @@ from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.training.mismatch import MismatchBeyond
 
+# Of those that were put off, in the run's last lines.
+_MOST_NAMED = 5
+
 
 class TakesPrompts(Protocol):
     """Where prompts come from."""
@@ -148,9 +151,9 @@ class Rollouts:
         return {"prompts": described} if described else {}
 
     def describe_put_off(self, checkpoint: Path | None) -> str | None:
-        """Name the prompts that were put off and never trained on; None if there are none, and on other ranks.
+        """Count the prompts that were put off and never trained on, and name the first.
 
-        `checkpoint` is the last one, which holds them.
+        None if there are none, and on other ranks. `checkpoint` is the last one, which holds them.
         """
         if self._prompts is None or not (put_off := self._prompts.put_off):
             return None
@@ -161,9 +164,11 @@ class Rollouts:
                 f"{checkpoint} holds them: a run that resumes from it, with a larger --train-iters if none is left, "
                 f"trains on them once {plan.num_prompts} are put off, or at once with --rollout-tail stop"
             )
+        named, num_more = put_off[:_MOST_NAMED], max(0, len(put_off) - _MOST_NAMED)
+        more = f" and {num_more} more, which `megatron-rl audit` lists" if num_more else ""
         return (
             f"note: {len(put_off)} prompts that --rollout-tail carry put off were not trained on, nor were their "
-            f"{len(put_off) * plan.group_size} responses: {', '.join(put_off)}. {remedy[0].upper()}{remedy[1:]}"
+            f"{len(put_off) * plan.group_size} responses: {', '.join(named)}{more}. {remedy[0].upper()}{remedy[1:]}"
         )
 
     def _open_slots(self, identity: Identity) -> IterationSlots:

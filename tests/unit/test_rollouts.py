@@ -1,7 +1,7 @@
 """A rank's side of an iteration: when it asks for slots."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +17,11 @@ from megatron_rl.training.rollouts import Rollouts, start_at_once
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
 
 
-def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any) -> Rollouts:
+def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any, put_off: Sequence[str] = ()) -> Rollouts:
     session: Any = types.SimpleNamespace(
         rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
-    prompts: Any = types.SimpleNamespace(put_off=[], peek=lambda count, num_carried: [])
+    prompts: Any = types.SimpleNamespace(put_off=list(put_off), peek=lambda count, num_carried: [])
     sampling, batcher = wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"]))
     return Rollouts(
         client, session, "run", divide(PLAN), sampling, batcher, start_at_once, 5.0, prompts if rank == 0 else None,
@@ -53,3 +53,19 @@ def test_a_submission_that_is_refused_ends_the_ranks_that_wait_for_it() -> None:
 
     with pytest.raises(RolloutError, match="refused"), rollouts(1, agree, None).iteration(3, "weights-3"):
         pass
+
+
+@pytest.mark.parametrize(("count", "named"), [
+    (1, "row-0. "), (5, "row-0, row-1, row-2, row-3, row-4. "),
+    (300, "row-0, row-1, row-2, row-3, row-4 and 295 more, which `megatron-rl audit` lists. "),
+])  # fmt: skip
+def test_prompts_that_were_put_off_are_counted_and_the_first_are_named(count: int, named: str) -> None:
+    said = rollouts(0, lambda action: action(), None, [f"row-{row}" for row in range(count)]).describe_put_off(None)
+    assert said is not None
+    assert said.startswith(f"note: {count} prompts that --rollout-tail carry put off were not trained on")
+    assert f"{2 * count} responses: {named}No checkpoint holds them" in said
+
+
+def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
+    for rank in (0, 1):
+        assert rollouts(rank, lambda action: action(), None).describe_put_off(None) is None
