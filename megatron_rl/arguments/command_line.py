@@ -288,7 +288,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         reading.problems += refusals
     if architecture is not None and not reading.problems:
         notes = (
-            *_note_other_defaults(reading, settings.run.stage),
+            *_note_other_defaults(reading, settings.run.stage, settings.observe.verbose),
             *checks.note_idle_flags(settings),
             *note_filter(settings),
         )
@@ -296,8 +296,8 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     return settings
 
 
-def _note_other_defaults(reading: _Reading, stage: str) -> Iterator[str]:
-    """Yield a note of the flags left to defaults that differ from those of Megatron's scripts."""
+def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Iterator[str]:
+    """Yield a note of the flags left to defaults that differ from those of Megatron's scripts: a count, or all."""
     others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
     # Of the stage's flags alone.
     settled = reading.given.keys() | list_others()[stage]
@@ -306,9 +306,11 @@ def _note_other_defaults(reading: _Reading, stage: str) -> Iterator[str]:
         for name, (own, _) in others.items()
         if name not in reading.written and settled.isdisjoint(by_name[name].targets)
     }
-    if relied:
+    if relied and is_verbose:
         listed = ", ".join(f"{name} ({own})" for name, own in relied.items())
-        yield f"defaults that are not those of Megatron's scripts (docs/flags.md lists them): {listed}"
+        yield f"defaults that are not those of Megatron's scripts (docs/flags.md has both): {listed}"
+    elif relied:
+        yield f"flags left to a default that is not that of Megatron's scripts: {len(relied)} (--verbose lists them)"
 
 
 def _derive(

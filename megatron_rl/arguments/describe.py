@@ -167,7 +167,7 @@ def write_flags_page() -> str:
 
 def _write_defaults() -> Iterator[str]:
     """What this package takes without a flag that Megatron's scripts know too."""
-    yield "A run that relies on one of them says so, in one line at the start."
+    yield "A run says at the start how many of them it relies on; with `--verbose` it lists them."
     yield ""
     yield "| flag | here | in Megatron's scripts |"
     yield "| --- | --- | --- |"

@@ -246,7 +246,8 @@ class ObserveConfig:
     )
     verbose: bool = own_flag(
         False,
-        "Print automatic choices and other packages' warnings too, which otherwise go to the run's folder alone.",
+        "Print automatic choices, defaults that are not Megatron's and other packages' warnings too, which otherwise "
+        "go to the run's folder alone.",
         "--verbose",
     )
     log_samples: int = own_flag(

@@ -1,5 +1,6 @@
 """What follows from flags that were given: sizes, counts, flags of other projects, defaults that are relied on."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -242,17 +243,22 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "
         "--moe-router-score-function softmax --first-k-dense-replace -1"
     )
-    defaults = [note for note in parse(*DENSE).notes if not note.startswith("defaults that are not")]
-    assert [note for note in parse(*DENSE, words).notes if not note.startswith("defaults that are not")] == defaults
+    others = [note for note in parse(*DENSE).notes if "Megatron's scripts" not in note]
+    assert [note for note in parse(*DENSE, words).notes if "Megatron's scripts" not in note] == others
     for wrong in ("--grpo-iterations 2", "--grpo-entropy-term-weight 0.1", "--kl-coef 0.1"):
         assert f"{wrong} is refused" in error(*DENSE, wrong)
 
 
-def test_defaults_that_are_not_megatrons_are_said_in_one_line_as_far_as_they_are_relied_on() -> None:
-    (said,) = [note for note in parse(*DENSE).notes if note.startswith("defaults that are not")]
-    assert "--grpo-group-size (8)" in said
-    (said,) = [note for note in parse(*DENSE, "--grpo-group-size 4").notes if note.startswith("defaults that are not")]
-    assert "--grpo-group-size" not in said
+def test_defaults_that_are_not_megatrons_are_counted_and_listed_with_verbose() -> None:
+    (counted,) = [note for note in parse(*DENSE).notes if "Megatron's scripts" in note]
+    (listed,) = [note for note in parse(*DENSE, "--verbose").notes if "Megatron's scripts" in note]
+    names = re.findall(r"(--[\w-]+) \(", listed.partition(": ")[2])
+    assert "--hidden-dropout" in names
+    assert f"scripts: {len(names)} (--verbose lists them)" in counted
+    assert not any(name in counted for name in names)
+    # What a flag says is no default.
+    (fewer,) = [note for note in parse(*DENSE, "--grpo-kl-beta 0").notes if "Megatron's scripts" in note]
+    assert f"scripts: {len(names) - 1} " in fewer
 
 
 def test_the_page_says_which_defaults_hold_here() -> None:
