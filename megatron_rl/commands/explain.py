@@ -2,7 +2,8 @@
 
     megatron-rl explain RUN
 
-Says nothing of a healthy run. RUN is a run's folder, or the folder that --save was given.
+Says nothing of a healthy run. Of one that is too short to judge it says how many iterations are wanted. RUN is a run's
+folder, or the folder that --save was given.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.observe import metrics
+from megatron_rl.observe.enough import describe_lack_of_records, describe_lack_of_time
 from megatron_rl.observe.explain import explain
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.observe.trace import Trace, read
@@ -21,7 +23,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path)
     run = find_run(parser.parse_args(argv).run, metrics.FILE_NAME)
-    for finding in explain(_read_trace(run), metrics.read(run)):
+    trace, records = _read_trace(run), metrics.read(run)
+    if trace is not None and (lack := describe_lack_of_time(trace)) is not None:
+        print(f"note: {lack}")
+        trace = None
+    if (lack := describe_lack_of_records(records)) is not None:
+        print(f"note: {lack}")
+        records = []
+    for finding in explain(trace, records):
         print(finding.sentence)
     return ExitCode.OK
 
@@ -34,4 +43,4 @@ def _read_trace(run: Path) -> Trace | None:
         print(f"note: where the time went is not known: {error}")
         return None
     # The first iteration warms up.
-    return found.of(found.versions[1:]) if len(found.versions) > 2 else found
+    return found.of(found.versions[1:])

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.observe.enough import LEAST_ITERATIONS
 from megatron_rl.observe.ledger import Account, compute_ledger
 from megatron_rl.observe.metrics import number_at
 from megatron_rl.observe.trace import GROUPS, Span, Trace
@@ -28,8 +29,6 @@ UNEVEN = 1.2
 REWARD = 0.25
 # A token's time on the slowest engine over that on the fastest, medians of at least so many groups.
 SLOW_ENGINE, LEAST_GROUPS = 1.5, 8
-# Fewer iterations have no beginning and no end to compare.
-LEAST_ITERATIONS = 8
 
 _Records = Sequence[Mapping[str, Any]]
 
