@@ -36,6 +36,7 @@ def describe_run(settings: RunSettings) -> RunConfig:
     rollout, of_values = settings.rollout, dict(_list_values(settings))
     is_own = settings.sidecar is not None and rollout.engine == "vllm"
     return RunConfig(
+        platform=settings.platform,
         num_devices=settings.world_size,
         num_engine_devices=rollout.num_engines * rollout.tensor_parallel_size if is_own else None,
         model=measure(settings.architecture),

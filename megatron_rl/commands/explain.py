@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.errors import ExitCode, InputError
-from megatron_rl.observe import metrics
+from megatron_rl.observe import config_file, metrics
 from megatron_rl.observe.enough import describe_lack_of_records, describe_lack_of_time
 from megatron_rl.observe.explain import explain
 from megatron_rl.observe.run_folder import find_run
@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
     if (lack := describe_lack_of_records(records)) is not None:
         print(f"note: {lack}")
         records = []
-    for finding in explain(trace, records):
+    # A path to the file itself has its run's folder around it.
+    folder = run if run.is_dir() else run.parent
+    for finding in explain(trace, records, config_file.read(folder / config_file.FILE_NAME)):
         print(finding.sentence)
     return ExitCode.OK
 

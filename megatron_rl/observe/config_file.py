@@ -24,6 +24,8 @@ class Value(msgspec.Struct, array_like=True, frozen=True):
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was started with."""
 
+    platform: str | None = None
+    """The trainer's, as it was found if a flag did not name it."""
     num_devices: int | None = None
     """Of the trainer."""
     num_engine_devices: int | None = None

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.observe.config_file import RunConfig
 from megatron_rl.observe.enough import LEAST_ITERATIONS
 from megatron_rl.observe.ledger import Account, compute_ledger
 from megatron_rl.observe.metrics import number_at
@@ -30,6 +31,9 @@ REWARD = 0.25
 # A token's time on the slowest engine over that on the fastest, medians of at least so many groups.
 SLOW_ENGINE, LEAST_GROUPS = 1.5, 8
 
+# What streams weights to engines, by platform.
+_STREAMS = {"cuda": "nccl", "npu": "hccl"}
+
 _Records = Sequence[Mapping[str, Any]]
 
 
@@ -43,19 +47,19 @@ class Finding:
     sentence: str
 
 
-def explain(trace: Trace | None, records: _Records) -> list[Finding]:
-    """Return what is out of bounds, the ledger's findings first."""
+def explain(trace: Trace | None, records: _Records, config: RunConfig | None = None) -> list[Finding]:
+    """Return what is out of bounds, the ledger's findings first. `config` is that of the run, if it is known."""
     found: list[Finding] = []
     if trace is not None:
         accounts = compute_ledger(trace)
-        found += _explain_ledger(accounts)
+        found += _explain_ledger(accounts, config)
         found += _explain_replicas(trace, accounts)
         found += _explain_engines(trace)
         found += _explain_rewards(trace)
     return [*found, *_explain_metrics(records)]
 
 
-def _explain_ledger(accounts: Sequence[Account]) -> Iterator[Finding]:
+def _explain_ledger(accounts: Sequence[Account], config: RunConfig | None) -> Iterator[Finding]:
     ranks = [account for account in accounts if account.is_rank]
     engines = [account for account in accounts if not account.is_rank]
     if not ranks:
@@ -75,8 +79,7 @@ def _explain_ledger(accounts: Sequence[Account]) -> Iterator[Finding]:
             "bound the longest responses (--rollout-max-tokens)",
         ]),
         "publish": (PUBLISH, "bring weights to engines", [
-            "stream them (--rollout-transport nccl or hccl)", "publish less often: more prompts "
-            "(--grpo-prompts-per-step)",
+            *_say_stream(config), "publish less often: more prompts (--grpo-prompts-per-step)",
         ]),
         "bubble": (BUBBLE, "wait for other stages and ranks within a schedule", [
             "use more and smaller micro-batches (--micro-batch-size)",
@@ -112,6 +115,16 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
     wanted = max(len(engines) + 1, math.ceil(len(engines) * sampling / training))
     more = wanted - len(engines)
     return f"add {more} engine{'s' if more > 1 else ''} to the {len(engines)} (--rollout-num-engines {wanted})"
+
+
+def _say_stream(config: RunConfig | None) -> Iterator[str]:
+    """Say how weights reach engines faster, if the run's platform and engines have such a way and do not take it."""
+    rollout = {} if config is None else config.sections.get("rollout", {})
+    texts = {name: value.text for name, value in rollout.items()}
+    if config is None or config.platform is None:
+        yield "stream them, on accelerators (--rollout-transport nccl or hccl)"
+    elif config.platform in _STREAMS and texts.get("transport") == "shm" and texts.get("engine") == "vllm":
+        yield f"stream them (--rollout-transport {_STREAMS[config.platform]})"
 
 
 def _explain_replicas(trace: Trace, accounts: Sequence[Account]) -> Iterator[Finding]:

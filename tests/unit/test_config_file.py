@@ -30,6 +30,7 @@ def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_pa
     for section, values in kept.sections.items():
         assert f"[{section}]" in printed
         assert all(f"{name} " in printed and value.text in printed for name, value in values.items())
+    assert kept.platform == settings.platform == "cpu"
     assert ("optimizer", "lr", "1e-06", "--lr 1e-6") in list_given(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.flag import index_by_name
+from megatron_rl.observe.config_file import RunConfig, Value
 from megatron_rl.observe.explain import explain
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SIDECAR, Process, Span, Trace, Window
 from tests.observed import write_metrics
@@ -90,6 +91,28 @@ def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, s
     assert finding.value == pytest.approx(seconds / 100)
     assert finding.sentence.startswith(f"{cause}: ranks ")
     assert f"{seconds:.0f}% of the time, above {finding.bound:.0%}" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("platform", "rollout", "flag"),
+    [
+        (None, {}, "--rollout-transport nccl or hccl"),
+        ("cuda", {"transport": "shm", "engine": "vllm"}, "--rollout-transport nccl)"),
+        ("npu", {"transport": "shm", "engine": "vllm"}, "--rollout-transport hccl)"),
+        # There is none on a CPU, it is taken already, or the engines have no device.
+        ("cpu", {"transport": "shm", "engine": "vllm"}, None),
+        ("cuda", {"transport": "nccl", "engine": "vllm"}, None),
+        ("cuda", {"transport": "shm", "engine": "scripted"}, None),
+    ],
+)
+def test_weights_are_to_be_streamed_where_the_platform_can(platform, rollout, flag) -> None:
+    values = {name: Value(text, "default") for name, text in rollout.items()}
+    config = RunConfig(platform=platform, sections={"rollout": values})
+    (finding,) = explain(Trace((rank(publish=20.0), sidecar())), HEALTHY_RECORDS, config)
+    assert finding.name == "publish"
+    assert ("--rollout-transport" in finding.sentence) == (flag is not None)
+    assert flag is None or flag in finding.sentence
+    assert "--grpo-prompts-per-step" in finding.sentence
 
 
 def test_a_slow_disk_shows_in_checkpoints() -> None:
