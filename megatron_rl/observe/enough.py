@@ -1,10 +1,10 @@
 """How long a run must be before it is judged, and what is said of one that is not.
 
-Pure. A share of time is judged if as many iterations were measured as the largest of these three numbers:
+Pure. Shares of time are judged if the number of iterations that were measured is at least each of these three:
 
 - `LEAST_ITERATIONS`;
-- as many as take `LEAST_SECONDS` together;
-- as many as bring the standard error of an iteration's mean time down to `PRECISION`, by the spread that they have.
+- the number that takes `LEAST_SECONDS` together;
+- the number that brings the standard error of an iteration's mean time down to `PRECISION`, by the spread of the times.
 """
 
 import math
@@ -22,7 +22,7 @@ LEAST_SECONDS = 4.0
 PRECISION = 0.15
 # Fewer have no spread.
 _LEAST_TO_SPREAD = 4
-# Quartiles of a normal distribution are so many deviations apart.
+# The distance between the quartiles of a normal distribution, in deviations.
 _DEVIATIONS_BETWEEN_QUARTILES = 1.349
 
 
