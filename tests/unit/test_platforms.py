@@ -338,6 +338,7 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
     output = run_python(
         f"""
         import datetime
+        import os
         from pathlib import Path
         import torch
         import torch.distributed as dist
@@ -350,8 +351,9 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
         values = torch.arange(3.0)
         for group in groups:
             dist.all_reduce(values, group=group)
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        print(names.count("gloo_tcp_loop"), values.tolist(), dist.get_backend(groups[0]))
+        # A device opens its epoll instance before its thread runs, and so before the thread has a name.
+        opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+        print(opened.count("anon_inode:[eventpoll]"), values.tolist(), dist.get_backend(groups[0]))
         print(groups[0]._get_backend(torch.device("cpu")).options._timeout)
         # A thread of gloo's that lets go of a tensor while Python ends would abort the process.
         del group, groups
