@@ -91,19 +91,23 @@ def _gather_as_on_cuda(q_THD, k_TGD, v_TGD, layout, scale, window=None):
 def test_gradients_that_are_summed_in_half_precision_pass_though_one_draw_has_more_than_twice_the_largest_error() -> (
     None
 ):
-    ratios, largest = [], []
-    for question in gpu_check.questions("cuda"):
-        if question.name == "branched" and question.dtype_name == "bf16" and question.head_dim <= 128:
-            ratios += gpu_check.compare(question, _gather_as_on_cuda, "cpu").values()
-            for draw in range(gpu_check.DRAWS):
-                case = question.case("cpu", draw)
-                exact = case.exact()
-                found, definition = (
-                    errors(case.run(run), exact) for run in (_gather_as_on_cuda, BACKENDS["naive"].attention)
-                )
-                largest += [found[tensor] / definition[tensor] for tensor in ("keys", "values")]
-    assert max(ratios) < 0.75
-    assert max(largest) > 2
+    asked = [
+        question
+        for question in gpu_check.questions("cuda")
+        if question.name == "branched" and question.dtype_name == "bf16" and question.head_dim <= 128
+    ]
+    assert all(max(gpu_check.compare(question, _gather_as_on_cuda, "cpu").values()) <= 1 for question in asked)
+    # One draw in two has such an error; which one depends on the CPU, but some of so many has.
+    narrow = gpu_check.Question("branched", BRANCHED, (4, 4), 64, "bf16")
+    assert any(_is_twice_the_largest(narrow, draw) for draw in range(64))
+
+
+def _is_twice_the_largest(question: gpu_check.Question, draw: int) -> bool:
+    """Check whether the largest error of a draw's keys or values is over twice that of the definition."""
+    case = question.case("cpu", draw)
+    exact = case.exact()
+    found, definition = (errors(case.run(run), exact) for run in (_gather_as_on_cuda, BACKENDS["naive"].attention))
+    return any(found[tensor] > 2 * definition[tensor] for tensor in ("keys", "values"))
 
 
 class _ScaledGradient(torch.autograd.Function):
