@@ -130,7 +130,8 @@ async def _pull(socket: Path, num_groups: int) -> float:
         sampling=wire.Sampling(max_tokens=NUM_TOKENS),
     )  # fmt: skip
     control = await Connection.to(socket)
-    lease = json.loads(await control.ask("POST", "/v1/lease?run=run", b"", AUTHORIZATION))["lease"]
+    path = f"/v1/lease?run=run&wire={wire.WIRE_VERSION}"
+    lease = json.loads(await control.ask("POST", path, b"", AUTHORIZATION))["lease"]
     headers = (AUTHORIZATION, f"X-Lease: {lease}")
     await control.ask("POST", "/v1/publish", wire.encode(weights()), *headers)
     ranks = [

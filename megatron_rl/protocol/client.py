@@ -65,7 +65,10 @@ class RolloutClient:
 
     def take_lease(self, run: str) -> int:
         """Make the sidecar work for this run. One rank does this and tells the others, which call `use_lease`."""
-        self.use_lease(self._call("POST", "/v1/lease", params={"run": run}).json()["lease"])
+        answer = self._call("POST", "/v1/lease", params={"run": run, "wire": wire.WIRE_VERSION}).json()
+        # A sidecar of wire version 1 does not say which it speaks.
+        wire.check_version(answer.get("wire", 1), f"the sidecar at {self.endpoint}")
+        self.use_lease(answer["lease"])
         assert self._lease is not None
         return self._lease
 

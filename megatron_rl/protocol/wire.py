@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
@@ -320,13 +320,32 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         message = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Another version has other fields.
+        check_version(_read_version(data), "the message")
         raise InputError(f"not a {kind.__name__} of wire version {WIRE_VERSION}: {error}") from None
-    wire = getattr(message, "wire", WIRE_VERSION)
-    if wire != WIRE_VERSION:
-        raise InputError(
-            f"wire version {wire} must be {WIRE_VERSION}, which this side speaks: install the same megatron_rl on both"
-        )
+    check_version(getattr(message, "wire", WIRE_VERSION), "the message")
     return message
+
+
+def check_version(version: int, of: str) -> None:
+    """Refuse a wire version that this side does not speak."""
+    if version != WIRE_VERSION:
+        raise InputError(
+            f"the wire version of {of} is {version}, and this side speaks {WIRE_VERSION}: install the same "
+            "megatron_rl on both"
+        )
+
+
+class _Versioned(msgspec.Struct):
+    wire: int = WIRE_VERSION
+
+
+def _read_version(data: bytes) -> int:
+    """Return the wire version of a message that may have unknown fields; this side's if it says none."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Versioned).wire
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return WIRE_VERSION
 
 
 def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allowed: bool) -> None:

@@ -33,10 +33,11 @@ _MAGIC = b"mrlj"
 # Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
+_REMEDY = "move the file away and resume from the checkpoint, and its groups are sampled again"
 
 
 class JournalDamaged(MegatronRLError):
-    """A record in the journal was changed."""
+    """A record in the journal was changed, or has another wire version."""
 
 
 class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
@@ -279,12 +280,12 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
     if isinstance(record, _Begun) and record.wire != WIRE_VERSION:
-        raise _damaged(path, offset, f"it has wire version {record.wire}, and this is {WIRE_VERSION}")
+        raise JournalDamaged(
+            f"{path} has wire version {record.wire}, and this megatron_rl {WIRE_VERSION}: {_REMEDY}; or resume with "
+            "the one that wrote it"
+        )
     return record
 
 
 def _damaged(path: Path, offset: int, what: str) -> JournalDamaged:
-    return JournalDamaged(
-        f"{path}: the record at byte {offset} is damaged ({what}). Move the file away and resume from the "
-        "checkpoint: its groups are then sampled again"
-    )
+    return JournalDamaged(f"{path}: the record at byte {offset} is damaged ({what}): {_REMEDY}")

@@ -6,11 +6,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -87,9 +87,13 @@ def _read_lease(request: Request) -> int:
 
 def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/lease")
-    async def take_lease(run: str) -> dict[str, int]:
-        """Work for this run from now on; the number goes into X-Lease of its requests."""
-        return {"lease": await service.take_lease(run)}
+    async def take_lease(run: str, version: Annotated[int, Query(alias="wire")] = 1) -> dict[str, int]:
+        """Work for this run from now on; the number goes into X-Lease of its requests.
+
+        `wire` is the trainer's wire version. One of version 1 does not say it.
+        """
+        wire.check_version(version, "the trainer")
+        return {"lease": await service.take_lease(run), "wire": wire.WIRE_VERSION}
 
     @app.post("/v1/publish")
     async def publish(request: Request) -> dict[str, Any]:

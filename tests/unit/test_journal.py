@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.slots import Claim
 from megatron_rl.protocol.wire import Sampling, encode_tokens
+from megatron_rl.records import journal as journals
 from megatron_rl.records.append_file import AppendFailed, AppendFile, FileInUse
 from megatron_rl.records.journal import Journal, JournalDamaged, JournalFolder
 from tests.killing import kill_while_appending
@@ -99,6 +100,17 @@ def test_a_record_with_a_wrong_head_is_damaged_and_not_a_torn_tail(path: Path) -
     with path.open("ab") as file:
         file.write(b"\0\0\0")
     with pytest.raises(JournalDamaged, match="its head is wrong"):
+        Journal(path, SUBMISSION)
+
+
+def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_remedy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(journals, "WIRE_VERSION", 1)
+        write(path, [4])
+    said = "has wire version 1, and this megatron_rl 2: move the file away and resume from the checkpoint"
+    with pytest.raises(JournalDamaged, match=said):
         Journal(path, SUBMISSION)
 
 
