@@ -43,6 +43,13 @@ def translate_flags(head: Sequence[str], words: Sequence[str], script: object) -
         if project["title"] == to.source:
             for name, values in list_implied(project, written).items():
                 to.words.setdefault(name, values)
+    if is_slime and "--n-samples-per-prompt" not in written and "--grpo-group-size" not in written:
+        del to.words["--grpo-group-size"]
+        to.require(
+            "--n-samples-per-prompt is missing, and slime's default is 1, which leaves none to compare with: write "
+            "--grpo-group-size, the responses to a prompt",
+            "--grpo-group-size",
+        )
     _place(head, written, to, is_slime)
     return to
 
@@ -118,7 +125,7 @@ def _carry_divergence(written: Mapping[str, list[str]], to: Translation) -> None
 def _carry_batches(written: Mapping[str, list[str]], to: Translation) -> None:
     """Carry over the number of updates of an iteration, as the size of one."""
     steps = (written.get("--num-steps-per-rollout") or [""])[0]
-    prompts, group = to.count("--grpo-prompts-per-step"), to.count("--grpo-group-size", 1)
+    prompts, group = to.count("--grpo-prompts-per-step"), to.count("--grpo-group-size")
     if not steps or "--global-batch-size" in to.words:
         return
     if steps.isdigit() and prompts is not None and group is not None:

@@ -28,6 +28,9 @@ _ESTIMATORS: Mapping[str, str] = {
     "low_var_kl+": "k3+", "k3+": "k3+", "kl+": "k3+", "k1+": "k3+",
 }  # fmt: skip
 
+# Metrics of a filter of groups that are the reward with all its parts.
+_SUMS = ("seq_reward", "seq_final_reward")
+
 
 def translate_verl(given: Mapping[str, str]) -> Translation:
     """Translate the overrides of a run."""
@@ -38,6 +41,7 @@ def translate_verl(given: Mapping[str, str]) -> Translation:
     theirs.text("model_engine")
     _write_sizes(theirs, to)
     _write_advantage(theirs, to)
+    _write_filter(theirs, to)
     _write_loss(theirs, to)
     _write_divergence(theirs, to)
     _write_correction(theirs, to)
@@ -54,8 +58,16 @@ def translate_verl(given: Mapping[str, str]) -> Translation:
 def _write_sizes(theirs: TheirSettings, to: Translation) -> None:
     """Write the sizes of an iteration and of an update; verl counts prompts in both."""
     to.write("--grpo-prompts-per-step", theirs.text("data.train_batch_size"))
-    to.write("--grpo-group-size", theirs.text(f"{_ROLLOUT}.n"))
     prompts, group = theirs.count(f"{_ACTOR}.ppo_mini_batch_size"), theirs.count(f"{_ROLLOUT}.n")
+    if f"{_ROLLOUT}.n" in theirs.given:
+        to.write("--grpo-group-size", theirs.text(f"{_ROLLOUT}.n"))
+    else:
+        group = None
+        to.require(
+            f"{_ROLLOUT}.n is missing, and verl's default is 1, which leaves none to compare with: write "
+            "--grpo-group-size, the responses to a prompt",
+            "--grpo-group-size",
+        )
     if prompts is None or group is None:
         written = theirs.text(f"{_ACTOR}.ppo_mini_batch_size")
         to.require(
@@ -94,21 +106,29 @@ def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
             "algorithm.adv_estimator = grpo: verl divides by the sample's deviation, this package by the population's, "
             "which makes advantages of n responses larger by the root of n / (n - 1)"
         )
-    if theirs.is_on("algorithm.use_kl_in_reward"):
-        weight = theirs.text("algorithm.kl_ctrl.kl_coef")
-        to.changed.append(
-            "algorithm.use_kl_in_reward = true: verl takes the divergence from the reward before advantages are made; "
-            f"write --grpo-kl-in reward --grpo-kl-estimator k1 --grpo-kl-beta {weight}, which takes it from each "
-            "token's advantage"
-        )
+
+
+def _write_filter(theirs: TheirSettings, to: Translation) -> None:
+    """Write which reward must differ within a group; carry_settings writes whether one must."""
+    if not theirs.is_on("algorithm.filter_groups.enable"):
+        return
     metric = theirs.text("algorithm.filter_groups.metric")
-    if theirs.is_on("algorithm.filter_groups.enable") and metric:
-        to.changed.append(f"algorithm.filter_groups.metric = {metric}: groups are compared by their rewards")
-        limit = theirs.count("algorithm.filter_groups.max_num_gen_batches")
-        if limit:
+    if metric in _SUMS:
+        to.write("--grpo-filter-by", "sum")
+        if metric == "seq_final_reward" and theirs.is_on("algorithm.use_kl_in_reward"):
             to.changed.append(
-                f"algorithm.filter_groups.max_num_gen_batches = {limit}: write --grpo-spare-prompts, in prompts"
+                f"algorithm.filter_groups.metric = {metric}: the divergence is no part of the rewards compared"
             )
+    elif metric:
+        to.changed.append(
+            f"algorithm.filter_groups.metric = {metric}: the first function of --reward is compared, with gdpo any; "
+            "write --grpo-filter-by with the name of another one"
+        )
+    limit = theirs.count("algorithm.filter_groups.max_num_gen_batches")
+    if limit:
+        to.changed.append(
+            f"algorithm.filter_groups.max_num_gen_batches = {limit}: write --grpo-spare-prompts, in prompts"
+        )
 
 
 def _write_loss(theirs: TheirSettings, to: Translation) -> None:
@@ -146,6 +166,46 @@ def _write_loss(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_divergence(theirs: TheirSettings, to: Translation) -> None:
+    """Write the divergence; verl may have one in the loss and one in the reward, this package has one."""
+    _write_divergence_in_loss(theirs, to)
+    if theirs.is_on("algorithm.use_kl_in_reward"):
+        _write_divergence_in_reward(theirs, to)
+
+
+def _write_divergence_in_reward(theirs: TheirSettings, to: Translation) -> None:
+    weight, kind = theirs.text("algorithm.kl_ctrl.kl_coef"), theirs.text("algorithm.kl_penalty")
+    if theirs.number("algorithm.kl_ctrl.kl_coef") == 0:
+        return
+    if "--grpo-kl-beta" in to.words:
+        to.changed.append(
+            "algorithm.use_kl_in_reward = true: use_kl_loss has a divergence too, and this package has one; write "
+            f"--grpo-kl-in reward --grpo-kl-estimator k1 --grpo-kl-beta {weight} in place of that in the loss"
+        )
+        return
+    # A number without gradient, so the plus changes nothing.
+    if kind.removesuffix("+") not in ("kl", "k1"):
+        to.changed.append(
+            f"algorithm.kl_penalty = {kind}: in the reward only k1 pulls towards the reference, so it is left out; "
+            f"write --grpo-kl-in reward --grpo-kl-beta {weight}"
+        )
+        return
+    to.write("--grpo-kl-beta", weight)
+    to.write("--grpo-kl-in", "reward")
+    to.write("--grpo-kl-estimator", "k1")
+    if theirs.text("algorithm.kl_ctrl.type") != "fixed":
+        target, horizon = (theirs.text(f"algorithm.kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+        to.changed.append(
+            f"algorithm.kl_ctrl.type = {theirs.text('algorithm.kl_ctrl.type')}, target_kl = {target}, horizon = "
+            f"{horizon}: the weight stays {weight}"
+        )
+    if theirs.text("algorithm.adv_estimator") != "reinforce_plus_plus":
+        to.changed.append(
+            "algorithm.use_kl_in_reward = true: verl takes a response's whole divergence from its reward before "
+            "advantages are made, this package from a token's advantage that of the token and of those after it"
+        )
+
+
+def _write_divergence_in_loss(theirs: TheirSettings, to: Translation) -> None:
     if not theirs.is_on(f"{_ACTOR}.use_kl_loss") or theirs.number(f"{_ACTOR}.kl_loss_coef") == 0:
         return
     weight, kind = theirs.text(f"{_ACTOR}.kl_loss_coef"), theirs.text(f"{_ACTOR}.kl_loss_type")

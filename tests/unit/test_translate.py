@@ -126,6 +126,8 @@ def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
 
 
 ACTOR = "actor_rollout_ref.actor"
+IN_REWARD = "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01"
+FILTER = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,39 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.kl_loss_type=kl", {"--grpo-kl-beta": None}, "kl_loss_type = kl: the mean of its gradient"),
         (f"{ACTOR}.kl_loss_type=low_var_kl+", {"--grpo-kl-estimator": ["k3+"]}, ""),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"--grpo-advantage": ["mean"]}, ""),
+        (
+            f"{ACTOR}.use_kl_loss=False {IN_REWARD}",
+            {"--grpo-kl-in": ["reward"], "--grpo-kl-estimator": ["k1"], "--grpo-kl-beta": ["0.01"]},
+            "algorithm.use_kl_in_reward = true: verl takes a response's whole divergence",
+        ),
+        (
+            f"{ACTOR}.use_kl_loss=False {IN_REWARD} algorithm.kl_penalty=k1+ algorithm.kl_ctrl.type=adaptive",
+            {"--grpo-kl-in": ["reward"], "--grpo-kl-beta": ["0.01"]},
+            "algorithm.kl_ctrl.type = adaptive, target_kl = 0.1, horizon = 10000: the weight stays 0.01",
+        ),
+        (
+            f"{ACTOR}.use_kl_loss=False {IN_REWARD} algorithm.kl_penalty=low_var_kl",
+            {"--grpo-kl-in": None, "--grpo-kl-beta": None},
+            "algorithm.kl_penalty = low_var_kl: in the reward only k1",
+        ),
+        # The divergence of the loss, which the script asks for too, is the one that is written.
+        (
+            IN_REWARD,
+            {"--grpo-kl-in": None, "--grpo-kl-beta": ["0.001"], "--grpo-kl-estimator": ["k3"]},
+            "algorithm.use_kl_in_reward = true: use_kl_loss has a divergence too",
+        ),
+        (f"{FILTER}=seq_reward", {"--grpo-filter-by": ["sum"], "--grpo-filter-groups-with-same-reward": []}, ""),
+        (
+            f"{FILTER}=seq_final_reward {IN_REWARD}",
+            {"--grpo-filter-by": ["sum"]},
+            "algorithm.filter_groups.metric = seq_final_reward: the divergence is no part",
+        ),
+        (
+            f"{FILTER}=acc",
+            {"--grpo-filter-by": None, "--grpo-filter-groups-with-same-reward": []},
+            "algorithm.filter_groups.metric = acc: the first function of --reward is compared",
+        ),
+        ("algorithm.filter_groups.metric=seq_reward", {"--grpo-filter-by": None}, ""),
         (
             "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=0.5_5",
             {
@@ -321,6 +356,27 @@ def test_a_command_that_a_run_would_refuse_ends_in_an_error_with_its_reasons(
         "--reward is missing",
     ):
         assert said in listed
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            SLIME.replace("--n-samples-per-prompt 8", "--num-steps-per-rollout 2"),
+            "--n-samples-per-prompt is missing, and slime's default is 1",
+        ),
+        (VERL.replace("actor_rollout_ref.rollout.n=5 ", ""), "actor_rollout_ref.rollout.n is missing, and verl's"),
+    ],
+)
+def test_a_group_size_that_is_left_to_its_default_of_one_must_be_added(script: str, said: str, tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "run.sh", script)
+    assert found.words.keys().isdisjoint(("--grpo-group-size", "--global-batch-size"))
+    problems = translate.find_problems(found)
+    assert is_named(said, problems)
+    assert any("write --global-batch-size" in problem for problem in problems)
+    assert not any("--grpo-group-size 1" in problem for problem in problems)
+    found.words |= {"--grpo-group-size": ["8"]}
+    assert not is_named(said, translate.find_problems(found))
 
 
 def test_a_command_that_is_complete_with_what_is_added_ends_in_none(
