@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from megatron_rl.weights.mapping import TensorSpec
 
 
+RECEIVE = "/update_weights"
+"""The call that ends when an engine has received all tensors."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamPlace:
     """The ranks of an engine's workers in the group."""
@@ -71,7 +75,7 @@ def list_receive_calls(weights: Weights) -> Iterator[EngineCall]:
     if _is_packed_by_update(weights):
         update["packed"] = True
     yield EngineCall("/start_weight_update")
-    yield EngineCall("/update_weights", {"update_info": update})
+    yield EngineCall(RECEIVE, {"update_info": update})
     yield EngineCall("/finish_weight_update")
     yield EngineCall("/shutdown_weight_transfer_engine")
 

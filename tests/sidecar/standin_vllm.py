@@ -200,6 +200,9 @@ class Server:
         if path == "/resume":
             await client.ask("resume")
             return b"{}"
+        if path in TRANSFERS:
+            await client.ask(TRANSFERS[path])
+            return b"{}"
         call = json.loads(body)
         step = call["method"].removeprefix("megatron_rl_")
         answer = await client.ask({"report": "verify"}.get(step, step))
@@ -208,6 +211,10 @@ class Server:
         return json.dumps({"results": [{**FACTS, "pid": answer["pid"], "fingerprint": client.held}]}).encode()
 
 
+TRANSFERS = {
+    "/init_weight_transfer_engine": "join", "/start_weight_update": "begin", "/update_weights": "receive",
+    "/finish_weight_update": "finish", "/shutdown_weight_transfer_engine": "leave",
+}  # fmt: skip
 FACTS = {
     "vllm": "stand-in", "rank": 0, "world_size": 1, "max_model_len": 512, "max_num_seqs": 64, "vocab_size": 512,
     "dtype": "float32", "is_quantized": False, "has_experts": False, "device": "cpu",

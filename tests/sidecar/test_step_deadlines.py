@@ -4,13 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from megatron_rl.errors import InputError
 from megatron_rl.sidecar.pace import FACTOR, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
+from megatron_rl.sidecar.streams import StreamPlace
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.weights import arrival
 from tests.sidecar.fake_engines import STEPS, FakeFactory, weights
+from tests.sidecar.standin_engines import standing_in
 from tests.sidecar.supervised import CONFIG, supervised, until
 
 LEAST = 0.3
@@ -40,6 +44,50 @@ def test_an_engine_that_hangs_in_a_measured_step_is_restarted_long_before_the_co
                 f"engine-1: {step} did not finish within 0.3 s\nlast words of engine-1"
                 in (supervisor.status()["engines"]["engine-1"]["error"])
             )
+
+    asyncio.run(check())
+
+
+GROUP = "the group at 127.0.0.1:29400"
+STREAMED = msgspec.structs.replace(
+    weights(1), transport="nccl", location="127.0.0.1:29400", manifest=[("weight", "float32", [1])], world_size=2
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("join", f"its workers waited in {GROUP} for the trainer and for the workers of other engines\n"),
+        ("receive", f"it was receiving from {GROUP}: this engine, another one or the trainer may be the slow one\n"),
+    ],
+)
+def test_a_streamed_load_that_is_cut_off_says_whom_it_waited_for(step, said, tmp_path):
+    async def check() -> None:
+        async with standing_in(tmp_path, {step: 600.0}) as world:
+            await world.supervisor.start(1)
+            (engine,) = world.engines
+            engine.stream_place = StreamPlace(1, 2)
+            loading = asyncio.create_task(engine.load(STREAMED))
+            await until(lambda: said in engine.last_words())
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            assert engine.last_words().startswith(said)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_has_received_everything_or_refused_it_waits_for_nobody(tmp_path):
+    async def check() -> None:
+        async with standing_in(tmp_path, {}) as world:
+            await world.supervisor.start(1)
+            (engine,) = world.engines
+            engine.stream_place = StreamPlace(1, 2)
+            before = engine.last_words()
+            await engine.load(STREAMED)
+            assert engine.last_words() == before
+            with pytest.raises(InputError, match="must have a manifest"):
+                await engine.load(msgspec.structs.replace(STREAMED, manifest=[]))
+            assert engine.last_words() == before
 
     asyncio.run(check())
 

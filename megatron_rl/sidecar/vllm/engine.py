@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,8 @@ class VllmEngine:
         self._version = -1
         self._tag = ""
         self._num_in_flight = 0
+        self._waits_for = ""
+        """What a step waits for beside this engine, or waited for when its deadline cut it off; empty if nothing."""
         self._progress = Progress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._connection = Connection(name, address, handle, deadlines.health)
@@ -255,8 +257,8 @@ class VllmEngine:
         return int(self.facts["world_size"])
 
     def last_words(self) -> str:
-        """Say what is known of why it ended."""
-        return self._connection.last_words()
+        """Say what is known of why it ended, or why a step came to no end."""
+        return "\n".join(filter(None, [self._waits_for, self._connection.last_words()]))
 
     async def _prepare(self) -> None:
         try:
@@ -354,12 +356,32 @@ class VllmEngine:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
             )
-        for call in streams.list_join_calls(weights, self.stream_place):
-            await self._connection.post("load", call.route, call.content)
+        place = f"the group at {weights.location}"
+        with self._waiting_for(f"its workers waited in {place} for the trainer and for the workers of other engines"):
+            for call in streams.list_join_calls(weights, self.stream_place):
+                await self._connection.post("load", call.route, call.content)
         await self._workers("load", "megatron_rl_begin_stream")
         for call in streams.list_receive_calls(weights):
-            await self._connection.post("load", call.route, call.content)
+            if call.route == streams.RECEIVE:
+                with self._waiting_for(
+                    f"it was receiving from {place}: this engine, another one or the trainer may be the slow one"
+                ):
+                    await self._connection.post("load", call.route, call.content)
+            else:
+                await self._connection.post("load", call.route, call.content)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
+
+    @contextlib.contextmanager
+    def _waiting_for(self, what: str) -> Iterator[None]:
+        """Say what is waited for, and still after a deadline has cut the wait off."""
+        self._waits_for = what
+        try:
+            yield
+        except Exception:
+            # An answer came, which says itself what is wrong.
+            self._waits_for = ""
+            raise
+        self._waits_for = ""
 
     async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of our extension in every worker."""
