@@ -51,6 +51,15 @@ class Prompt:
         table = logits.log_softmax(-1)
         return [torch.stack([table[row, token] for row, token in _find_places(one)]) for one in self.responses]
 
+    @functools.cached_property
+    def slopes(self) -> list[torch.Tensor]:
+        """The gradients of the log-probs of the tokens of each response, by the logits; a row for each token."""
+        logits = self.logits.clone().requires_grad_()
+        return [
+            torch.stack([torch.autograd.grad(value, logits, retain_graph=True)[0].flatten() for value in one])
+            for one in self.log_probs(logits)
+        ]
+
     def divergence(self, logits: torch.Tensor, is_fixed: bool = False) -> torch.Tensor:
         """KL(policy || reference) over whole responses; if fixed, the chances of reaching a token are constants."""
         away_V = logits.log_softmax(-1) - self.reference.log_softmax(-1)
@@ -101,52 +110,75 @@ def find_truth(prompts: Sequence[Prompt], beta: float, is_fixed: bool = False, r
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A multiset of responses, as one micro-batch sees it."""
+    """A multiset of responses."""
 
     chance: float
     share: int
     gradient: torch.Tensor
     """The gradient of the sum of its losses, by the logits of its prompt."""
     statistics: Statistics
+    """Those of its micro-batch."""
     has_signal: bool
 
 
 def list_draws(prompt: Prompt, config: AlgorithmConfig, group_size: int, is_constant: bool = False) -> list[Draw]:
-    """Every group that can be drawn, through the project's own advantages and losses; rewards may be all equal."""
-    objective, draws = Objective(config, MAX_TOKENS), []
+    """Every group that can be drawn, through the project's own advantages and losses; rewards may be all equal.
+
+    A micro-batch is one group if the update needs its statistics, else all: a loss is a sum over responses.
+    """
     advantages = GroupAdvantages(config, WEIGHTS)
     advantages.baseline = BASELINE if advantages.has_baseline else None
-    logits = prompt.logits.clone().requires_grad_()
-    policy, reference = prompt.log_probs(logits), prompt.log_probs(prompt.reference)
-    chances = [math.exp(float(one.detach().sum())) for one in policy]
-    for numbers in itertools.combinations_with_replacement(range(len(policy)), group_size):
+    groups = list(itertools.combinations_with_replacement(range(len(prompt.responses)), group_size))
+    batches = [[group] for group in groups] if advantages.is_divided else [groups]
+    return [draw for batch in batches for draw in _list_draws(prompt, config, advantages, batch, is_constant)]
+
+
+def _list_draws(
+    prompt: Prompt,
+    config: AlgorithmConfig,
+    advantages: GroupAdvantages,
+    groups: Sequence[tuple[int, ...]],
+    is_constant: bool,
+) -> list[Draw]:
+    """These groups as one micro-batch, whose statistics each of them gets."""
+    objective = Objective(config, MAX_TOKENS)
+    policy, reference = prompt.log_probs(prompt.logits), prompt.log_probs(prompt.reference)
+    chances = [math.exp(float(one.sum())) for one in policy]
+    rewards, of_groups = [], []
+    for numbers in groups:
         components = {
             name: [0.0 if is_constant else column[number] for number in numbers]
             for name, column in prompt.components.items()
         }
-        rewards = [
-            sum(WEIGHTS[name] * column[place] for name, column in components.items()) for place in range(group_size)
-        ]
-        of_group = advantages(SimpleNamespace(rewards=rewards, components=components))
-        lengths = torch.tensor([len(policy[number]) for number in numbers])
-        sequences_N = torch.repeat_interleave(torch.arange(group_size), lengths)
-        live_N = torch.cat([policy[number] for number in numbers])
-        leaf_N = live_N.detach().clone().requires_grad_()
-        reference_N = torch.cat([reference[number] for number in numbers]) if config.kl_beta else None
-        total, statistics = objective.loss(
-            RoleLogProbs(leaf_N, leaf_N.detach(), reference_N),
-            leaf_N.detach(),
-            torch.from_numpy(of_group)[sequences_N],
-            sequences_N,
-            lengths,
+        rewards.append(
+            [sum(WEIGHTS[name] * column[place] for name, column in components.items()) for place in range(len(numbers))]
         )
-        (slopes_N,) = torch.autograd.grad(total, leaf_N)
-        (gradient,) = torch.autograd.grad((slopes_N * live_N).sum(), logits, retain_graph=True)
+        of_groups.append(advantages(SimpleNamespace(rewards=rewards[-1], components=components)))
+    responses = [number for numbers in groups for number in numbers]
+    lengths = torch.tensor([len(policy[number]) for number in responses])
+    sequences_N = torch.repeat_interleave(torch.arange(len(responses)), lengths)
+    live_N = torch.cat([policy[number] for number in responses]).requires_grad_()
+    total, statistics = objective.loss(
+        RoleLogProbs(
+            live_N,
+            live_N.detach(),
+            torch.cat([reference[number] for number in responses]) if config.kl_beta else None,
+        ),
+        live_N.detach(),
+        torch.from_numpy(np.concatenate(of_groups))[sequences_N],
+        sequences_N,
+        lengths,
+    )
+    (of_tokens_N,) = torch.autograd.grad(total, live_N)
+    counts = [sum(len(policy[number]) for number in numbers) for numbers in groups]
+    draws = []
+    for numbers, of_group, slopes in zip(groups, rewards, of_tokens_N.split(counts), strict=True):
         repeats = [numbers.count(number) for number in set(numbers)]
-        ways = math.factorial(group_size) // math.prod(map(math.factorial, repeats))
+        ways = math.factorial(len(numbers)) // math.prod(map(math.factorial, repeats))
         chance = ways * math.prod(chances[number] for number in numbers)
-        share = objective.share(len(live_N), group_size)
-        draws.append(Draw(chance, share, gradient.flatten(), statistics, len(set(rewards)) > 1))
+        gradient = slopes @ torch.cat([prompt.slopes[number] for number in numbers])
+        share = objective.share(len(slopes), len(numbers))
+        draws.append(Draw(chance, share, gradient, statistics, len(set(of_group)) > 1))
     return draws
 
 
@@ -163,11 +195,12 @@ def expect_gradient(
         for prompt in prompts
     )
     is_divided = GroupAdvantages(config, WEIGHTS).is_divided
+    deviations = {id(draw): combine_statistics([draw.statistics])[0] for draw in (*first, *second) if is_divided}
     weights = np.zeros((len(first), len(second)))
     for (row, one), (column, other) in itertools.product(enumerate(first), enumerate(second)):
         divisor = float(one.share + other.share)
         if is_divided:
-            divisor *= compute_deviation(combine_statistics([draw.statistics])[0] for draw in (one, other))
+            divisor *= compute_deviation(deviations[id(draw)] for draw in (one, other))
         weights[row, column] = one.chance * other.chance / divisor
     weights /= sum(one.chance for one in first) * sum(one.chance for one in second)
     of_first, of_second = torch.from_numpy(weights.sum(1)), torch.from_numpy(weights.sum(0))

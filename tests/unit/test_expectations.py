@@ -16,7 +16,7 @@ import torch
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import UsageError
-from tests.command_lines import DENSE, parse
+from tests.command_lines import DENSE, keep_one_parser, parse
 from tests.exact import BASELINE, PROMPTS, WEIGHTS, Prompt, expect_gradient, find_bias, find_truth
 
 ADVANTAGES = ("grpo", "mean", "rloo", "batch", "global", "gdpo")
@@ -28,6 +28,11 @@ EXACT = 1e-9
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 Part = tuple[str, str] | None
 """The estimator of a divergence and its place; None without one."""
+
+
+@pytest.fixture(autouse=True)
+def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_one_parser(monkeypatch)
 
 
 def make_config(advantage: str = "rloo", divergence: Part = None, aggregation: str = "constant") -> AlgorithmConfig:
