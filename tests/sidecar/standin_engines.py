@@ -85,10 +85,10 @@ Act = Callable[[World], Coroutine[Any, Any, object]]
 
 
 @contextlib.asynccontextmanager
-async def standing_in(folder: Path, slow: dict[str, float]) -> AsyncIterator[World]:
+async def standing_in(folder: Path, slow: dict[str, float], **config: Any) -> AsyncIterator[World]:
     sockets = run_folder()
     factory = RecordingFactory(ServerConfig(model="", max_model_len=512), sockets, StandInLauncher(slow))
-    supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1))
+    supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1, **config))
     try:
         with naming("engine-0") as named:
             yield World(supervisor, factory.engines, folder, named)

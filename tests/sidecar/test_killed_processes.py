@@ -52,14 +52,16 @@ def test_a_process_that_is_lost_in_a_step_is_named_and_the_step_succeeds(step, k
 @pytest.mark.each_change
 def test_a_worker_that_spins_is_named_by_the_silences_before_and_one_that_samples_for_long_is_not(tmp_path):
     async def check() -> None:
-        async with standing_in(tmp_path, {"sampling": 600.0, "cut": 0.0}) as world:
+        # A silence lasts until the next look at least, so looks are frequent.
+        async with standing_in(tmp_path, {"sampling": 600.0, "cut": 0.0}, watch_seconds=0.1) as world:
             # The configured two minutes hold until a silence has been measured.
-            world.supervisor._factory._pace = Pace(least_seconds=2.0)
+            world.supervisor._factory._pace = pace = Pace(least_seconds=1.0)
             await world.supervisor.start(1)
             await world.publish()
             sampling = asyncio.create_task(world.supervisor.generate(request()))
-            await until(lambda: world.engines[0]._progress.longest)
-            await asyncio.sleep(5)
+            progress = world.engines[0]._progress
+            await until(lambda: progress.longest)
+            await asyncio.sleep(2 * pace.deadline("silence", 120.0, progress.longest))
             assert not world.named.event.is_set()
             worker = world.find("worker")
             assert worker is not None
