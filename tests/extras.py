@@ -3,6 +3,7 @@
 Packages are linked from the environment of the tests, so the heavy ones are not installed again.
 """
 
+import functools
 import importlib.metadata
 import os
 import re
@@ -60,15 +61,22 @@ def make_environment(folder: Path, names: Iterable[str]) -> Path:
     python = folder / "bin" / "python"
     paths = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", vars=paths))
+    owners = _find_owners()
+    for name in names:
+        _link(importlib.metadata.distribution(name), owners, packages)
+    (packages / "megatron_rl").symlink_to(ROOT / "megatron_rl")
+    return python
+
+
+@functools.cache
+def _find_owners() -> dict[PurePosixPath, set[int]]:
+    """Find the installed packages that have files in each folder, by number."""
     owners: dict[PurePosixPath, set[int]] = defaultdict(set)
     for owner, distribution in enumerate(importlib.metadata.distributions()):
         for path in distribution.files or ():
             for parent in path.parents:
                 owners[parent].add(owner)
-    for name in names:
-        _link(importlib.metadata.distribution(name), owners, packages)
-    (packages / "megatron_rl").symlink_to(ROOT / "megatron_rl")
-    return python
+    return owners
 
 
 def _link(distribution: importlib.metadata.Distribution, owners: dict[PurePosixPath, set[int]], packages: Path) -> None:
