@@ -9,7 +9,6 @@ import transformers
 from megatron_rl.weights.ends import read_ends
 from tests import chat_models
 from tests.e2e import loop
-from tests.processes import run_python
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 
@@ -61,7 +60,9 @@ def test_demonstrations_teach_the_end_of_a_turn_and_grpo_stops_there(tmp_path):
     assert transformers.GenerationConfig.from_pretrained(taught).eos_token_id == [TEXT, TURN]
 
     words = ["convert", "--load", tmp_path / "save", "--hf-model", model, "--save-hf", tmp_path / "converted"]
-    run_python(f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))")
+    convert = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
+    with loop.running(tmp_path / "convert", 1, [], {0: convert}) as ranks:
+        assert ranks.wait() == [0], ranks.text()
     assert read_ends(tmp_path / "converted") == [TEXT, TURN]
 
     for name, start in (
