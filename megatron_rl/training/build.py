@@ -44,6 +44,7 @@ from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.evaluator import Evaluator
+from megatron_rl.training.finished import describe_finished
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.lifelines import listen
 from megatron_rl.training.mismatch import build_mismatch_bounds
@@ -85,7 +86,7 @@ def train(
             stack.enter_context(keep_warnings(path, _print_note if is_first else lambda text: None))
         prompts: PromptSource | None = None
         demonstrations: DemonstrationSource | None = None
-        sidecar = None
+        sidecar = finished = None
         if is_first:
             if settings.observe.progress != "none":
                 startup.show(sys.stdout)
@@ -104,7 +105,8 @@ def train(
             _check_continuation(settings)
             for note in (*settings.notes, *data.notes):
                 _print_note(note)
-            if settings.sidecar is not None:
+            finished = describe_finished(settings)
+            if settings.sidecar is not None and finished is None:
                 assert prompts is not None
                 sidecar = OwnSidecar(settings.sidecar, prompts.list_kinds())
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
@@ -113,26 +115,47 @@ def train(
         with watch, contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
-                session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
-                startup.say(describe_model(settings, session.platform.name, session.world_size))
-                if settings.platform == "cpu":
-                    startup.say(describe_cores(settings.cores, torch.get_num_threads()))
-                session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
-                trainer: Trainer | SupervisedTrainer
-                if settings.run.stage == "sft":
-                    say = functools.partial(_say, session)
-                    trainer = build_supervised(settings, session, demonstrations, stop, parts, startup, say, recipe)
-                else:
-                    trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
-            watch.tidy = trainer.tidy
-            stop.tidy = functools.partial(_leave, trainer, watch)
-            watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
-            with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
-                trainer.train()
-            stop.over()
-            _print_summary(settings, trainer)
+                finished = session.broadcast(finished)
+                trainer: Trainer | SupervisedTrainer | None = None
+                if finished is None:
+                    _prepare_device(settings, session, startup)
+                    if settings.run.stage == "sft":
+                        say = functools.partial(_say, session)
+                        trainer = build_supervised(settings, session, demonstrations, stop, parts, startup, say, recipe)
+                    else:
+                        trainer = build(settings, session, prompts, sidecar, stop, parts, startup, schedule, recipe)
+            if trainer is not None:
+                _train(settings, trainer, watch, stop, sidecar)
+            elif finished is not None and is_first:
+                _print_note(finished)
         session.close()
         return ExitCode.OK
+
+
+def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:
+    """Place this rank on its cores, and try what computes attention; raise on every rank if it fails on any."""
+    session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
+    startup.say(describe_model(settings, session.platform.name, session.world_size))
+    if settings.platform == "cpu":
+        startup.say(describe_cores(settings.cores, torch.get_num_threads()))
+    session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
+
+
+def _train(
+    settings: RunSettings,
+    trainer: Trainer | SupervisedTrainer,
+    watch: Watch,
+    stop: StopRequest,
+    sidecar: OwnSidecar | None,
+) -> None:
+    """Run the loop, tidied if this process is ended, and print the summary."""
+    watch.tidy = trainer.tidy
+    stop.tidy = functools.partial(_leave, trainer, watch)
+    watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
+    with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
+        trainer.train()
+    stop.over()
+    _print_summary(settings, trainer)
 
 
 def build(

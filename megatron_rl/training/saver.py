@@ -66,16 +66,11 @@ class Saver:
         self._complete(loaded.version, loaded.source, say)
         return loaded.version
 
-    def is_due(self, version: int, is_last: bool) -> bool:
-        """Whether the run is to be saved after `version` iterations."""
-        interval = self._settings.checkpoint.save_interval
-        return version > 0 and (is_last or (interval is not None and version % interval == 0))
-
     def save_if_due(self, version: int, is_last: bool, audit_head: str = "") -> None:
         """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
         config = self._settings.checkpoint
         self._checkpointer.poll()
-        if not self.is_due(version, is_last):
+        if not _is_due(self._settings, version, is_last):
             return
         if config.save_hf is not None:
             hf_folder = iteration_folder(config.save_hf, version)
@@ -93,12 +88,8 @@ class Saver:
 
     def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
         """Write the Hugging Face folder that is missing if the run was killed between a checkpoint and its folder."""
-        save_hf, num_iterations = self._settings.checkpoint.save_hf, self._settings.training.train_iters
-        assert num_iterations is not None
-        if save_hf is None or not self.is_due(version, is_last=version >= num_iterations):
-            return
-        folder = iteration_folder(save_hf, version)
-        if not self._session.broadcast(folder.exists()):
+        folder = self._session.broadcast(find_missing_hf(self._settings, version))
+        if folder is not None:
             say(f"{folder} is missing: it is written from {source}")
             self._save_hf(folder)
 
@@ -134,6 +125,22 @@ class Saver:
             self._group_advantages.baseline = extra.get("baseline")
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
+
+
+def find_missing_hf(settings: Settings, version: int) -> Path | None:
+    """Return the Hugging Face folder that is due for the loaded version and missing; None if there is none."""
+    save_hf, num_iterations = settings.checkpoint.save_hf, settings.training.train_iters
+    assert num_iterations is not None
+    if save_hf is None or not _is_due(settings, version, is_last=version >= num_iterations):
+        return None
+    folder = iteration_folder(save_hf, version)
+    return None if folder.exists() else folder
+
+
+def _is_due(settings: Settings, version: int, is_last: bool) -> bool:
+    """Whether the run is to be saved after `version` iterations."""
+    interval = settings.checkpoint.save_interval
+    return version > 0 and (is_last or (interval is not None and version % interval == 0))
 
 
 def check_loaded_stage(settings: Settings) -> None:

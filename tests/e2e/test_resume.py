@@ -161,6 +161,47 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
+def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_something_is_missing(world):
+    folder = uninterrupted(world, "finished", 2)
+    run, log = folder / "run", folder / "run" / "sidecar.log"
+    before = (run / "metrics.jsonl").read_text()
+
+    def start_again(code: int = 0, **changes) -> tuple[str, bool]:
+        """Return what the ranks print, and whether a sidecar was started."""
+        for path in run.parent.glob("*/sidecar.log*"):
+            path.unlink()
+        with loop.running(folder, 2, words(world, folder, **changes)) as ranks:
+            assert ranks.wait() == [code, code], ranks.text()
+        return ranks.text(), log.exists()
+
+    source = folder / "save" / f"iter_{ITERATIONS:07d}"
+    said = f"{source} already holds iteration {ITERATIONS} of --train-iters {ITERATIONS}: nothing is left to do"
+    for changes in ({}, {"train_iters": ITERATIONS - 1, "override_opt_param_scheduler": True}):
+        text, has_started = start_again(**changes)
+        held = said.replace(f"--train-iters {ITERATIONS}", f"--train-iters {changes.get('train_iters', ITERATIONS)}")
+        assert (text.count(held), has_started) == (1, False), text
+        assert "Write a larger --train-iters to train on" in text
+        assert "model: built" not in text
+        assert (run / "metrics.jsonl").read_text() == before
+
+    hf_folder = folder / "hf" / source.name
+    shutil.rmtree(hf_folder)
+    text, has_started = start_again()
+    assert (said in text, has_started, hf_folder.exists()) == (False, True, True), text
+
+    iterations = before.splitlines(keepends=True)[:ITERATIONS]
+    (run / "metrics.jsonl").write_text("".join(iterations))
+    text, has_started = start_again()
+    assert (said in text, has_started) == (False, True), text
+    assert without_times(read(run))[-1]["evaluation"], "the last evaluation is made up for"
+    assert start_again()[1] is False
+
+    text, _ = start_again(4, rollout_folder=folder / "another")
+    assert f"{source} is of the run 'run', and --rollout-folder names 'another'" in text
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
 def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_anew_keeps_what_was_there(world):
     folder = uninterrupted(world, "earlier", 1)
     metrics = folder / "run" / "metrics.jsonl"

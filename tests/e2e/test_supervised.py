@@ -98,6 +98,14 @@ def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, who
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+def test_a_run_with_nothing_left_to_do_says_so_and_builds_no_model(world, pairs, whole):
+    before = (whole / "run" / "metrics.jsonl").read_text()
+    ranks = loop.run(whole, 2, words_of(world, pairs, whole))
+    assert f"{whole / 'save' / LAST} already holds iteration {ITERATIONS} of --train-iters" in ranks.text()
+    assert "model: built" not in ranks.text()
+    assert (whole / "run" / "metrics.jsonl").read_text() == before
+
+
 def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
     config = DataConfig(prompts=[pairs], held_out=HELD_OUT)
     source = load_demonstrations(config, world.model, seed=SEED, longest=64, vocab_size=hf_models.VOCAB_SIZE)
