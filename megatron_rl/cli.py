@@ -6,7 +6,7 @@ import select
 import sys
 from collections.abc import Callable
 
-from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.versions import leave_backends_to_platforms
 
 # A command, the module whose `main(argv)` runs it, and what it does.
@@ -60,7 +60,8 @@ def _run(arguments: list[str]) -> int:
         return ExitCode.USAGE
     leave_backends_to_platforms()
     try:
-        return _load(command)(rest)
+        with room_checked():
+            return _load(command)(rest)
     except MegatronRLError as error:
         for problem in error.problems:
             print(f"megatron-rl {command}: {problem}", file=sys.stderr)

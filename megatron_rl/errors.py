@@ -3,7 +3,13 @@
 An error's text says three things: which value (the flag, the tensor, the file), which bound it broke, and what to do.
 """
 
+import contextlib
 import enum
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 
 class ExitCode(enum.IntEnum):
@@ -56,3 +62,74 @@ class InputError(MegatronRLError, ValueError):
     """A checkpoint, a configuration file or a data set cannot be used as it is."""
 
     exit_code = ExitCode.INPUT
+
+
+class NoRoom(MegatronRLError):
+    """A file cannot be written: its disk or a quota is full, or a limit on the size of files is reached."""
+
+
+_WAYS_OUT = {
+    errno.ENOSPC: "make room there, then resume",
+    errno.EDQUOT: "remove files that count towards the quota or have it raised, then resume",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), then resume",
+}
+"""What to do about each error that writing raises for want of room."""
+
+
+def find_no_room(error: BaseException | str, *places: Path) -> NoRoom | None:
+    """Return the error to report if `error`, or one that led to it, was raised for want of room; else None.
+
+    The file is in one of `places` if the error does not name it. Of another process's error there is only the text.
+    """
+    if isinstance(error, str):
+        code = next((code for code in _WAYS_OUT if os.strerror(code) in error), None)
+        return None if code is None else _build_no_room(code, places)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _WAYS_OUT:
+            named = (Path(os.fsdecode(cause.filename)),) if isinstance(cause.filename, str | bytes) else places
+            return _build_no_room(cause.errno, named)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def describe_failed_write(error: OSError, path: Path) -> str:
+    """Return why `path` could not be written and, for want of room, how much is free and what to do."""
+    reason = error.strerror or str(error)
+    if error.errno not in _WAYS_OUT:
+        return f"{reason}; mend this, then resume"
+    return f"{reason}{_describe_free(path)}; {_WAYS_OUT[error.errno]}"
+
+
+@contextlib.contextmanager
+def room_checked(*places: Path) -> Iterator[None]:
+    """Within this context, raise NoRoom in place of an error of writing for want of room, as `find_no_room` does."""
+    try:
+        yield
+    except MegatronRLError:
+        raise
+    except Exception as error:
+        no_room = find_no_room(error, *places)
+        if no_room is None:
+            raise
+        raise no_room from None
+
+
+def _build_no_room(code: int, places: Sequence[Path]) -> NoRoom:
+    reason, way_out = os.strerror(code), _WAYS_OUT[code]
+    if len(places) == 1:
+        return NoRoom(f"{places[0]} cannot be written: {reason}{_describe_free(places[0])}; {way_out}")
+    free = [f"{place}{_describe_free(place)}" for place in places]
+    where = f"a file in one of {'; '.join(free)}" if free else "a file"
+    return NoRoom(f"{where} cannot be written: {reason}; {way_out}")
+
+
+def _describe_free(path: Path) -> str:
+    """Return, to follow a name or a reason, how much room the disk has there."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    if existing is None:
+        return ""
+    try:
+        return f" ({shutil.disk_usage(existing).free} bytes are free)"
+    except OSError:
+        return ""

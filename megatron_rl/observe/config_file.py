@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, room_checked
 from megatron_rl.weights.size import ModelSize
 
 FILE_NAME = "config.json"
@@ -38,10 +38,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 def write(path: Path, config: RunConfig) -> None:
     """Write the file, readable by its owner only, in place of an earlier start's."""
     unfinished = path.with_name(f".{path.name}")
-    descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        json.dump(msgspec.to_builtins(config), file, ensure_ascii=False)
-        file.write("\n")
+    with room_checked(path):
+        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            json.dump(msgspec.to_builtins(config), file, ensure_ascii=False)
+            file.write("\n")
     unfinished.replace(path)
 
 

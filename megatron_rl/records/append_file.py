@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import InputError, MegatronRLError, describe_failed_write
 
 
 class AppendFailed(MegatronRLError):
@@ -48,7 +48,7 @@ class AppendFile:
         try:
             self._descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise AppendFailed(f"{path} cannot be opened: {error.strerror}") from None
+            raise AppendFailed(f"{path} cannot be opened: {describe_failed_write(error, path)}") from None
         try:
             _check_private(path, os.fstat(self._descriptor))
             self._lock()
@@ -81,7 +81,7 @@ class AppendFile:
             with contextlib.suppress(AppendFailed):
                 self.cut(self.size)
             raise AppendFailed(
-                f"{self.path} cannot grow from {self.size} bytes: {error.strerror}; make room there, then resume"
+                f"{self.path} cannot grow from {self.size} bytes: {describe_failed_write(error, self.path)}"
             ) from None
         self.size += sum(map(len, pieces))
 

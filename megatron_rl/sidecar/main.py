@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
-from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
@@ -54,7 +54,9 @@ def main(words: list[str]) -> int:
     # httpx logs every request to an engine, many per second, and the audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        asyncio.run(run(parse(words)))
+        settings = parse(words)
+        with room_checked(settings.folder):
+            asyncio.run(run(settings))
     except MegatronRLError as error:
         print(f"{LAST_WORDS}{error}", file=sys.stderr)
         return error.exit_code
@@ -242,7 +244,8 @@ def _token(folder: Path) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}")
-    descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text + "\n")
+    with room_checked(path):
+        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text + "\n")
     unfinished.replace(path)

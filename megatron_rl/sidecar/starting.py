@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.errors import room_checked
 from megatron_rl.protocol.wire import Prompt, decode, encode
 from megatron_rl.rewards.types import RewardRequest
 
@@ -46,8 +47,9 @@ class _Trials(msgspec.Struct, frozen=True):
 
 def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
     """Leave rows for the sidecar that is started next to try rewards on; only the folder's owner can read them."""
-    path.touch(mode=0o600)
-    path.write_bytes(encode(_Trials(list(prompts))))
+    with room_checked(path):
+        path.touch(mode=0o600)
+        path.write_bytes(encode(_Trials(list(prompts))))
 
 
 def take_trials(path: Path) -> list[RewardRequest]:

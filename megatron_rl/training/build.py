@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron_rl.config.cores import find_asked_threads
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.demonstrations import DemonstrationSource
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError, room_checked
 from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.mcore.checkpoint.schedule import check_loaded_schedule
 from megatron_rl.mcore.publish.probe import Probe
@@ -112,7 +113,7 @@ def train(
                 startup.say(f"sidecar: started, its log is {sidecar.log}")
                 stack.callback(sidecar.close)
         waiting = _find_waiting(settings)
-        with watch, contextlib.ExitStack() as parts:
+        with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 session = start_session(settings, waiting, functools.partial(meet, watch))
                 finished = session.broadcast(finished)
@@ -130,6 +131,15 @@ def train(
                 _print_note(finished)
         session.close()
         return ExitCode.OK
+
+
+def _list_written(settings: RunSettings) -> list[Path]:
+    """List the folders that a run writes to."""
+    checkpoint = settings.checkpoint
+    folders_or_none = [settings.folder, checkpoint.save, checkpoint.save_hf, settings.observe.tensorboard_dir]
+    if settings.rollout.transport == "shm" and settings.run.stage == "grpo":
+        folders_or_none.append(find_shared_folder(settings))
+    return [folder for folder in folders_or_none if folder is not None]
 
 
 def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, room_checked
 from megatron_rl.training.watch import Watch, tell_launcher
 from megatron_rl.versions import leave_backends_to_platforms
 
@@ -37,7 +37,8 @@ class Entry:
         try:
             # Before anything that takes time: from here on the other ranks notice when this one is gone.
             self._watch = Watch.of_environment()
-            code = action(self)
+            with room_checked():
+                code = action(self)
         except MegatronRLError as error:
             for problem in error.problems:
                 self.say(problem)

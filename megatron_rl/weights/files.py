@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, NoRoom, find_no_room
 from megatron_rl.weights.fingerprint import DTYPES
 from megatron_rl.weights.mapping import Mapping, TensorSpec
 
@@ -75,8 +75,9 @@ def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
 def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
     free = shutil.disk_usage(folder).free
     if free < plan.num_bytes:
-        raise InputError(
-            f"{folder} has {free / 1e9:.1f} GB free and the weights take {plan.num_bytes / 1e9:.1f} GB: make room there"
+        raise NoRoom(
+            f"{folder} cannot be written: the weights take {plan.num_bytes} bytes, {free} are free; make room there, "
+            "then resume"
         )
     for file, size in plan.sizes.items():
         descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
@@ -107,7 +108,10 @@ def put_in_place(staged: Path, folder: Path) -> None:
     try:
         staged.rename(folder)
     except OSError as error:
-        raise InputError(f"{folder} cannot be created ({error.strerror}): name a folder that does not exist") from None
+        no_room = find_no_room(error, folder)
+        raise no_room or InputError(
+            f"{folder} cannot be created ({error.strerror}): name a folder that does not exist"
+        ) from None
 
 
 class Writer:

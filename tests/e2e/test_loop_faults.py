@@ -132,6 +132,45 @@ def test_tokens_of_another_policy_end_the_run_before_the_update(world):
     assert verify(run).breaches[0].name is BreachName.MISMATCH
 
 
+# From a call on, files may not become larger than this: real writes fail then, as on a full disk.
+PATCH_LIMIT = """
+    import resource
+    from megatron_rl import platforms
+    platforms.select("cpu").install()
+    from {module} import {owner}
+    inner = {owner}.{name}
+    def limited(*arguments, **keywords):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return inner(*arguments, **keywords)
+    {owner}.{name} = limited
+"""
+PATCH_FULL = """
+    import errno, os
+    from pathlib import Path
+    from megatron_rl.observe import config_file
+    def full(config):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    config_file.msgspec.to_builtins = full
+"""
+
+
+@pytest.mark.each_change
+@pytest.mark.parametrize("what", ["save", "save_hf"])
+def test_a_checkpoint_or_a_weights_file_that_finds_no_room_ends_the_run_by_its_path(world, what):
+    fault = PATCH_LIMIT.format(module="megatron_rl.training.saver", owner="Saver", name="save_if_due")
+    place = world.folder / f"full-{what}" / what
+    reason = rf"^{place}\S* cannot be written: File too large \(\d+ bytes are free\); raise the limit"
+    ended(world, f"full-{what}", reason, 5, {0: fault, 1: fault}, train_iters=1, **{what: place})
+
+
+@pytest.mark.each_change
+def test_a_disk_that_is_full_where_a_run_begins_ends_it_by_name_and_without_a_traceback(world):
+    path = world.folder / "full" / "full" / "config.json"
+    reason = rf"^{path} cannot be written: No space left on device \(\d+ bytes are free\); make room there"
+    ended(world, "full", reason, 5, {0: PATCH_FULL})
+    assert "Traceback" not in (world.folder / "full" / "rank-0.output").read_text()
+
+
 # Where a rank of a run that starts stays, until it is killed.
 MOMENTS = {
     "before megatron is imported": """

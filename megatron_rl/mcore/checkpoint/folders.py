@@ -12,7 +12,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, find_no_room
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -66,7 +66,7 @@ def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
         _clear(folder)
         staged.mkdir()
     except OSError as error:
-        raise InputError(f"{staged} cannot be created: {error}") from None
+        raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
     return staged
 
 
@@ -89,7 +89,7 @@ def put_in_place(staged: Path, folder: Path, iteration: int, loaded: int | None 
         staged.rename(target)
         _name_latest(folder, iteration)
     except OSError as error:
-        raise InputError(f"{target} cannot be finished: {error}") from None
+        raise find_no_room(error, target) or InputError(f"{target} cannot be finished: {error}") from None
     return target
 
 

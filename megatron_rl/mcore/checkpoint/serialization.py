@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl import versions
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import InputError, MegatronRLError, NoRoom, find_no_room
 from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.mcore.checkpoint.folders import find, iteration_folder
 from megatron_rl.mcore.checkpoint.state_dict import CONTENT, build_model_state, name_chunks
@@ -135,7 +135,7 @@ def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
         raise
 
 
-def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], InputError]) -> T:
+def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], MegatronRLError]) -> T:
     """Run an action that itself waits for other ranks; if it raises on one, raise on every rank with the same text.
 
     `explain` says what an error about files means. Ranks may wait for a failed one in a collective of `action`, and
@@ -166,11 +166,15 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
     raise kind(text)
 
 
-def unwritable(place: Path) -> Callable[[BaseException], InputError]:
+def unwritable(place: Path) -> Callable[[BaseException], MegatronRLError]:
     """Explain an error to somebody who wanted to save."""
-    return lambda error: InputError(
-        f"{place} cannot be written ({_cause(error)}): make room there, or choose another --save"
-    )
+
+    def explain(error: BaseException) -> MegatronRLError:
+        cause = _cause(error)
+        no_room = find_no_room(error, place) or find_no_room(cause, place)
+        return no_room or InputError(f"{place} cannot be written ({cause}): make room there, or choose another --save")
+
+    return explain
 
 
 def unreadable(source: Path) -> Callable[[BaseException], InputError]:
@@ -307,7 +311,8 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
     try:
         with concurrent.futures.ThreadPoolExecutor(len(buckets)) as pool:
             of_files = list(pool.map(write_one, range(len(buckets))))
-        failures = [answer for answer in of_files if isinstance(answer, Exception)]
+        # Torch's own error follows that of the disk, and only the text of one of them reaches the other ranks.
+        failures = [find_no_room(answer) or answer for answer in of_files if isinstance(answer, Exception)]
         results.put(failures[0] if failures else dict(enumerate(of_files)))
     except Exception as error:
         results.put(RuntimeError(f"{type(error).__name__}: {error}"))
@@ -347,7 +352,7 @@ def _check_room(staged: Path, num_bytes: int) -> None:
         )
     free = shutil.disk_usage(staged).free
     if free < num_bytes:
-        raise InputError(
+        raise NoRoom(
             f"{staged} cannot be written: the checkpoint takes {num_bytes} bytes, {free} are free; make room there, "
             f"or choose another --save"
         )

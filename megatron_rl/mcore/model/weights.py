@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.mcore.session import Session
 from megatron_rl.weights import arrival, files
@@ -87,8 +87,9 @@ class ModelWeights:
         session = self._session
 
         def put_in_place() -> None:
-            self._describe(staged, plan, source, dtype)
-            add_ends(staged, ends)
+            with room_checked(staged):
+                self._describe(staged, plan, source, dtype)
+                add_ends(staged, ends)
             files.put_in_place(staged, folder)
 
         session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
@@ -125,9 +126,10 @@ class ModelWeights:
             else:
                 _stage(staged, folder, plan, private=True)
             try:
-                files.write_digests(staged, digests)
-                if is_read_early:
-                    opened.enter_context(arrival.writing(staged, len(digests), len(writers)))
+                with room_checked(staged):
+                    files.write_digests(staged, digests)
+                    if is_read_early:
+                        opened.enter_context(arrival.writing(staged, len(digests), len(writers)))
                 files.put_in_place(staged, folder)
             except BaseException:
                 opened.close()
@@ -183,7 +185,7 @@ class ModelWeights:
             with files.Writer(folder, plan) as writer:
                 export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
         except OSError as error:
-            raise InputError(
+            raise find_no_room(error, folder) or InputError(
                 f"{folder} cannot be written: {error}; every rank that writes must reach the same folder"
             ) from None
 
@@ -238,7 +240,8 @@ class FilesBegun:
         if rank not in self._writers:
             self._weights._write(self._folder, self._plan, [])
             return
-        with arrival.Counter(self._folder, specs, self._writers.index(rank), len(self._writers)) as counter:
+        writer, num_writers = self._writers.index(rank), len(self._writers)
+        with room_checked(self._folder), arrival.Counter(self._folder, specs, writer, num_writers) as counter:
             self._weights._write(self._folder, self._plan, [counter.put], in_order=True)
 
 
@@ -256,7 +259,7 @@ def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = Fal
     try:
         files.create(staged, plan, private)
     except OSError as error:
-        raise InputError(f"{staged} cannot be created: {error}") from None
+        raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
 
 
 def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
