@@ -28,6 +28,7 @@ from tests.layering import LAYERS
 from tests.processes import ROOT
 from tests.unit.test_examples import QWEN3_4B
 from tools import run_matrix
+from tools.check_english import plain
 from tools.draw_figures import draw_all
 
 LANGUAGES = {"bash", "text", "python", "json"}
@@ -224,6 +225,12 @@ def test_the_table_of_packages_is_that_of_the_layers():
     layers = [next(number for number, layer in enumerate(LAYERS) if row <= layer) for row in parts]
     assert layers == sorted(layers)
     assert sorted(part for row in parts for part in row) == sorted(part for layer in LAYERS for part in layer)
+
+
+def test_a_cell_of_a_table_on_the_front_page_has_at_most_twelve_words():
+    rows = re.findall(r"^\| (.*) \|$", read("README.md"), re.MULTILINE)
+    cells = [plain(cell) for row in rows for cell in row.split(" | ")]
+    assert [cell for cell in cells if len(cell.split()) > 12] == []
 
 
 def test_the_support_matrix_has_every_version_backend_and_family():
