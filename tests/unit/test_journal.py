@@ -234,7 +234,10 @@ def test_an_append_that_finds_no_room_is_named_and_leaves_the_journal_as_it_was(
         journal.append_group(make_group(SUBMISSION, 4))
         before = path.read_bytes()
         for room in (0, 1, 20, 300):
-            with files_of_at_most(len(before) + room), pytest.raises(AppendFailed, match="File too large; make room"):
+            with (
+                files_of_at_most(len(before) + room),
+                pytest.raises(AppendFailed, match=r"File too large \(\d+ bytes are free\); raise the limit"),
+            ):
                 journal.append_group(make_group(SUBMISSION, 5))
             assert path.read_bytes() == before
         journal.append_group(make_group(SUBMISSION, 6))
