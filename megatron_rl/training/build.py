@@ -160,6 +160,7 @@ def _train(
 ) -> None:
     """Run the loop, tidied if this process is ended, and print the summary."""
     watch.tidy = trainer.tidy
+    watch.describe_interrupt = trainer.saver.describe_loss
     stop.tidy = functools.partial(_leave, trainer, watch)
     watch.follow(lambda: trainer.place, 60.0 * settings.distributed.distributed_timeout_minutes)
     with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):

@@ -50,6 +50,8 @@ class Saver:
         self._group_advantages = group_advantages
         self._start = None if reference is None else reference.start
         self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
+        self._loaded: tuple[int, Path] | None = None
+        self._num_done = 0
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
@@ -63,12 +65,15 @@ class Saver:
             say(note)
         if loaded.extra:
             self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
+        self._num_done = loaded.version
+        if not self._settings.checkpoint.finetune:
+            self._loaded = loaded.version, loaded.source
         self._complete(loaded.version, loaded.source, say)
         return loaded.version
 
     def save_if_due(self, version: int, is_last: bool, audit_head: str = "") -> None:
         """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
-        config = self._settings.checkpoint
+        config, self._num_done = self._settings.checkpoint, version
         self._checkpointer.poll()
         if not _is_due(self._settings, version, is_last):
             return
@@ -85,6 +90,24 @@ class Saver:
     def finish(self) -> None:
         """Return when everything is written."""
         self._checkpointer.finish()
+
+    def describe_loss(self) -> str:
+        """Say which checkpoint is the newest, how many finished iterations an interrupt loses, and how to resume."""
+        config = self._settings.checkpoint
+        newest = None if config.save is None else folders.latest_iteration(config.save)
+        way = "the same command resumes from it"
+        if config.save is not None and newest is not None:
+            version, source = newest, iteration_folder(config.save, newest)
+            if config.load != config.save or config.finetune or config.ckpt_step is not None:
+                way = f"--load {config.save} without --finetune and --ckpt-step resumes from it"
+        elif self._loaded is not None:
+            version, source = self._loaded
+        else:
+            lost = _count(self._num_done, "")
+            way = "the same command begins anew" + ("; --save keeps checkpoints" if config.save is None else "")
+            return f"no checkpoint exists; {lost}, and {way}"
+        lost = _count(self._num_done - version, " after it")
+        return f"the newest checkpoint is {source}, of iteration {version}; {lost}, and {way}"
 
     def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
         """Write the Hugging Face folder that is missing if the run was killed between a checkpoint and its folder."""
@@ -125,6 +148,11 @@ class Saver:
             self._group_advantages.baseline = extra.get("baseline")
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
+
+
+def _count(number: int, place: str) -> str:
+    """Say how many finished iterations are lost."""
+    return f"1 finished iteration{place} is lost" if number == 1 else f"{number} finished iterations{place} are lost"
 
 
 def find_missing_hf(settings: Settings, version: int) -> Path | None:

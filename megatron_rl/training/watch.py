@@ -66,6 +66,8 @@ class Watch:
         self.world_size = world_size
         self.tidy: Callable[[], None] = lambda: None
         """Called last in a process that is being ended; it must take no more than a moment."""
+        self.describe_interrupt: Callable[[], str] = lambda: "no iteration had begun, and nothing is lost"
+        """Says what an interrupt costs, and how to resume."""
         self._lines: Lines | None = None
         self._lock = threading.Lock()
         self._first: Failure | None = None
@@ -192,7 +194,7 @@ class Watch:
         For `patience` seconds rank 0 may be first to say what it finds itself.
         """
         if isinstance(error, KeyboardInterrupt):
-            own = self._failure("interrupted", self.rank, ExitCode.INTERRUPTED)
+            own = self._failure(f"interrupted: {self.describe_interrupt()}", self.rank, ExitCode.INTERRUPTED)
         elif isinstance(error, MegatronRLError):
             own = self._failure(str(error), self.rank, error.exit_code)
         else:

@@ -279,6 +279,31 @@ def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world, num_stages):
 
 
 @pytest.mark.each_change
+def test_an_interrupt_says_which_checkpoint_is_the_newest_what_is_lost_and_how_to_resume(world):
+    folder = world.folder / "interrupted"
+    # The interrupt comes from within, once an iteration after a checkpoint is done.
+    fault = """
+        import os, signal
+        from megatron_rl import platforms
+        platforms.select("cpu").install()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from megatron_rl.training.saver import Saver
+        inner = Saver.save_if_due
+        def interrupting(self, version, *arguments):
+            inner(self, version, *arguments)
+            if version == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+        Saver.save_if_due = interrupting
+    """
+    changes = {"save": folder / "save", "load": folder / "save", "save_interval": 2, "train_iters": 50}
+    reason = (
+        rf"^interrupted: the newest checkpoint is {folder / 'save' / 'iter_0000002'}, of iteration 2; 1 finished "
+        r"iteration after it is lost, and the same command resumes from it \(rank 0\)$"
+    )
+    ended(world, "interrupted", reason, 130, {0: fault}, **changes)
+
+
+@pytest.mark.each_change
 def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_saves_it(world):
     folder = world.folder / "stop"
     words = world.words("stop", rollout_folder=folder / "stop", save=folder / "save", train_iters=500)

@@ -217,7 +217,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_not_lost():
         ranks.processes[1].send_signal(signal.SIGCONT)
         codes, errors = ranks.ends()
     assert codes == [130, 130]
-    assert "the run ended: interrupted (rank 0)" in errors[1]
+    assert "the run ended: interrupted: no iteration had begun, and nothing is lost (rank 0)" in errors[1]
 
 
 def test_a_host_that_is_gone_is_noticed_within_twenty_seconds():
@@ -355,9 +355,14 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(SystemExit, match="130"), watch.Watch(3):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "megatron_rl: the run ended: interrupted (rank 3)\n"
+    one = watch.Watch(3)
+    for said in ("no iteration had begun, and nothing is lost", "the newest checkpoint is that of iteration 4"):
+        with pytest.raises(SystemExit, match="130"), one:
+            raise KeyboardInterrupt
+        assert capsys.readouterr().err == f"megatron_rl: the run ended: interrupted: {said} (rank 3)\n"
+        # The process that has ended held this for good.
+        one._lock.release()
+        one.describe_interrupt = lambda: "the newest checkpoint is that of iteration 4"
 
 
 def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys):
