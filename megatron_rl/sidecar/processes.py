@@ -10,6 +10,8 @@ whoever looks together with what it looks at."""
 _STOPPED = "T"
 _ENDED = ("Z", "X")
 _NUM_WORDS = 3
+# vLLM gives such a title to each process that it cannot do without.
+_NEEDED_TITLE = "VLLM::"
 _MOST_TITLE = 60
 
 
@@ -45,7 +47,7 @@ class ProcessWatch:
     Invariants:
 
     - the leader is needed, and so is each process that was added and each one between those and the leader. Others of
-      the group come and go;
+      the group come and go. Until a process is added, those of the group with a title of vLLM's are needed;
     - a process has ended when it is a zombie, is gone, or its number belongs to another process;
     - a process is stopped (SIGSTOP) when NUM_LOOKS looks in a row have seen it so. Until a process is added, this holds
       for each process of the group, because it is not known yet which of them are needed.
@@ -54,6 +56,7 @@ class ProcessWatch:
     def __init__(self, leader: int) -> None:
         self._leader = leader
         self._needed: dict[int, tuple[Process, str]] = {}
+        self._titled: dict[int, tuple[Process, str]] = {}
         self._num_stopped: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
@@ -69,7 +72,8 @@ class ProcessWatch:
     def find_fault(self) -> str | None:
         """Say which process has ended or is stopped; None while all run. Call it at a steady pace."""
         # The outermost first: those below a process end with it.
-        ended = [f"{pid} ({title})" for pid, (known, title) in self._needed.items() if _has_ended(pid, known)]
+        needed = self._needed or self._find_titled()
+        ended = [f"{pid} ({title})" for pid, (known, title) in needed.items() if _has_ended(pid, known)]
         if ended:
             return f"its process {ended[0]} has ended" + (f", and so have {', '.join(ended[1:])}" if ended[1:] else "")
         stopped = [pid for pid in self._needed or list_group(self._leader) if _is_stopped(pid)]
@@ -78,6 +82,14 @@ class ProcessWatch:
             if num_looks >= NUM_LOOKS:
                 return f"its process {pid} ({_read_title(pid)}) is stopped, as by SIGSTOP"
         return None
+
+    def _find_titled(self) -> dict[int, tuple[Process, str]]:
+        """Return the processes that have been seen with a title of vLLM's, whether they still run or not."""
+        for pid in list_group(self._leader):
+            title = _read_title(pid)
+            if pid not in self._titled and title.startswith(_NEEDED_TITLE) and (found := read_process(pid)) is not None:
+                self._titled[pid] = found, title
+        return self._titled
 
 
 def _has_ended(pid: int, known: Process) -> bool:

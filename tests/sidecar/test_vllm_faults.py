@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,12 +71,19 @@ def engine_of(supervisor: Supervisor, name: str):
 
 
 def processes(supervisor: Supervisor, name: str) -> dict[str, psutil.Process]:
-    api = psutil.Process(engine_of(supervisor, name)._handle.pid)
+    found = find_processes(engine_of(supervisor, name)._handle.pid)
+    assert set(found) >= {"api", "core"}
+    return found
+
+
+def find_processes(pid: int) -> dict[str, psutil.Process]:
+    """Find the processes of an engine that exist by now, by their kinds."""
+    api = psutil.Process(pid)
     found = {"api": api}
     for child in api.children(recursive=True):
-        title = child.cmdline()[0] if child.cmdline() else ""
-        found |= {kind: child for kind, word in (("core", "EngineCore"), ("worker", "Worker")) if word in title}
-    assert set(found) >= {"api", "core"}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = "".join(child.cmdline()[:1])
+            found |= {kind: child for kind, word in (("core", "EngineCore"), ("worker", "Worker")) if word in title}
     return found
 
 
@@ -341,6 +349,38 @@ def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_k
         shutil.rmtree(folder)
     for name in ("engine-0.log", "engine-0.log.1"):
         assert "head_dim=16" in (logs / name).read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.0, 5.0])
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [("api", "its server ended by SIGKILL"), ("core", r"its process \d+ \(VLLM::EngineCore\) has ended")],
+)
+def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name(run, models, victim, said, seconds):
+    folder = run_folder()
+    factory = VllmFactory(dataclasses.replace(vllm_models.CONFIG, model=str(models.first)), folder, LocalLauncher())
+    engine = factory.create("engine-0")
+
+    async def break_it() -> None:
+        starting = asyncio.create_task(engine.start())
+        async with asyncio.timeout(120):
+            while (found := find_processes(engine._handle.pid)).keys() < {"api", "core"}:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(seconds)
+        assert not starting.done()
+        found[victim].kill()
+        killed = time.monotonic()
+        with pytest.raises(EngineLost) as raised:
+            await asyncio.wait_for(starting, NAMED_SECONDS)
+        print(f"{victim} killed {seconds:g} s after the core exists: {time.monotonic() - killed:.2f} s: {raised.value}")
+        assert re.match(f"engine engine-0: {said}", str(raised.value), re.DOTALL)
+        assert await asyncio.to_thread(gone, list(found.values()), NAMED_SECONDS)
+
+    try:
+        run(break_it())
+    finally:
+        run(engine.close())
+        shutil.rmtree(folder)
 
 
 def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):

@@ -57,6 +57,29 @@ def test_the_end_of_each_needed_process_is_named(line, place):
     assert until_fault(watch).startswith(f"its process {line[place]} (")
 
 
+def test_a_core_that_ends_before_it_is_known_to_be_needed_is_named_by_its_title():
+    code = """
+import subprocess
+core = subprocess.Popen(["VLLM::EngineCore", "600"], executable="/bin/sleep")
+print(core.pid, flush=True)
+core.wait()
+input()
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert server.stdout is not None
+        core = int(server.stdout.readline())
+        watch = ProcessWatch(server.pid)
+        assert watch.find_fault() is None
+        os.kill(core, signal.SIGKILL)
+        assert until_fault(watch) == f"its process {core} (VLLM::EngineCore 600) has ended"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_stopped_process_is_named_after_some_looks_and_not_if_it_runs_again_before(line, is_known):
     watch = ProcessWatch(line[0])
