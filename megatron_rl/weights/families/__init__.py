@@ -1,4 +1,4 @@
-"""The registry of model families, and what is read from a Hugging Face folder without opening its weights."""
+"""The family and architecture of a model, read from a Hugging Face folder without opening its weights."""
 
 import json
 import re
@@ -8,15 +8,8 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_rl.weights.families.family import KEYS, Family
-
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral)
-}
-
-# For an architecture without a config.json, the first of these families that can express it is taken.
-_PREFERENCE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+from megatron_rl.weights.families.registry import FAMILIES
 
 
 def find_family(name: str) -> Family:
@@ -66,8 +59,8 @@ def find_config_key(field: str) -> str:
 def infer_family(architecture: Architecture) -> str:
     """Name a family that can express this architecture, whatever its own family field says."""
     objections: dict[str, str] = {}
-    for name in _PREFERENCE:
-        objection = FAMILIES[name].objection(architecture)
+    for name, family in FAMILIES.items():
+        objection = family.objection(architecture)
         if objection is None:
             return name
         objections[name] = objection

@@ -143,7 +143,7 @@ class ExpertKeys:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model family, declared in a file of its own and listed in the registry."""
+    """One model family; `registry.py` declares and lists them."""
 
     name: str
     """The model_type of its config.json."""
