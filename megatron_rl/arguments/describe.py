@@ -12,7 +12,7 @@ from megatron_rl.config.settings import Subjects
 from megatron_rl.mcore.configs import find_megatron_version
 from megatron_rl.observe.config_file import RunConfig, Value
 from megatron_rl.sidecar.child import write_words
-from megatron_rl.weights.size import measure
+from megatron_rl.weights.mapping import measure_model
 
 # The name of a value, the value, and where it came from.
 Row = tuple[str, str, str]
@@ -39,7 +39,7 @@ def describe_run(settings: RunSettings) -> RunConfig:
         platform=settings.platform,
         num_devices=settings.world_size,
         num_engine_devices=rollout.num_engines * rollout.tensor_parallel_size if is_own else None,
-        model=measure(settings.architecture),
+        model=measure_model(settings.architecture),
         sections={
             title: {name: Value(value, source) for name, value, source in rows} for title, rows in of_values.items()
         },

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError, room_checked
-from megatron_rl.weights.size import ModelSize
+from megatron_rl.weights.mapping import ModelSize
 
 FILE_NAME = "config.json"
 

@@ -43,7 +43,7 @@ from megatron_rl.sidecar.engines import (
     WrongWeights,
 )
 from megatron_rl.sidecar.pace import Pace
-from megatron_rl.weights.writing import is_being_written
+from megatron_rl.weights.arrival import is_being_written
 
 T = TypeVar("T")
 

@@ -14,12 +14,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_rl.weights.mapping import TensorSpec
-from megatron_rl.weights.writing import COUNTS_FILE, is_locked
 
+if TYPE_CHECKING:
+    import torch
+
+COUNTS_FILE = "arrived"
 _NUMBER_BYTES = 8
 _POLL_SECONDS = 0.0005
 _POLLS_PER_LOOK = 100
@@ -55,7 +57,7 @@ class Counter:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
+    def put(self, name: str, first_row: int, first_column: int, block: "torch.Tensor") -> None:
         """Count a block that was written."""
         self._counts[name] += block.numel()
         writer, num_writers = self._place
@@ -106,6 +108,28 @@ class Arrival:
 
     def _is_written_to(self) -> bool:
         return self._descriptor is not None and is_locked(self._descriptor)
+
+
+def is_being_written(folder: Path) -> bool:
+    """Return whether a writer that has not ended may still write into the folder."""
+    try:
+        descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(descriptor: int) -> bool:
+    """Return whether a writer holds the lock on the open file of counts."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

@@ -20,6 +20,8 @@ from megatron_rl.weights.families.family import Name, Split
 
 Shape = tuple[int, ...]
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
@@ -211,3 +213,30 @@ def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
     pattern = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{expert}", pattern)
     expert_number = next(int(group) for group in expert.groups() if group) if expert else None
     return pattern, int(layer.group(1)) if layer else None, expert_number
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """What the floating-point operations of a token follow from."""
+
+    num_parameters: int
+    num_multiplied: int
+    """Parameters that a token is multiplied with: no table of embeddings, and of the experts only its own."""
+    attention_width: int
+    """Layers times heads times the size of a head: a token computes 4 of these for each token that it sees, forward."""
+
+
+def measure_model(architecture: Architecture) -> ModelSize:
+    """Count the parameters of a model."""
+    specs = Mapping(architecture).manifest()
+    experts = architecture.experts
+    num_multiplied = 0
+    for spec in specs:
+        if spec.name == _EMBEDDING and not architecture.tied_embeddings:
+            continue
+        if experts is not None and ".experts." in spec.name:
+            num_multiplied += spec.num_elements * experts.num_active // experts.num_experts
+        else:
+            num_multiplied += spec.num_elements
+    width = architecture.num_layers * architecture.num_attention_heads * architecture.kv_channels
+    return ModelSize(sum(spec.num_elements for spec in specs), num_multiplied, width)

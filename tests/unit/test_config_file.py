@@ -12,7 +12,7 @@ from megatron_rl.observe.config_file import RunConfig, Value, find_differences, 
 from megatron_rl.plan.calibrate import RunLayout
 from megatron_rl.plan.configured import read_layout
 from megatron_rl.types import Experts
-from megatron_rl.weights.size import measure
+from megatron_rl.weights.mapping import measure_model
 from tests.command_lines import CPU, QWEN3, RUN, folder
 
 
@@ -50,7 +50,7 @@ def test_the_planner_finds_a_runs_layout_in_its_configuration(words, layout, tmp
     assert layout.items() <= found.items()
     assert RunLayout(**found).trainer_devices == 1
     output = QWEN3.hidden_size * QWEN3.vocab_size
-    assert found["output_share"] == output / measure(QWEN3).num_multiplied
+    assert found["output_share"] == output / measure_model(QWEN3).num_multiplied
 
 
 def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():
@@ -70,11 +70,11 @@ def test_a_folder_without_a_configuration_has_none_and_an_unreadable_one_is_name
 
 
 def test_a_token_is_not_multiplied_with_the_table_of_embeddings_nor_with_other_tokens_experts():
-    dense = measure(QWEN3)
+    dense = measure_model(QWEN3)
     table = QWEN3.vocab_size * QWEN3.hidden_size
     assert dense.num_parameters - dense.num_multiplied == table
-    assert measure(dataclasses.replace(QWEN3, tied_embeddings=True)).num_multiplied == dense.num_multiplied
+    assert measure_model(dataclasses.replace(QWEN3, tied_embeddings=True)).num_multiplied == dense.num_multiplied
     sparse = dataclasses.replace(QWEN3, family="qwen3_moe", experts=Experts(8, 2, 48))
     one_expert = 3 * QWEN3.hidden_size * 48 * QWEN3.num_layers
-    assert measure(sparse).num_parameters - measure(sparse).num_multiplied == table + 6 * one_expert
+    assert measure_model(sparse).num_parameters - measure_model(sparse).num_multiplied == table + 6 * one_expert
     assert dense.attention_width == 4 * 8 * 32

@@ -19,7 +19,7 @@ from megatron_rl.observe.config_file import RunConfig, Value
 from megatron_rl.observe.report import curves, page, rollouts
 from megatron_rl.observe.report.data import ReportData, RunFiles
 from megatron_rl.observe.report.rollouts import SampleFile
-from megatron_rl.weights.size import ModelSize
+from megatron_rl.weights.mapping import ModelSize
 from tests.observed import metrics_record, write_metrics
 from tests.synthetic_run import write_run, write_samples
 

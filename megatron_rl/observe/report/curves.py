@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.observe.metrics import TIME, flat, number_at, seconds_by_span
-from megatron_rl.weights.size import ModelSize
+from megatron_rl.weights.mapping import ModelSize
 
 MOST_POINTS = 2000
 """A curve with more is thinned."""
