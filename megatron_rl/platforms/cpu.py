@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, gloo, products
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, host
 from megatron_rl.platforms.cpu_torch import DEVICE, Event, Stream
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
@@ -43,15 +43,15 @@ class CpuPlatform(Platform):
 
     def patches(self) -> list[tuple[str, str]]:
         replacements = [(replacement.title, replacement.reason) for replacement in cpu_torch.REPLACEMENTS]
-        shared = ("one device of gloo for all groups", inspect.cleandoc(gloo.share_device.__doc__ or ""))
-        of_onednn = ("oneDNN's products", inspect.cleandoc(products.take_onednn.__doc__ or ""))
+        shared = ("one device of gloo for all groups", inspect.cleandoc(host.share_gloo_device.__doc__ or ""))
+        of_onednn = ("oneDNN's products", inspect.cleandoc(host.multiply_with_onednn.__doc__ or ""))
         return [*replacements, *cpu_torch.tensor_method_reasons(), shared, of_onednn, *super().patches()]
 
     def _prepare(self) -> None:
         # Without it megatron warns if tensor parallelism overlaps; the variable has no effect here.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        gloo.share_device()
-        products.take_onednn()
+        host.share_gloo_device()
+        host.multiply_with_onednn()
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
-from megatron_rl.platforms.binding import bind_to, read_core_list
+from megatron_rl.platforms.host import bind_to_cores, read_core_list
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # A field of TransformerConfig, and modules any one of which has the kernel that the field asks for.
@@ -66,7 +66,7 @@ class CudaPlatform(Platform):
             # This torch does not tell where the GPU is: that costs only speed.
             return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        bind_to(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
+        bind_to_cores(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

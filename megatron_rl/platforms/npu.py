@@ -19,7 +19,7 @@ import torch
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
-from megatron_rl.platforms.binding import is_bound
+from megatron_rl.platforms.host import is_bound_to_cores
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py.
 _MINDSPEED = {"0.16": ("core_r0.16.0", "0.16")}
@@ -42,7 +42,7 @@ class NpuPlatform(Platform):
         """Check everything before MindSpeed changes torch."""
         _check_torch_npu()
         _check_mindspeed()
-        if not is_bound():
+        if not is_bound_to_cores():
             # Keeps an NPU's threads on that NPU's own cores. torch_npu reads the variable when it is loaded.
             os.environ.setdefault("CPU_AFFINITY_CONF", "1")
 

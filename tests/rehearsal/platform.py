@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl import platforms
 from megatron_rl.ops.shared_prompt.backends import flash_npu
-from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, gloo, sum_in_fixed_order
+from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, host, sum_in_fixed_order
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.cpu_torch import AnyIndex, Replacement, nothing
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
@@ -48,7 +48,7 @@ class RehearsedPlatform(Platform):
 
     def _prepare(self) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        gloo.share_device()
+        host.share_gloo_device()
         device.prepare()
         # What a group's backend is asked for goes by the device that tensors say they lie on.
         dist.Backend.backend_capability["gloo"].append("npu")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.cores import CoreShares, count_cores, find_asked_threads, share_cores
-from megatron_rl.platforms import binding, cuda
-from megatron_rl.platforms.binding import read_core_list
+from megatron_rl.platforms import cuda, host
+from megatron_rl.platforms.host import read_core_list
 from tests.processes import run_python
 
 
@@ -73,9 +73,9 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu_unless_it_is_bound_already(
     monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(cuda, "_PCI_DEVICES", tmp_path)
     mine, bound = set(range(8)), []
-    monkeypatch.setattr(binding.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(binding.os, "sched_getaffinity", lambda process: mine)
-    monkeypatch.setattr(binding.os, "sched_setaffinity", lambda process, cores: bound.append(cores))
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda process: mine)
+    monkeypatch.setattr(host.os, "sched_setaffinity", lambda process, cores: bound.append(cores))
     platform = cuda.CudaPlatform()
     platform.place(1)
     assert bound == []

@@ -16,9 +16,9 @@ if __name__ == "__mp_main__":
     # Before torch is imported, vLLM wants to set what torch reads then.
     import vllm  # noqa: F401
 
-    from megatron_rl.platforms.gloo import share_device
+    from megatron_rl.platforms.host import share_gloo_device
 
-    share_device()
+    share_gloo_device()
 
 if __name__ == "__main__":
     os.umask(0o077)

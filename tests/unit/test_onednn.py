@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.platforms import products
+from megatron_rl.platforms import host
 from tests.processes import run_python
 
 pytestmark = pytest.mark.each_change
 
 PREPARED = """
 import itertools, torch
-from megatron_rl.platforms import products
+from megatron_rl.platforms import host
 
 def made(kind, rows, columns):
     return {
@@ -44,7 +44,7 @@ def run(code: str) -> str:
 def test_a_product_is_within_fp32_of_the_one_in_float64_whatever_the_strides():
     run(
         """
-        products.replace_products()
+        host.replace_mm()
         for left, right in itertools.product(KINDS, KINDS):
             for m, k, n in SIZES:
                 a, b = made(left, m, k), made(right, k, n)
@@ -61,7 +61,7 @@ def test_a_product_is_within_fp32_of_the_one_in_float64_whatever_the_strides():
 def test_gradients_go_through_products_of_the_same_kind():
     run(
         """
-        products.replace_products()
+        host.replace_mm()
         x, w = torch.randn(3, 5, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             (x @ w.t()).square().sum().backward()
@@ -90,8 +90,8 @@ def test_other_types_and_mistakes_are_torchs_own():
             (a, b.double()), (a, a), (a[0], b), (a, b[:, 0]), (a[None], b),
         ]
         before = [outcome(*pair) for pair in pairs]
-        products.replace_products()
-        products.replace_products()
+        host.replace_mm()
+        host.replace_mm()
         for pair, was in zip(pairs, before, strict=True):
             now = outcome(*pair)
             assert now == was if isinstance(was, str) else torch.equal(now, was) and now.dtype is was.dtype, (pair, now)
@@ -115,7 +115,7 @@ def test_they_are_taken_on_processors_that_mkl_has_no_kernels_for(
     if cpuinfo is not None:
         path.write_text(cpuinfo)
     taken = []
-    monkeypatch.setattr(products, "_CPUINFO", path)
-    monkeypatch.setattr(products, "replace_products", lambda: taken.append(True))
-    products.take_onednn()
+    monkeypatch.setattr(host, "_CPUINFO", path)
+    monkeypatch.setattr(host, "replace_mm", lambda: taken.append(True))
+    host.multiply_with_onednn()
     assert bool(taken) == is_taken
