@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.data import checks as data_checks
+from megatron_rl.data import prompt_files
 
 
 def find_problems(settings: Settings) -> Iterator[str]:
@@ -13,7 +13,7 @@ def find_problems(settings: Settings) -> Iterator[str]:
 
     Nothing is read or made: rows, weights and checkpoints are checked when the run starts.
     """
-    yield from data_checks.find_problems(settings.data, settings.run.stage)
+    yield from prompt_files.find_problems(settings.data, settings.run.stage)
     yield from _check_evaluation(settings)
     yield from _check_folders(settings)
 

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.held_out import draw, leave_out
-from megatron_rl.data.order import RowOrder
+from megatron_rl.data.order import RowOrder, draw_held_out, leave_out
 from megatron_rl.data.prompt_files import ASSISTANT, Row, read_demonstrations
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError
@@ -122,7 +121,7 @@ def load_demonstrations(
     if config.eval_prompts:
         held_out = _fitting(eval_rows, tokenizer, longest, "--eval-prompts", notes)
     else:
-        held_out = draw(fitting, config.held_out, seed)
+        held_out = draw_held_out(fitting, config.held_out, seed)
     trained = leave_out(fitting, held_out, config, notes)
     stops = tokenizer.find_stops((tokenizer.text(row) for row in (*rows, *eval_rows)), notes)
     return DemonstrationSource(

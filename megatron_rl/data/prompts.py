@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.held_out import draw, leave_out
-from megatron_rl.data.order import Curriculum, RowOrder
+from megatron_rl.data.order import Curriculum, RowOrder, draw_held_out, leave_out
 from megatron_rl.data.prompt_files import Row, read_rows
 from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError, UsageError
@@ -134,7 +133,7 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
     if config.eval_prompts:
         held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
     else:
-        held_out = draw(prompts, config.held_out, seed)
+        held_out = draw_held_out(prompts, config.held_out, seed)
     trained = leave_out(prompts, held_out, config, notes)
     num_read = len(rows) + len(eval_rows)
     stops = tokenizer.find_stops((prompt.text for prompt in (*trained, *held_out)), notes)
