@@ -40,7 +40,7 @@ class JournalDamaged(MegatronRLError):
     """A record in the journal was changed, or has another wire version."""
 
 
-class _Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+class _SubmissionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
     """From here on the journal belongs to this submission and these rewards."""
 
     wire: int
@@ -60,7 +60,7 @@ class _Claimed(msgspec.Struct, frozen=True, kw_only=True, tag="claimed"):
     claim: Claim
 
 
-_Record = _Begun | Finished | _Claimed
+_Record = _SubmissionBegun | Finished | _Claimed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Journal:
         is_mine, num_stale, end = False, 0, 0
         for offset, payload in _payloads(self._file):
             record = _decode(payload, self.path, offset)
-            if isinstance(record, _Begun):
+            if isinstance(record, _SubmissionBegun):
                 is_mine, claims = record.submission == mine, []
             elif isinstance(record, _Claimed):
                 claims += [record.claim] if is_mine else []
@@ -182,7 +182,7 @@ class Journal:
         if num_bytes_cut:
             self._file.cut(end)
         if not is_mine:
-            self._append(_Begun(wire=WIRE_VERSION, submission=mine))
+            self._append(_SubmissionBegun(wire=WIRE_VERSION, submission=mine))
         return RecoveredJournal(list(groups.values()), claims, num_bytes_cut, num_stale)
 
 
@@ -279,7 +279,7 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
         record: _Record = msgspec.msgpack.decode(payload, type=_Record)
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
-    if isinstance(record, _Begun) and record.wire != WIRE_VERSION:
+    if isinstance(record, _SubmissionBegun) and record.wire != WIRE_VERSION:
         raise JournalDamaged(
             f"{path} has wire version {record.wire}, and this megatron_rl {WIRE_VERSION}: {_REMEDY}; or resume with "
             "the one that wrote it"
