@@ -1,1 +1,1 @@
-"""Weights between Hugging Face checkpoints and Megatron's shards: names, import, export, fingerprint."""
+"""Weights on their way between Hugging Face checkpoints and Megatron's shards: names, import, export, fingerprint."""

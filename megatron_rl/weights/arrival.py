@@ -1,11 +1,13 @@
-"""What is there of the tensors in a folder that is read while it is written.
+"""Counts of the elements that have arrived in a folder of tensors, which is read while it is written.
 
-The folder's writers count the elements of each tensor that they have written, in a file beside the tensors: a line for
-each tensor, by name, and in it a number for each writer. One process holds a lock on this file until all writers are
-done. The system takes the lock from a process that ends, so whoever finds it free and a tensor incomplete knows that
-the rest will not come.
+Each writer counts the elements that it has written of each tensor, in a file beside the tensors. The file has a line
+for each tensor, sorted by name, and each line has a number for each writer. One process holds a lock on the file until
+all writers are done. The system takes the lock from a process that ends. So a reader that finds the lock free and a
+tensor incomplete knows that the rest will not come.
 
-Invariant: a tensor that is counted whole can be read. Counts are written and read by the system, after what they count.
+Invariant: a tensor whose counts are complete can be read. The system writes and reads a count after the elements.
+
+This module does not import torch: the sidecar asks without it whether a folder is still being written.
 """
 
 import contextlib
@@ -25,12 +27,12 @@ COUNTS_FILE = "arrived"
 _NUMBER_BYTES = 8
 _POLL_SECONDS = 0.0005
 _POLLS_PER_LOOK = 100
-"""How often a reader that waits looks at the counts before it looks whether somebody still writes."""
+"""Looks at the counts between two looks at the writers' lock, while a reader waits."""
 
 
 @contextlib.contextmanager
 def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
-    """Count nothing as written yet; in this context, readers of the folder wait for what is missing."""
+    """Begin with counts of zero; within this context, readers of the folder wait for missing elements."""
     path = folder / COUNTS_FILE
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -43,7 +45,7 @@ def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
 
 
 class Counter:
-    """One writer's counts."""
+    """The counts of one writer."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], writer: int, num_writers: int):
         self._lines = {name: line for line, name in enumerate(sorted(spec.name for spec in specs))}
@@ -58,7 +60,7 @@ class Counter:
         os.close(self._descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: "torch.Tensor") -> None:
-        """Count a block that was written."""
+        """Count a block, which must have been written before."""
         self._counts[name] += block.numel()
         writer, num_writers = self._place
         offset = (self._lines[name] * num_writers + writer) * _NUMBER_BYTES
@@ -66,7 +68,7 @@ class Counter:
 
 
 class Arrival:
-    """A reader's view of the counts; a folder without any is one that was written before."""
+    """A reader's view of the counts; a folder without counts is complete."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], sleep: Callable[[float], None] = time.sleep):
         self._sizes = {spec.name: spec.num_elements for spec in specs}
@@ -85,18 +87,18 @@ class Arrival:
             os.close(self._descriptor)
 
     def wait_for(self, name: str) -> bool:
-        """Wait until the tensor is whole; return False, at once, if it never will be."""
+        """Wait until the tensor is complete; return False, at once, if its writers have ended before."""
         num_polls = 0
         while not self._is_whole(name):
             if num_polls % _POLLS_PER_LOOK == 0 and not self._is_written_to():
-                # The last of it may have come just before the lock was given up.
+                # The last elements may have arrived just before the lock was released.
                 return self._is_whole(name)
             num_polls += 1
             self._sleep(_POLL_SECONDS)
         return True
 
     def is_coming(self) -> bool:
-        """Whether all tensors are whole or may become so."""
+        """Return whether each tensor is complete or may still become so."""
         return self._is_written_to() or all(map(self._is_whole, self._lines))
 
     def _is_whole(self, name: str) -> bool:
@@ -111,7 +113,7 @@ class Arrival:
 
 
 def is_being_written(folder: Path) -> bool:
-    """Return whether a writer that has not ended may still write into the folder."""
+    """Return whether a running writer may still write into the folder."""
     try:
         descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -133,7 +135,7 @@ def is_locked(descriptor: int) -> bool:
 
 
 def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether the folder lies in this host's memory, where all processes see the same bytes at once."""
+    """Return whether the folder lies in this host's memory, where all processes see the same bytes at once."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,4 @@
-"""Which tokens end a response, by the files beside a model's weights."""
+"""The tokens that end a response, as the files beside a model's weights list them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ _KEY = "eos_token_id"
 
 
 def read_ends(folder: Path) -> list[int]:
-    """Return the tokens that end a response by the folder's generation_config.json and config.json."""
+    """Return the tokens that the folder's generation_config.json and config.json list as ends of a response."""
     config = _read(folder / _CONFIG)
     values = (_read(folder / _GENERATION).get(_KEY), config.get(_KEY), config.get("text_config", {}).get(_KEY))
     listed = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
@@ -20,7 +20,7 @@ def read_ends(folder: Path) -> list[int]:
 
 
 def add_ends(folder: Path, ends: Iterable[int]) -> None:
-    """Have the folder's generation_config.json list these tokens, too, as ends of a response."""
+    """Add these tokens to the ends of a response in the folder's generation_config.json."""
     known = read_ends(folder)
     missing = [token for token in ends if token not in known]
     if not missing:
@@ -38,7 +38,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}; put the model's own file there") from None
+        raise InputError(f"{path} is not JSON: {error}; replace it with the model's own file") from None
     if not isinstance(found, dict):
-        raise InputError(f"{path} must hold a JSON object: put the model's own file there")
+        raise InputError(f"{path} must hold a JSON object: replace it with the model's own file")
     return found

@@ -1,8 +1,8 @@
 """Safetensors files: those of a Hugging Face folder, memory-mapped, and those that many processes write together.
 
 One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
-process renames the folder (`put_in_place`). Until then the folder has another name, so no reader ever sees half a
-file. Only who reads it while it is written (`arrival.py`) is given the name before.
+process renames the folder (`put_in_place`). Until then the folder has another name, so that no reader finds half a
+file. Only readers that follow the writers (`arrival.py`) learn the name before.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _DIGESTS = "digests.json"
 
 
 class FilePlan:
-    """Which tensor goes into which file, at which byte; the same on every process."""
+    """The file and the first byte of each tensor; the same on every process."""
 
     def __init__(self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None):
         self.specs = {spec.name: spec for spec in specs}
@@ -54,7 +54,7 @@ class FilePlan:
         return sum(self.sizes.values())
 
     def index(self) -> dict[str, Any] | None:
-        """The index that several files need; None for one file."""
+        """Return the index that several files need; None for one file."""
         if len(self.sizes) == 1:
             return None
         data_bytes = self.num_bytes - sum(len(header) for header in self.headers.values())
@@ -63,7 +63,7 @@ class FilePlan:
 
 
 def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
-    """Make the plan's files in a new folder, with full size and headers; `private` ones are for this user only."""
+    """Create the plan's files in a new folder, with full size and headers; `private` gives them to this user only."""
     folder.mkdir(parents=True, mode=0o700 if private else 0o777)
     try:
         _lay_out(folder, plan, private)
@@ -89,14 +89,14 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
 
 
 def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None:
-    """Write the tensors' digests beside them: a program that loads the tensors compares what it then holds."""
+    """Write the tensors' digests beside them, for a program that loads the tensors and checks what it then holds."""
     path = folder / _DIGESTS
     path.touch(mode=0o600)
     path.write_text(json.dumps(digests))
 
 
 def read_digests(folder: Path) -> dict[str, list[int]]:
-    """Read the digests that were written beside a folder's tensors."""
+    """Read the digests beside a folder's tensors."""
     try:
         return json.loads((folder / _DIGESTS).read_text())
     except (OSError, ValueError) as error:
@@ -131,7 +131,7 @@ class Writer:
             os.close(descriptor)
 
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Write a block of a tensor at (first_row, first_column); it must be in the tensor's dtype."""
+        """Write a block of a tensor, in the tensor's dtype, at (first_row, first_column)."""
         block = block.cpu()
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
@@ -156,7 +156,7 @@ class Writer:
 
 
 def map_bytes(path: Path, size: int) -> torch.Tensor:
-    """Map a file's first bytes: what any process writes there is seen, and written here is seen there."""
+    """Map the first `size` bytes of a file; all processes that map it see each other's writes."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -184,7 +184,7 @@ def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[byte
         }  # fmt: skip
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # The format wants data to start at a multiple of 8; with 64, tensors of whole cache lines start on a cache line.
+    # The format wants data to start at a multiple of 8; 64 lets tensors of whole cache lines start on a cache line.
     text += b" " * (-(len(text) + 8) % 64)
     header = len(text).to_bytes(8, "little") + text
     starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
@@ -192,8 +192,8 @@ def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[byte
 
 
 STORED_DTYPES = {code: name for name, code in _CODES.items()}
-"""The name of each dtype that files may hold, by the format's code of it."""
-# Tensors in old checkpoints that no model reads, because they follow from config.json.
+"""The names of the dtypes that files may hold, by the format's codes."""
+# Tensors of old checkpoints that models do not read, because they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
@@ -228,21 +228,21 @@ class Checkpoint:
         self._files.close()
 
     def names(self) -> list[str]:
-        """The names of the tensors that models read."""
+        """Return the names of the tensors that models read."""
         return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, as a view of the file."""
+        """Return the whole tensor, as a view of the file."""
         return self._file_of[name].get_tensor(name)
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, from the file's header."""
+        """Read the shape and dtype of a tensor from the file's header."""
         piece = self._file_of[name].get_slice(name)
         dtype = STORED_DTYPES.get(piece.get_dtype())
         if dtype is None:
             raise InputError(
-                f"{name} in {self.folder} is stored as {piece.get_dtype()}: "
-                f"quantized checkpoints cannot be trained, use one in {', '.join(STORED_DTYPES.values())}"
+                f"{name} in {self.folder} is stored as {piece.get_dtype()}, and quantized checkpoints cannot be "
+                f"trained: use one in {', '.join(STORED_DTYPES.values())}"
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 

@@ -1,19 +1,19 @@
 """The identity of a set of weights, computable on any device from any slicing of the tensors.
 
-A tensor's digest is a multilinear hash of 64-bit words: each row is read as such words, the last one padded with zeros,
+A tensor's digest is a multilinear hash of 64-bit words. Each row is read as such words, the last one padded with zeros,
 and
 
     digest = sum over rows of  r[row] * (sum over words of  c[word] * w)   modulo 2**64
 
 for fixed odd pseudo-random 64-bit numbers r and c; two choices of r give two lanes. An element x fills some bits of its
-word, s bits from the right, so it contributes c[word] * 2**s * x on its own, wherever a slice begins. Invariants:
+word, s bits from the right. So it contributes c[word] * 2**s * x on its own, wherever a slice begins. Invariants:
 
 - the digest of a tensor is the sum of the digests of any slices that cover it once: it does not depend on layout,
   bucket, order or device;
 - changing any one word changes it, since an odd factor times a non-zero difference below 2**64 is not zero.
 
-It guards against faults, not against an adversary, who could choose weights that collide. A tensor's columns are all
-its dimensions but the first, so a row is contiguous and either dimension can be sliced.
+The digest guards against faults, not against an adversary, who could choose weights that collide. A tensor's columns
+are all its dimensions but the first, so a row is contiguous and either dimension can be sliced.
 """
 
 import functools
@@ -119,7 +119,7 @@ def _chunk_elements(device: torch.device) -> int:
 
 
 def _factors(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the first `count` factors of an axis; tables grow by doubling, so few are ever made."""
+    """Return the first `count` factors of an axis; tables double in size, so that few are ever computed."""
     return _factor_table(axis, 1 << max(count - 1, 1).bit_length(), device)[:count]
 
 

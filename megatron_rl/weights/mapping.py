@@ -1,7 +1,7 @@
-"""Which slice of which Hugging Face tensor lies where in a rank's shard of a Megatron parameter.
+"""The place of each slice of a Hugging Face tensor in a rank's shard of a Megatron parameter.
 
 Everything is a pure function of the architecture and a rank's coordinates, so each rank knows what the others hold.
-Invariants, over all ranks that own something:
+Invariants, over all ranks that own pieces:
 
 - the pieces of a parameter cover it once, except for the rows that pad the vocabulary;
 - the owned pieces of a tensor cover it once.
@@ -25,13 +25,13 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in the parallel groups; it alone decides what the rank holds."""
+    """A rank's place in the parallel groups, which alone decides what the rank holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
     pipeline_rank: int = 0
     data_rank: int = 0
-    """Rank among the replicas of the dense parameters, context-parallel ranks counted in."""
+    """Rank among the replicas of the dense parameters; context-parallel ranks count as replicas."""
     expert_rank: int = 0
     expert_size: int = 1
     expert_tensor_rank: int = 0
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class ShardMap:
-    """How one rank's shard of one parameter is put together."""
+    """The pieces of one rank's shard of one parameter."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -75,7 +75,7 @@ class TensorSpec:
 
 
 class Mapping:
-    """Which tensors one architecture's parameters are made of."""
+    """The tensors that the parameters of one architecture consist of."""
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
@@ -83,7 +83,7 @@ class Mapping:
         self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
-        """List every tensor of the checkpoint, in the order of the layers, tied tensors once."""
+        """List every tensor of the checkpoint, in the order of the layers; tied tensors appear once."""
         dtype = dtype or self.architecture.dtype
         specs = []
         for name, layer, expert in self._instances():
@@ -107,7 +107,7 @@ class Mapping:
             rank, size = 0, 1
         elif total % size:
             raise InputError(
-                f"{parameter} has {total} {'columns' if dim else 'rows'}, which do not divide over {size} "
+                f"{parameter} has {total} {'columns' if dim else 'rows'}, which cannot be divided over {size} "
                 f"tensor-parallel ranks: write another --tensor-model-parallel-size"
             )
         length = total // size
@@ -136,7 +136,7 @@ class Mapping:
         if pattern not in self._by_parameter:
             raise InputError(
                 f"the {self.architecture.family} family does not name the parameter {parameter}: "
-                f"add it to the family's names, or drop the flag that creates it"
+                f"add it to the family's names, or leave out the flag that creates it"
             )
         return self._by_parameter[pattern], layer, expert
 
@@ -178,7 +178,7 @@ class Mapping:
             rows = shapes[0][0]
             if rows % size:
                 raise InputError(
-                    f"{sources[0]} has {rows} rows, which do not divide over {size} tensor-parallel ranks: "
+                    f"{sources[0]} has {rows} rows, which cannot be divided over {size} tensor-parallel ranks: "
                     f"write another --tensor-model-parallel-size"
                 )
             part = rows // size
@@ -217,17 +217,17 @@ def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """What the floating-point operations of a token follow from."""
+    """Counts from which the floating-point operations of a token follow."""
 
     num_parameters: int
     num_multiplied: int
-    """Parameters that a token is multiplied with: no table of embeddings, and of the experts only its own."""
+    """Parameters that a token is multiplied with: without the table of embeddings and other tokens' experts."""
     attention_width: int
-    """Layers times heads times the size of a head: a token computes 4 of these for each token that it sees, forward."""
+    """Layers times heads times head size: forward, a token computes 4 times this for each token that it sees."""
 
 
 def measure_model(architecture: Architecture) -> ModelSize:
-    """Count the parameters of a model."""
+    """Count the parameters of a model, and those that a token is multiplied with."""
     specs = Mapping(architecture).manifest()
     experts = architecture.experts
     num_multiplied = 0

@@ -1,4 +1,4 @@
-"""One rank's parameters as parts of a checkpoint: filled from it, written to it, digested.
+"""One rank's parameters as parts of a checkpoint: read from it, written to it, digested.
 
 Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the first are its columns).
 """
@@ -23,40 +23,40 @@ Put = Callable[[str, int, int, torch.Tensor], None]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A parameter of this rank, and where its parts belong."""
+    """A parameter of this rank, with the places of its parts in the checkpoint."""
 
     parameter_name: str
     parameter: torch.Tensor
     map: ShardMap
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Fill the parameter; rows that pad the vocabulary become zero."""
+        """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero."""
         target = self.parameter.detach()
         for piece in self.map.pieces:
             source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
         self.zero_padding()
-        # The copy is checked, to find values that its dtype cannot hold too. Checking its extremes is enough, and costs
-        # a fraction of the copy.
+        # Checking the copy also finds values that its dtype cannot hold. Its extremes are enough, and cost a fraction
+        # of the copy.
         if not _is_finite(target):
             broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
             raise InputError(
                 f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in {target.dtype}: "
-                f"use another checkpoint, or train in the dtype that it is stored in"
+                f"use another checkpoint, or train in the dtype in which it is stored"
             )
 
     def zero_padding(self) -> None:
-        """Zero what no piece covers: the last rows, if the vocabulary is padded."""
+        """Set entries that no piece covers to zero: the last rows, if the vocabulary is padded."""
         covered = sum(piece.length for piece in self.map.pieces)
         dim = self.map.pieces[0].dim if self.map.pieces else 0
         if covered < self.map.shape[dim]:
             self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row, its row in its tensor, and the index of its piece: all pieces must have whole rows.
+        """Compute each row's row in its tensor, and the index of its piece: all pieces must have whole rows.
 
-        Rows that pad the vocabulary, the last ones, have the number of pieces as their index. Nothing is kept: over a
-        large model it would be a hundred megabytes.
+        Rows that pad the vocabulary, the last ones, have the number of pieces as their index. The result is not cached:
+        for a large model it would take a hundred megabytes.
         """
         pieces = self.map.pieces
         order = sorted(range(len(pieces)), key=lambda index: pieces[index].target)
@@ -70,9 +70,9 @@ class Shard:
         return rows_R.to(self.parameter.device), pieces_R.to(self.parameter.device)
 
     def digest_pieces(self, dtype: torch.dtype) -> torch.Tensor:
-        """Digest each piece in the dtype it is exported in: (pieces, lanes).
+        """Digest each piece in the dtype of its export: (pieces, lanes).
 
-        All in one pass where they have whole rows, since a parameter may have hundreds of small pieces.
+        Pieces of whole rows are digested in one pass, since a parameter may have hundreds of small pieces.
         """
         values, pieces = self.parameter.detach(), self.map.pieces
         if any(piece.dim != 0 for piece in pieces):
@@ -84,7 +84,7 @@ class Shard:
         rows_R, pieces_R = self._rows()
         num_rows = max(piece.source + piece.length for piece in pieces)
         matrix_RC = values.reshape(values.shape[0], -1)
-        # A copy in another dtype is made of some rows at a time.
+        # Another dtype needs a copy, which is made of some rows at a time.
         step = len(values) if values.dtype == dtype else max(1, _block_elements(values) // max(1, matrix_RC.shape[1]))
         sums = torch.zeros(len(pieces), NUM_LANES, dtype=torch.int64, device=values.device)
         for some in (slice(start, start + step) for start in range(0, len(values), step)):
@@ -128,7 +128,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 class Digests:
-    """The sums over this rank's slices, by tensor; `combine` adds those of all ranks."""
+    """The digests of this rank's slices, summed by tensor; `combine` adds those of all ranks."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
         self.specs = list(specs)
@@ -137,7 +137,7 @@ class Digests:
         self._sums = torch.zeros(len(self.specs), NUM_LANES + 1, dtype=torch.int64)
 
     def add(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
-        """Add a block of a tensor, which must have the dtype that the tensor is exported in."""
+        """Add a block of a tensor; it must have the dtype in which the tensor is exported."""
         sums = self._sums[self._index[name]]
         sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
         sums[NUM_LANES] += block.numel()
@@ -161,16 +161,16 @@ class Digests:
         for spec, sums in zip(self.specs, self._sums.tolist(), strict=True):
             if sums[NUM_LANES] != spec.num_elements:
                 raise InputError(
-                    f"{spec.name} has {spec.num_elements} elements and {sums[NUM_LANES]} were exported: "
-                    f"the ranks together do not hold the model once"
+                    f"{spec.name} has {spec.num_elements} elements, and the ranks exported {sums[NUM_LANES]}: "
+                    f"together they must hold each element of the model once"
                 )
         return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
 
 
 def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[Put], first: int = 0) -> None:
-    """Hand every slice that this rank owns to each of `puts`, in the dtype it is exported in.
+    """Hand every slice that this rank owns to each of `puts`, in the dtype of the export.
 
-    `first` is the shard to begin with; those before it come last.
+    `first` is the index of the shard to begin with; the shards before it come last.
     """
     dtypes = {spec.name: DTYPES[spec.dtype] for spec in specs}
     for shard in (*shards[first:], *shards[:first]):
@@ -188,7 +188,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class StageRank:
-    """A rank of the stage, and the names of its parameters; the rest follows from its coordinates."""
+    """A rank of the stage, with the names of its parameters; everything else follows from its coordinates."""
 
     rank: int
     coordinates: Coordinates
@@ -220,11 +220,11 @@ class WeightStream:
 
     @property
     def specs(self) -> list[list[TensorSpec]]:
-        """What the buckets hold."""
+        """The tensors of each bucket."""
         return self._buckets
 
     def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
-        """Gather each bucket in turn; with `digests`, also digest what this rank owns."""
+        """Gather each bucket in turn; with `digests`, also digest the slices that this rank owns."""
         parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}
         me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
         for index, specs in enumerate(self._buckets):

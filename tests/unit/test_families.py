@@ -137,7 +137,7 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         (
             "qwen3",
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
-            "say different things",
+            "contradict each other",
         ),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "must have factor, which linear needs"),
         ("llama", {"rope_parameters": {**_LLAMA3, "low_freq_factor": None}}, "must have low_freq_factor, which llama3"),

@@ -35,13 +35,13 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _suggest_download(folder: Path | str) -> str:
-    """Say how to get a model that is named as on the Hugging Face hub, from which nothing is fetched here."""
+    """Say how to download a model that is named as on the Hugging Face hub: this package downloads nothing."""
     name = str(folder)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(".") or Path(name).parent.exists():
         return ""
-    there = name.partition("/")[2]
+    local = name.partition("/")[2]
     return (
-        f"; if it is a model of the Hugging Face hub: hf download {name} --local-dir {there}, then --hf-model {there}"
+        f"; if it is a model of the Hugging Face hub: hf download {name} --local-dir {local}, then --hf-model {local}"
     )
 
 
@@ -52,12 +52,12 @@ def read_architecture(folder: Path | str) -> Architecture:
 
 
 def find_config_key(field: str) -> str:
-    """Return the key of config.json that an Architecture field comes from, for messages."""
+    """Return the key of config.json for a field of Architecture; messages name the key."""
     return KEYS.get(field, field)
 
 
 def infer_family(architecture: Architecture) -> str:
-    """Name a family that can express this architecture, whatever its own family field says."""
+    """Return the name of a family that can express this architecture, without regard to its own family field."""
     objections: dict[str, str] = {}
     for name, family in FAMILIES.items():
         objection = family.objection(architecture)
@@ -69,5 +69,5 @@ def infer_family(architecture: Architecture) -> str:
 
 
 def derive_config(architecture: Architecture) -> Mapping[str, Any]:
-    """Write a config.json for a model that came without one."""
+    """Write the config.json of a model that has none yet."""
     return find_family(architecture.family).write(architecture)

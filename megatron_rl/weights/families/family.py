@@ -1,7 +1,7 @@
-"""What a model family is: how its config.json reads, what it can express, how its tensors are named and split.
+"""The properties of a model family: keys of its config.json, supported architectures, names and splits of its tensors.
 
-A family's table of names is a tuple of `Name`s; most families put it together from the blocks below. `{layer}` and
-`{expert}` stand for global numbers, counted from zero.
+A family's table of names is a tuple of `Name`s; most families combine the blocks below. `{layer}` and `{expert}` stand
+for global numbers, counted from zero.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 
 
 class Split(enum.Enum):
-    """How the sources are laid out in the parameter, and which part of it a tensor-parallel rank holds."""
+    """The layout of the sources in the parameter, and the part of it that a tensor-parallel rank holds."""
 
     WHOLE = "every rank holds all of it"
     ROWS = "rows of the one source are divided over ranks"
@@ -31,7 +31,7 @@ def _always(_: Architecture) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """One Megatron parameter and the tensors it is made of."""
+    """One Megatron parameter and the tensors that it consists of."""
 
     parameters: tuple[str, ...]
     """The parameter's possible names: Megatron's local layer spec, TransformerEngine's fused one."""
@@ -39,7 +39,7 @@ class Name:
     split: Split
     when: Callable[[Architecture], bool] = _always
     exported: bool = True
-    """False for a copy: the tensor is exported from another parameter."""
+    """Whether this parameter exports the tensors; False for a copy, since another parameter exports them."""
 
 
 _LAYER = "decoder.layers.{layer}"
@@ -69,7 +69,7 @@ STEM = (
     ),
     Name(("decoder.final_layernorm.weight",), ("model.norm.weight",), Split.WHOLE),
     Name(("output_layer.weight",), ("lm_head.weight",), Split.VOCABULARY, when=lambda a: not a.tied_embeddings),
-    # With tied embeddings and more than one pipeline stage the last stage holds a copy of the first one's embedding.
+    # With tied embeddings and several pipeline stages, the last stage holds a copy of the first stage's embedding.
     Name(
         ("output_layer.weight",),
         ("model.embed_tokens.weight",),
@@ -97,7 +97,7 @@ DENSE_MLP = (
 
 
 def experts_mlp(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
-    """Name the router and the experts, stored under `block` with tensors of their own for each expert."""
+    """Name the router and the experts, which are stored under `block`; each expert has its own tensors."""
     expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
     experts = f"{_LAYER}.mlp.experts"
     return (
@@ -115,7 +115,7 @@ def experts_mlp(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
     )
 
 
-# Architecture's field and the key of config.json that holds it, the same in every family.
+# The fields of Architecture, each with its key of config.json, which is the same in every family.
 KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -150,19 +150,19 @@ class Family:
     hf_class: str
     names: tuple[Name, ...]
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Architecture fields that are the same in every model of the family."""
+    """Fields of Architecture that are the same in every model of the family."""
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Architecture fields that are on when all of these boolean keys are on; the keys must agree."""
+    """Fields of Architecture, each with the boolean keys that set it; the keys of a field must agree."""
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Keys that must hold one of these values, the first being the default."""
+    """Keys with their allowed values, the first of which is the default."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The values of missing keys, where they differ from COMMON_DEFAULTS."""
+    """Values of missing keys, if they differ from COMMON_DEFAULTS."""
     experts: ExpertKeys | None = None
     window_key: str | None = None
-    """The boolean key that switches the sliding window on; None if the window's size alone does."""
+    """The boolean key that turns the sliding window on; None if the window's size alone does."""
     has_window: bool = False
     default_window: int | None = None
-    """The window of a config.json that does not mention one; null in it always means none."""
+    """Tokens of the window if config.json has no key for it; null in config.json always means no window."""
 
     def read(self, config: Mapping[str, Any]) -> Architecture:
         """Read the architecture that a config.json of this family describes."""
@@ -187,7 +187,7 @@ class Family:
         )
 
     def write(self, architecture: Architecture) -> dict[str, Any]:
-        """Write a config.json for an architecture: what transformers and vLLM need to load its weights."""
+        """Write a config.json for an architecture, with which transformers and vLLM can load its weights."""
         reason = self.objection(architecture)
         if reason:
             raise InputError(f"a {self.name} model cannot have {reason}")
@@ -211,7 +211,7 @@ class Family:
         return config
 
     def objection(self, architecture: Architecture) -> str | None:
-        """Say what the family cannot express of this architecture; None if it can express all of it."""
+        """Return a feature of this architecture that the family cannot express; None if it can express all of them."""
         for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
             value = getattr(architecture, field)
             if field not in self.switches and value != self.constants.get(field, False):
@@ -228,7 +228,7 @@ class Family:
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
         if "quantization_config" in config:
             raise InputError(
-                f"config.json has a quantization_config: quantized checkpoints cannot be trained, "
+                f"config.json has a quantization_config, and quantized checkpoints cannot be trained: "
                 f"use one in {', '.join(_DTYPES)}"
             )
         for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
@@ -243,7 +243,7 @@ class Family:
         values = {key: _boolean(config, key) for key in keys}
         if len(set(values.values())) > 1:
             stated = ", ".join(f"{key} = {value}" for key, value in values.items())
-            raise InputError(f"{stated} in config.json must agree: Megatron has all of these biases or none")
+            raise InputError(f"{stated} in config.json must be equal: Megatron has all of these biases or none")
         return all(values.values())
 
     def _read_experts(self, config: Mapping[str, Any]) -> Experts | None:
@@ -273,7 +273,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-# Keys that would make transformers or vLLM compute something else, in any family, with their neutral values.
+# Keys that change what transformers or vLLM compute, in any family, each with its neutral value.
 COMMON_REQUIRES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
@@ -326,12 +326,12 @@ def _boolean(config: Mapping[str, Any], key: str, default: bool = False) -> bool
 
 
 def _check_layers(config: Mapping[str, Any], window: int | None) -> None:
-    """All layers attend alike here, so layer_types must say the same of all."""
+    """Raise unless layer_types gives every layer the same attention: Megatron's layers attend alike here."""
     wanted = "full_attention" if window is None else "sliding_attention"
     types = config.get("layer_types", [])
     if not isinstance(types, list) or any(kind != wanted for kind in types):
         raise InputError(
-            f"layer_types in config.json must be {wanted!r} for every layer, as its window of attention says: "
+            f"layer_types in config.json must be {wanted!r} for every layer, to agree with its window of attention: "
             f"layers that differ from each other are not supported"
         )
 
@@ -356,7 +356,7 @@ _ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Read either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5."""
+    """Read the rope in either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5."""
     parameters = _rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in list(RopeKind):
@@ -373,7 +373,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     if missing := [key for key in _ROPE_NEEDS[RopeKind(kind)] if key not in parameters]:
         raise InputError(f"config.json's rope parameters must have {missing[0]}, which {kind} needs")
     if kind in (RopeKind.LLAMA3, RopeKind.YARN):
-        # transformers prefers a length of pretraining beside the rope parameters to theirs.
+        # transformers prefers the length beside the rope parameters to the length among them.
         beside = config.get("original_max_position_embeddings")
         length = beside or parameters.get("original_max_position_embeddings", config.get("max_position_embeddings"))
         parameters["original_max_position_embeddings"] = _count(config, "original_max_position_embeddings", length)
@@ -382,20 +382,20 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The one dictionary in which they stand, without what is null in it."""
+    """Return the dictionary that holds the rope parameters, without those that are null."""
     found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, parameters in found.items():
         if not isinstance(parameters, dict):
             raise InputError(f"{key} = {parameters!r} in config.json must be a dictionary")
         if unknown := sorted(parameters.keys() - _ROPE_KEYS.keys() - set(_OTHER_ROPE_KEYS)):
-            raise InputError(f"{unknown[0]!r} in config.json's {key} is not supported: drop it if it has no effect")
+            raise InputError(f"{unknown[0]!r} in config.json's {key} is not supported: remove it if it has no effect")
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         raise InputError(
-            "rope_scaling and rope_parameters in config.json say different things: write all of it into "
-            "rope_parameters, rope_theta too, and drop rope_scaling"
+            "rope_scaling and rope_parameters in config.json contradict each other: write all keys into "
+            "rope_parameters, rope_theta too, and remove rope_scaling"
         )
     parameters = next(iter(found.values()), {})
-    # truncate: null is kept, to be refused: transformers takes it for false and not for the default.
+    # A truncate that is null is kept, to be refused: transformers reads it as false, not as the default.
     return {key: value for key, value in parameters.items() if value is not None or key == "truncate"}
 
 
@@ -406,7 +406,7 @@ def _rope_value(parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """Write the older form, which every reader understands."""
+    """Write the rope in the older form, which every reader understands."""
     if rope.kind == RopeKind.DEFAULT:
         return {"rope_theta": rope.base}
     used = {

@@ -1,4 +1,4 @@
-"""The model families that can be trained: what differs between them. Everything else is in `family.py`."""
+"""The model families that can be trained. Each states its differences; `family.py` holds what they share."""
 
 from megatron_rl.weights.families.family import ATTENTION, DENSE_MLP, STEM, ExpertKeys, Family, experts_mlp
 
@@ -75,4 +75,4 @@ MIXTRAL = Family(
 """Mixtral: Mistral's attention, experts in every layer; the experts' weights always sum to one."""
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
-"""By name. An architecture without a config.json gets the first family that can express it."""
+"""The families by name. An architecture without a config.json gets the first family that can express it."""
