@@ -1,1 +1,1 @@
-"""From prompts and responses to packs, one per micro-batch."""
+"""The data of a run: prompts and demonstrations, their order, and the packs that micro-batches are made of."""

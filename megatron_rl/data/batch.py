@@ -1,4 +1,4 @@
-"""A slot as the model takes it: one pack, and what the algorithm knows of each of its targets.
+"""A slot in the form that the model takes: one pack, and what the algorithm knows of each of its targets.
 
 Letters: T tokens of the buffer, N targets, S responses of the micro-batch.
 """
@@ -9,17 +9,17 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_rl.data.packing import Pack, Tokens, pack_groups, separated
+from megatron_rl.data.packing import Pack, Tokens, pack_groups, separate_responses
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What stays known of a batch that was let go of: no tensors."""
+    """The facts of a batch that outlive its tensors."""
 
     num_tokens: int
-    """The length of the buffer, padding counted in."""
+    """Tokens of the buffer, padding included."""
     num_targets: int
     num_responses: int
     parts: tuple[GroupPart, ...]
@@ -27,17 +27,17 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One micro-batch. What belongs to a response is looked up by `pack.target_sequences_N`."""
+    """One micro-batch. `pack.target_sequences_N` says for each target which entry of a tensor over S it has."""
 
     replica: int
     index: int
-    """The slot's number in its iteration."""
+    """Number of the slot in its iteration."""
     pack: Pack
     engine_log_probs_N: torch.Tensor
-    """The engine's log-probs of the tokens that it sampled, fp32."""
+    """Log-probs that the engine gave the tokens when it sampled them, fp32."""
     advantages_S: torch.Tensor
     lengths_S: torch.Tensor
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     parts: tuple[GroupPart, ...]
 
     @property
@@ -65,19 +65,19 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Batcher:
-    """Makes batches of slots; the same bytes give the same batch on every rank."""
+    """Turns slots into batches; the same bytes give the same batch on every rank."""
 
     advantage: Callable[[GroupPart], np.ndarray]
-    """From a part to the advantages of its whole group."""
+    """Function from a part to the advantages of its whole group."""
     multiple_of: int = 1
-    """The buffer's length is padded to a multiple of this."""
+    """Divisor of the buffer's length, which is padded to a multiple of it."""
     vocab_size: int | None = None
     is_shared: bool = True
     """Whether the responses of a group share one copy of their prompt."""
     prepare: Callable[[Layout], object] | None = None
-    """Prepares what the attention looks up of a layout, so that the first layer need not."""
+    """Function that prepares the attention's tables for a layout, so that the first layer need not."""
     num_parts: int = 1
-    """The number of ranks that share a pack's rows."""
+    """Number of ranks that share a pack's rows."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -87,13 +87,13 @@ class Batcher:
             for part in slot.parts
         ]
         pack = pack_groups(
-            groups if self.is_shared else separated(groups), self.multiple_of, vocab_size=self.vocab_size
+            groups if self.is_shared else separate_responses(groups), self.multiple_of, vocab_size=self.vocab_size
         )
         if self.prepare is not None:
             self.prepare(pack.layout)
         if self.num_parts > 1:
-            # Here, in the loader's thread and on the host: looked up on a device, it would stall every micro-batch.
-            pack = pack.divided(self.num_parts)
+            # Divided in the loader's thread and on the host: on a device it would stall every micro-batch.
+            pack = pack.divide_targets(self.num_parts)
         advantages = [
             self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in slot.parts
         ]

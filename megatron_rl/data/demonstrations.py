@@ -1,13 +1,13 @@
 """Demonstrations: chats, or prompts with completions, whose responses are learned by heart, token by token.
 
-A row becomes one sequence of turns, or several. In a sequence what is given and a response to it alternate, and only
-the tokens of responses are trained on. Invariants:
+A row becomes one sequence of turns, or several. In a sequence given turns and responses alternate, and only the tokens
+of responses are trained on. Invariants:
 
-- a response stands behind exactly the tokens that a prompt of the same messages has when a response is sampled to it;
-- the turns of a chat share a sequence as far as the chat template writes the beginning of a chat in the same way
-  whatever follows; a response whose beginning it writes otherwise begins a sequence of its own;
-- a response ends with the token that ends a response: in a chat the template's end of a turn, after text the
-  tokenizer's end of text. What the template writes after it is given, not learned.
+- a response follows exactly the tokens that a prompt of the same messages has when a response to it is sampled;
+- the turns of a chat share a sequence as long as the chat template writes the beginning of the chat in the same way,
+  whatever follows. If it writes the beginning of a response differently, the response begins a new sequence;
+- a response ends with a token that ends responses: the template's end of a turn in a chat, the tokenizer's end of text
+  after text. The template's text after that token is given, not learned.
 """
 
 import dataclasses
@@ -29,25 +29,25 @@ from megatron_rl.protocol.wire import JSON
 _ROWS_AT_A_TIME = 1024
 
 Turns = tuple[np.ndarray, ...]
-"""The tokens of a sequence: what is given, a response, what is given after it, a response, and so on."""
+"""Tokens of the turns of a sequence: a given turn, a response, a given turn, a response, and so on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A row of the data."""
+    """A row of the data, as tokens."""
 
     row: str
-    """Its identity."""
+    """Identity of the row."""
     sequences: tuple[Turns, ...]
 
     @property
     def tokens(self) -> bytes:
-        """The tokens of its prompt."""
+        """Tokens of the prompt."""
         return self.sequences[0][0].tobytes()
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all turns."""
+        """Number of tokens of all turns."""
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
 
@@ -69,11 +69,11 @@ class DemonstrationSource:
         self._held_out = list(held_out)
         self._order = RowOrder(len(self._demonstrations), _fingerprint(self._demonstrations), seed, shuffle)
         self.num_read = len(self._demonstrations) + len(self._held_out) if num_read is None else num_read
-        """Rows of all files, those that are left out included."""
+        """Number of rows of all files, including those that are left out."""
         self.notes = tuple(notes)
-        """What a person should know about the data; each note is printed once."""
+        """Notes on the data for the user; each is printed once."""
         self.stops = tuple(stops)
-        """Tokens that end a response besides those that the model's files list."""
+        """Tokens that end a response, in addition to those that the model's files list."""
 
     @property
     def num_rows(self) -> int:
@@ -85,34 +85,34 @@ class DemonstrationSource:
 
     @property
     def epochs(self) -> float:
-        """How many passes over the data set have been made."""
+        """Number of passes over the data set so far."""
         return self._order.epochs
 
     def take(self, count: int) -> list[Demonstration]:
-        """The next demonstrations; they count as taken."""
+        """Return the next demonstrations, and count them as taken."""
         rows = self._order.peek(count)
         self._order.advance(count)
         return [self._demonstrations[row] for row in rows]
 
     def held_out(self, limit: int | None = None) -> list[Demonstration]:
-        """The first `limit` of the demonstrations that are never trained on; always the same."""
+        """Return the first `limit` of the demonstrations that are never trained on; they are always the same."""
         return self._held_out[:limit]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON from which `restore` goes on."""
+        """Return the state for `restore`, as plain JSON."""
         return self._order.state()
 
     def restore(self, state: object) -> None:
-        """Go on from that state; raise an InputError if data set or order are not the same."""
+        """Continue from a state; raise an InputError if the data set or the order differs."""
         self._order.restore(state)
 
 
 def load_demonstrations(
     config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
 ) -> DemonstrationSource:
-    """Read, tokenize, filter and divide the demonstrations of a run; `longest` is the most tokens of one."""
+    """Read, tokenize, filter and divide the demonstrations of a run; each may have `longest` tokens."""
     assert config.prompts is not None
-    # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
+    # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
     rows = read_demonstrations(config.prompts, config)
     eval_rows = read_demonstrations(config.eval_prompts, config) if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
@@ -138,13 +138,11 @@ def load_demonstrations(
 def _fitting(
     rows: Sequence[Row], tokenizer: PromptTokenizer, longest: int, flag: str, notes: list[str]
 ) -> list[Demonstration]:
-    """Return the demonstrations that are short enough; add a note of how many are left out."""
+    """Return the demonstrations that are short enough; add a note that counts the others."""
     fitting = [one for one in tokenize(rows, tokenizer) if one.num_tokens <= longest]
     num_left_out = len(rows) - len(fitting)
     if not fitting:
-        raise InputError(
-            f"{flag}: all {len(rows)} demonstrations are longer than --seq-length {longest}, so none is left; raise it"
-        )
+        raise InputError(f"{flag}: all {len(rows)} demonstrations are longer than --seq-length {longest}; raise it")
     if num_left_out:
         are = "is" if num_left_out == 1 else "are"
         notes.append(
@@ -163,7 +161,7 @@ def tokenize(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Demons
             for turn in itertools.chain.from_iterable(sequences):
                 tokenizer.check_vocabulary(row, turn)
             if not all(len(response) for turns in sequences for response in turns[1::2]):
-                raise row.error("has a response that the tokenizer makes no token of; write one, or leave the row out")
+                raise row.error("has a response without tokens; write one, or leave the row out")
             if one.is_chat:
                 _check_ends(row, sequences, tokenizer)
             kept = tuple(tuple(turn.astype(np.int32) for turn in turns) for turns in sequences)
@@ -172,7 +170,7 @@ def tokenize(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Demons
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """A row as text: the turns of each sequence. The special tokens of a chat are part of its text."""
+    """The turns of each of a row's sequences, as text. The special tokens of a chat are part of its text."""
 
     sequences: list[list[str]]
     is_chat: bool
@@ -190,7 +188,7 @@ def _write(row: Row, tokenizer: PromptTokenizer) -> _Written:
 
 
 def _write_chat(row: Row, messages: list[JSON], num_given: int, tokenizer: PromptTokenizer) -> list[list[str]]:
-    """Write the chat up to each of the assistant's messages behind the given ones, in as few sequences as possible."""
+    """Write the chat up to each of the assistant's messages after the given ones, in as few sequences as possible."""
     sequences: list[list[str]] = []
     before = ""
     for number in range(num_given, len(messages)):
@@ -239,21 +237,21 @@ def _check_ends(row: Row, sequences: Sequence[Sequence[np.ndarray]], tokenizer: 
     if end is None:
         raise row.error(
             f"is a chat, and the chat template of --hf-model {tokenizer.folder} writes no special token after an "
-            f"answer, so the model would not learn where to stop: have the template write one, or write prompt and "
+            f"answer. The model would not learn where to stop: have the template write one, or write prompt and "
             f"completion as text"
         )
     if any(response[-1] != end for turns in sequences for response in turns[1::2]):
         raise row.error(
-            f"has an answer after which the chat template does not write "
-            f"{tokenizer.tokenizer.convert_ids_to_tokens(end)}, its end of a turn: have it write it after each "
-            f"answer, or write prompt and completion as text"
+            f"has an answer after which the chat template does not write its end of a turn, "
+            f"{tokenizer.tokenizer.convert_ids_to_tokens(end)}: have it write that token after each answer, or write "
+            f"prompt and completion as text"
         )
 
 
 def _divide(turns: Sequence[str], beginnings: Sequence[np.ndarray], tokenizer: PromptTokenizer) -> list[np.ndarray]:
-    """Divide a sequence's tokens into those of its turns; `beginnings` are those of its text up to each turn's end.
+    """Divide a sequence's tokens into those of its turns; `beginnings` holds its tokens up to the end of each turn.
 
-    Where a token would reach over the end of a turn, the next turn is tokenized by itself, as it would be sampled.
+    If a token would cross the end of a turn, the next turn is tokenized by itself, as it would be sampled.
     """
     found: list[np.ndarray] = []
     before = np.zeros(0, dtype=np.int64)
@@ -268,7 +266,7 @@ def _divide(turns: Sequence[str], beginnings: Sequence[np.ndarray], tokenizer: P
 
 
 def _cut(turns: list[np.ndarray], end: int | None) -> list[np.ndarray]:
-    """Move what stands behind the last end of each response into the turn that follows it."""
+    """Move the tokens after the last end of each response into the next turn."""
     moved = np.zeros(0, dtype=np.int64)
     found = []
     for number, turn in enumerate(turns):
@@ -283,14 +281,14 @@ def _cut(turns: list[np.ndarray], end: int | None) -> list[np.ndarray]:
 
 
 def _ended(tokens: np.ndarray, end: int | None) -> np.ndarray:
-    """Return a response with its end."""
+    """Return a response with its end, which is appended if it is missing."""
     if end is None or tokens[-1:].tolist() == [end]:
         return tokens
     return np.append(tokens, end)
 
 
 def _fingerprint(demonstrations: Iterable[Demonstration]) -> str:
-    """Of the rows, their tokens, and which of these are responses."""
+    """Hash the rows, their tokens, and the lengths of their turns."""
     digest = hashlib.blake2b(digest_size=16)
     for one in demonstrations:
         lengths = [[len(turn) for turn in turns] for turns in one.sequences]

@@ -1,4 +1,4 @@
-"""In which order the rows of a data set are taken, and how far a run has come in it."""
+"""The order in which the rows of a data set are taken, a run's place in it, and the rows that are held out."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,7 @@ from megatron_rl.errors import InputError
 
 
 class PlaceInRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many rows were taken, and what identifies the data and order that this number refers to."""
+    """The number of rows that were taken, with the identity of their data and order."""
 
     num_taken: int
     seed: int
@@ -21,16 +21,16 @@ class PlaceInRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_rows: int
     fingerprint: str
     put_off: list[int] = []
-    """Rows that were taken and are to come again, in this order."""
+    """Rows that were taken and come again, in this order."""
     num_rested: int = 0
-    """How many rows were passed over because they rested."""
+    """Number of rows that were passed over because they rested."""
     resting: list[tuple[int, int]] = []
-    """Rows that rest, each with the last epoch in which it does."""
+    """Rows that rest, each with the last epoch in which it rests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Rows whose mean reward is outside of these bounds rest: they are passed over in the next epochs."""
+    """Bounds of the mean reward. A row outside of them rests: it is passed over in the next epochs."""
 
     least: float
     largest: float
@@ -41,21 +41,21 @@ class RowOrder:
     """The numbers of the rows to take, in an order that is a function of data set, seed and epoch.
 
     - Every row is taken exactly once per epoch, unless it rests; a take may end one epoch and begin the next.
-    - A row rests after a reward outside of the curriculum's bounds, for so many epochs. Then it is tried again.
-    - What is taken depends on how many rows were taken before and on their rewards, and not on time.
-    - What was put off when it was taken is kept, in order, until it is asked for.
-    - An order that is restored goes on as if it had never been stopped.
+    - A row rests after a reward outside of the curriculum's bounds, for `num_epochs` epochs. Then it is tried again.
+    - The next rows depend on the number of rows taken before and on their rewards, not on time.
+    - Rows that were put off are kept, in order, until they are asked for.
+    - A restored order continues as if it had never been stopped.
     """
 
     def __init__(
         self, num_rows: int, fingerprint: str, seed: int, shuffle: bool, curriculum: Curriculum | None = None
     ) -> None:
-        """`fingerprint` is that of the rows."""
+        """Begin with no rows taken; `fingerprint` identifies the rows."""
         assert num_rows
         self.num_rows = num_rows
         self.fingerprint = fingerprint
         self.num_taken = 0
-        """Rows taken so far, over all epochs."""
+        """Number of rows taken so far, over all epochs."""
         self._put_off: list[int] = []
         self._curriculum = curriculum
         self._num_rested = 0
@@ -66,12 +66,12 @@ class RowOrder:
 
     @property
     def epochs(self) -> float:
-        """How many passes over the data set have been made."""
+        """Number of passes over the data set so far."""
         return self._place_of_next / self.num_rows
 
     @property
     def num_resting(self) -> int | None:
-        """How many rows are passed over if they come next; None without a curriculum."""
+        """Number of rows that rest in the epoch of the next row; None without a curriculum."""
         if self._curriculum is None:
             return None
         epoch = self._place_of_next // self.num_rows
@@ -79,20 +79,20 @@ class RowOrder:
 
     @property
     def put_off(self) -> tuple[int, ...]:
-        """Rows that were taken before and put off, in the order in which they come again."""
+        """Rows that were taken and put off, in the order in which they come again."""
         return tuple(self._put_off)
 
     def peek(self, count: int, num_carried: int = 0) -> list[int]:
-        """The next rows, the first of them put off earlier; the same again until some are taken."""
+        """Return the next `count` rows, beginning with `num_carried` that were put off; do not count them as taken."""
         fresh, _ = self._walk(count - num_carried)
         return self._put_off[:num_carried] + fresh
 
     def advance(
         self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
     ) -> None:
-        """Count so many as taken; `put_off` are the places, among these, of rows that are to come again.
+        """Count the next `count` rows as taken; `put_off` are the places, among these, of rows that come again.
 
-        `rewards` are the mean rewards of those that were taken, in their order; None of one that has none.
+        `rewards` are the mean rewards of these rows, in their order; None for a row without a reward.
         """
         fresh, num_rested = self._walk(count - num_carried)
         rows = self._put_off[:num_carried] + fresh
@@ -102,12 +102,12 @@ class RowOrder:
         self._learn(rows, rewards)
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON from which `restore` goes on."""
+        """Return the state for `restore`, as plain JSON."""
         state: dict[str, Any] = msgspec.to_builtins(self._place())
         return state
 
     def restore(self, state: object) -> None:
-        """Go on from that state; raise an InputError that says what differs if data set or order are not the same."""
+        """Continue from a state; if the data set or the order differs, raise an InputError that says how."""
         try:
             saved = msgspec.convert(state, PlaceInRows)
         except msgspec.ValidationError as error:
@@ -156,11 +156,11 @@ class RowOrder:
 
     @property
     def _place_of_next(self) -> int:
-        """The number of the next row over all epochs, those that rested counted too."""
+        """Number of the next row over all epochs; rows that rested count too."""
         return self.num_taken + self._num_rested
 
     def _walk(self, count: int) -> tuple[list[int], int]:
-        """Find the next rows that do not rest, and how many are passed over until the last of them."""
+        """Find the next rows that do not rest, and count the rows that are passed over until the last of them."""
         rows: list[int] = []
         number = self._place_of_next
         while len(rows) < count:
@@ -174,7 +174,7 @@ class RowOrder:
     def _learn(self, rows: Sequence[int], rewards: Sequence[float | None]) -> None:
         if self._curriculum is None:
             return
-        # Of the last row that was taken: a take that ends an epoch counts for the next one.
+        # The epoch of the last row that was taken: rows of a take that crosses into an epoch all count for that epoch.
         epoch = (self._place_of_next - 1) // self.num_rows
         for row, reward in zip(rows, rewards, strict=False):
             if reward is not None and not self._curriculum.least <= reward <= self._curriculum.largest:
@@ -190,12 +190,12 @@ class RowOrder:
 
 
 def digest_text(text: str) -> bytes:
-    """Return 16 bytes that follow from a text."""
+    """Hash a text into 16 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch. Of numpy's generators only RandomState gives the same numbers in every version."""
+    """Draw the order of an epoch. RandomState is numpy's only generator with the same numbers in every version."""
     words = np.frombuffer(digest_text(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
     return np.random.RandomState(words).permutation(count)
 
@@ -205,23 +205,23 @@ class Prompted(Protocol):
 
     @property
     def row(self) -> str:
-        """Its identity."""
+        """Identity of the row."""
 
     @property
     def tokens(self) -> bytes:
-        """Those of its prompt: rows of the same prompt count as one."""
+        """Tokens of its prompt: rows with the same prompt count as one."""
 
 
 P = TypeVar("P", bound=Prompted)
 
 
 def draw_held_out(rows: Sequence[P], count: int, seed: int) -> list[P]:
-    """Draw `count` rows by seed and identity alone: filters and other rows hardly change which are drawn."""
+    """Draw `count` rows by seed and identity alone, so that filters and other rows hardly change the draw."""
     return sorted(rows, key=lambda row: digest_text(f"held out\0{seed}\0{row.row}"))[:count]
 
 
 def leave_out(rows: Sequence[P], held_out: Sequence[P], config: DataConfig, notes: list[str]) -> list[P]:
-    """Return the rows to train on: those whose prompts differ from every held-out one's."""
+    """Return the rows to train on: those whose prompts differ from every held-out prompt."""
     tokens = {row.tokens for row in held_out}
     kept = [row for row in rows if row.tokens not in tokens]
     num_drawn = 0 if config.eval_prompts else len(held_out)
@@ -229,7 +229,7 @@ def leave_out(rows: Sequence[P], held_out: Sequence[P], config: DataConfig, note
     if not kept:
         split = "--eval-prompts" if config.eval_prompts else f"--prompts-held-out {config.held_out}"
         raise InputError(
-            f"{split} of {len(rows)} prompts leaves none to train on, where prompts of the same tokens count as "
+            f"{split} of {len(rows)} prompts leaves none to train on, because prompts of the same tokens count as "
             f"one; hold out fewer"
         )
     if num_same:

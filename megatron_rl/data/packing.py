@@ -1,6 +1,6 @@
 """Groups of a prompt and its responses, laid out in the one buffer of a micro-batch.
 
-Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted), M of them that the rows of one part
+Letters: T tokens of the buffer, N targets (tokens whose log-probability is wanted), M targets that the rows of one part
 predict.
 """
 
@@ -18,22 +18,22 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """One micro-batch: a buffer of segments, and which row predicts which token."""
+    """One micro-batch: a buffer of segments, with its targets and the rows that predict them."""
 
     layout: Layout
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     target_rows_N: torch.Tensor
-    """The row whose hidden state predicts the target. A prompt's last row predicts the first token of each response."""
+    """Row whose hidden state predicts the target. A prompt's last row predicts the first token of each response."""
     target_tokens_N: torch.Tensor
     target_sequences_N: torch.Tensor
-    """The response that each target belongs to, counted through the pack."""
+    """Number of the response that the target belongs to, counted over the pack."""
     places_of_parts: tuple[torch.Tensor, ...] = ()
-    """For each part of the rows, [M]: which targets it predicts. The ranks that share a pack have a part each."""
+    """For each part of the rows, [M]: the targets that it predicts. Ranks that share a pack have one part each."""
 
     @property
     def num_tokens(self) -> int:
-        """The length of the buffer, padding counted in."""
+        """Tokens of the buffer, padding included."""
         return self.layout.num_tokens
 
     @property
@@ -41,7 +41,7 @@ class Pack:
         return len(self.target_tokens_N)
 
     def to(self, device: torch.device) -> "Pack":
-        """The same pack on a device."""
+        """Return the same pack on a device."""
         return Pack(
             self.layout,
             self.tokens_T.to(device),
@@ -52,20 +52,20 @@ class Pack:
             tuple(places_M.to(device) for places_M in self.places_of_parts),
         )
 
-    def divided(self, num_parts: int) -> "Pack":
-        """The same pack with the targets of each of so many equal parts; on a device, the host waits for it."""
+    def divide_targets(self, num_parts: int) -> "Pack":
+        """Return the pack with the targets of each of `num_parts` equal parts; the host waits if it is on a device."""
         part_N = self.target_rows_N.cpu() // max(1, self.num_tokens // num_parts)
         places = tuple((part_N == part).nonzero().squeeze(1).to(self.tokens_T.device) for part in range(num_parts))
         return dataclasses.replace(self, places_of_parts=places)
 
     def places_of_part(self, part: int, num_parts: int) -> torch.Tensor:
-        """Return which targets a part's rows predict, [M]; there may be none."""
-        pack = self if len(self.places_of_parts) == num_parts else self.divided(num_parts)
+        """Return the targets that a part's rows predict, [M]; M may be 0."""
+        pack = self if len(self.places_of_parts) == num_parts else self.divide_targets(num_parts)
         return pack.places_of_parts[part]
 
 
-def separated(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[tuple[Tokens, list[Tokens]]]:
-    """Put each response in a group of its own, behind its own copy of the prompt."""
+def separate_responses(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[tuple[Tokens, list[Tokens]]]:
+    """Put each response into a group of its own, after its own copy of the prompt."""
     return [(prompt, [response]) for prompt, responses in groups for response in responses]
 
 
@@ -75,9 +75,9 @@ def pack_groups(
     padding_token: int = 0,
     vocab_size: int | None = None,
 ) -> Pack:
-    """Lay out each group once, its prompt and then its responses; every token of a response is a target.
+    """Lay out each group, first its prompt and then its responses; every token of a response is a target.
 
-    With `vocab_size`, a token outside the vocabulary raises here: later it would silently be embedded as zeros.
+    With `vocab_size`, raise for a token outside the vocabulary: the model would silently embed it as zeros.
     """
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)
@@ -87,7 +87,7 @@ def pack_groups(
 
 
 def pack_turns(sequences: Sequence[Sequence[Tokens]], multiple_of: int = 1, vocab_size: int | None = None) -> Pack:
-    """Lay out sequences of turns, of which every second is a response to all before it, and a target as in groups."""
+    """Lay out sequences of turns. Every second turn is a response to all turns before it, with targets as in groups."""
     segments = [turn for turns in sequences for turn in turns]
     numbers = [number for turns in sequences for number in range(len(turns))]
     parents = [segment - 1 if number else ROOT for segment, number in enumerate(numbers)]
@@ -104,7 +104,7 @@ def _pack(
     vocab_size: int | None,
 ) -> Pack:
     rows, tokens, sequences = _targets(layout, segments, are_responses)
-    # Padding is a segment that no token attends to. A buffer is never empty: every rank has a row to compute.
+    # Padding is a segment that no token attends to. The buffer must not be empty: every rank needs a row to compute.
     padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
     if padding:
         layout = Layout((*layout.lengths, padding), (*layout.parents, ROOT))
@@ -112,7 +112,9 @@ def _pack(
     flat = np.concatenate([np.asarray(segment, dtype=np.int64) for segment in segments])
     if vocab_size is not None and (flat.min() < 0 or flat.max() >= vocab_size):
         wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
-        raise InputError(f"token {wrong} is outside the vocabulary of {vocab_size}: the tokenizer is another model's")
+        raise InputError(
+            f"token {wrong} is outside the vocabulary of {vocab_size}: the tokenizer belongs to another model"
+        )
     return Pack(
         layout=layout,
         tokens_T=torch.from_numpy(flat),
@@ -124,14 +126,14 @@ def _pack(
 
 
 def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_token: int = 0) -> Pack:
-    """Pack plain sequences that share nothing: every token but the first is a target."""
+    """Pack plain sequences that share no tokens: every token but the first is a target."""
     return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
 
 
 def _targets(
     layout: Layout, segments: Sequence[Tokens], are_responses: Sequence[bool]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, tokens and response numbers of the targets: all tokens of responses."""
+    """Return the row, the token and the response's number of each target: all tokens of responses are targets."""
     rows: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
@@ -141,7 +143,7 @@ def _targets(
             continue
         start, length = int(layout.starts[segment]), layout.lengths[segment]
         before = layout.last_row(parent)
-        # Nothing stands before the first token when the prompt is empty, so nothing predicts it.
+        # If the prompt is empty, no row predicts the first token.
         first = 0 if before is not None else 1
         if length > first:
             predicting = np.arange(start - 1, start + length - 1)

@@ -1,4 +1,4 @@
-"""Files of prompts: JSONL and Parquet, read row by row; errors name file and line."""
+"""Files of prompts, JSONL or Parquet: checks of their flags and paths, and their rows. Errors name file and line."""
 
 import codecs
 import dataclasses
@@ -22,23 +22,23 @@ _PARQUET_ROWS_AT_A_TIME = 4096
 ASSISTANT = "assistant"
 """The role of the messages that a model writes."""
 
-# Whatever handles a column after this, rewards included, recurses into it.
+# Later code, rewards included, handles columns by recursion.
 _DEEPEST = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file: its prompt as written there, and the columns that rewards get."""
+    """One row of a file: its prompt as the file has it, and the columns that rewards get."""
 
     identity: str
-    """FILE:LINE, with lines counted from 1; it does not depend on the folder that the file lies in."""
+    """FILE:LINE, with lines counted from 1; FILE has only the folders that tell files apart."""
     path: Path
     line: int
     prompt: str | list[JSON]
     """Plain text, or chat messages."""
     columns: JSON
     completion: str | list[JSON] | None = None
-    """What follows the prompt in a demonstration: text, or chat messages."""
+    """Text or chat messages that follow the prompt in a demonstration."""
 
     def error(self, reason: str) -> InputError:
         """Make an error that names this row."""
@@ -46,7 +46,10 @@ class Row:
 
 
 MakeRow = Callable[[Path, str, int, JSON, DataConfig, bool], Row]
-"""From a file, its name in identities, a line and its contents to a row; the last says whether it is the first one."""
+"""Function that makes a row of a file's path, its name in identities, a line's number and its contents.
+
+The last argument is true for the first row of the file.
+"""
 
 
 def read_rows(paths: Sequence[Path], config: DataConfig) -> list[Row]:
@@ -55,7 +58,7 @@ def read_rows(paths: Sequence[Path], config: DataConfig) -> list[Row]:
 
 
 def read_demonstrations(paths: Sequence[Path], config: DataConfig) -> list[Row]:
-    """Likewise rows that have a completion, or a whole chat, of which the first part is the prompt."""
+    """Read rows that have a completion, or a whole chat whose first part is the prompt."""
     return _read(paths, config, _demonstration)
 
 
@@ -65,7 +68,7 @@ def _read(paths: Sequence[Path], config: DataConfig, make: MakeRow) -> list[Row]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each file for identities: its own name, behind as many of its folders as tell all files apart."""
+    """Name each file for identities: its own name, after the fewest folders that tell all files apart."""
     files = [os.path.realpath(path) for path in paths]
     # Names are hashed and sent as UTF-8, and a file's name need not be valid UTF-8.
     parts = [Path(os.fsencode(file).decode(errors="backslashreplace")).parts for file in files]
@@ -132,10 +135,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         raise
     except (ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read as Parquet: {reason}; write it anew") from None
+        raise InputError(f"{path} cannot be read as Parquet: {reason}; write it again") from None
 
 
-# How each kind of file is read, by the end of its name.
+# The reader of each kind of file, by the ending of its name.
 KINDS: Mapping[str, Callable[[Path], Iterator[tuple[int, object]]]] = {".jsonl": _jsonl, ".parquet": _parquet}
 
 
@@ -150,7 +153,7 @@ def _demonstration(path: Path, name: str, line: int, content: JSON, config: Data
     if messages in content and completion in content:
         raise _error(
             path, line,
-            f"has columns {messages} and {completion}, and either is a demonstration; name another column with "
+            f"has columns {messages} and {completion}, and must have one of them; name another column with "
             f"--messages-key or --completion-key",
         )  # fmt: skip
     if messages in content:
@@ -183,14 +186,14 @@ def _divided_chat(path: Path, line: int, value: object) -> tuple[list[JSON], lis
 def _require(path: Path, line: int, content: JSON, key: str, remedy: str, is_first: bool) -> None:
     """Raise an InputError unless the row has the column."""
     if key not in content:
-        # If earlier rows have the column, the flag is right.
+        # If earlier rows have the column, the fault is in the row and not in the flag.
         remedy = remedy if is_first else "correct the row, or leave it out"
         near = suggest_nearest(key, content) or f" (it has {', '.join(content) or 'no column'})"
         raise _error(path, line, f"has no column {key}{near}; {remedy}")
 
 
 def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
-    """Return the columns that rewards get of a row; they get its prompt separately."""
+    """Return the columns of a row that rewards get; they get its prompt separately."""
     key = config.answer_key
     if key != ANSWER:
         if key not in content:
@@ -205,7 +208,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
     columns = {ANSWER if name == key else name: value for name, value in content.items() if name != config.prompt_key}
     for name in GIVEN:
         if name in columns:
-            raise _error(path, line, f"has a column {name}, which rewards get themselves; rename it")
+            raise _error(path, line, f"has a column {name}, and rewards get their own {name}; rename the column")
     for name, value in content.items():
         reason = _not_json(value)
         if reason:
@@ -214,7 +217,7 @@ def _columns(path: Path, line: int, content: JSON, config: DataConfig) -> JSON:
 
 
 def _not_json(value: object, depth: int = 0) -> str | None:
-    """Say what in a value JSON cannot express, or the wire cannot carry; None if all is well."""
+    """Name a part of a value that JSON cannot express or the wire cannot carry; None if there is none."""
     if value is None or isinstance(value, str | bool):
         return None
     if isinstance(value, int):
@@ -228,7 +231,7 @@ def _not_json(value: object, depth: int = 0) -> str | None:
         return _first(value.values(), depth) if wrong is None else f"the name {wrong!r}, which must be text,"
     if isinstance(value, list):
         return _first(value, depth)
-    return f"{_kind(value)}, which JSON has not,"
+    return f"{_kind(value)}, which JSON does not have,"
 
 
 def _first(values: Any, depth: int) -> str | None:
@@ -236,7 +239,7 @@ def _first(values: Any, depth: int) -> str | None:
 
 
 def _checked_text(path: Path, line: int, value: object, what: str) -> str | list[JSON]:
-    """Return the value if it is text or a list of messages; `what` says what it is for."""
+    """Return the value if it is text or a list of messages, else raise; `what` names its purpose in errors."""
     if isinstance(value, str):
         if not value:
             raise _error(path, line, f"has an empty {what}; write one, or leave the row out")
@@ -258,7 +261,7 @@ def _checked_text(path: Path, line: int, value: object, what: str) -> str | list
 
 
 def _kind(value: object) -> str:
-    """Name the type of a value, for people."""
+    """Name the type of a value, for errors."""
     named = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
     return named.get(type(value)) or ("an object" if isinstance(value, dict) else f"a {type(value).__name__} value")
 
@@ -268,13 +271,13 @@ def _error(path: Path, line: int, reason: str) -> InputError:
 
 
 def find_problems(config: DataConfig, stage: str) -> Iterator[str]:
-    """Yield each mistake of a run of this stage. No file is read: what is wrong in it is an error of its reader."""
+    """Yield each mistake in the flags and paths of this stage. No file is read: its reader reports its mistakes."""
     if not config.prompts:
         yield "--prompts is missing: write one FILE.jsonl or FILE.parquet, or several"
     if config.held_out < 0:
-        yield f"--prompts-held-out {config.held_out} is below 0: write how many to hold out"
+        yield f"--prompts-held-out {config.held_out} must be at least 0: write the number of rows to hold out"
     if config.held_out and config.eval_prompts:
-        yield f"--prompts-held-out {config.held_out} and --eval-prompts both say what is evaluated: leave one out"
+        yield f"--prompts-held-out {config.held_out} and --eval-prompts both choose what is evaluated: leave one out"
     yield from _check_keys(config, stage)
     trained = {os.path.realpath(path) for path in config.prompts or ()}
     for path in config.eval_prompts or ():
@@ -292,7 +295,7 @@ def _check_keys(config: DataConfig, stage: str) -> Iterator[str]:
         keys["--answer-key"] = config.answer_key
     for (first, key), (second, other) in itertools.combinations(keys.items(), 2):
         if key == other:
-            yield f"{first} and {second} are both {key}: they name two columns"
+            yield f"{first} and {second} are both {key}: they must name two columns"
 
 
 def _check_paths(flag: str, paths: Sequence[Path]) -> Iterator[str]:
@@ -305,9 +308,9 @@ def _check_paths(flag: str, paths: Sequence[Path]) -> Iterator[str]:
 
 
 def _check_path(path: Path) -> str | None:
-    """Return why a path cannot be one of rows, and what to do; None if it can."""
+    """Return the reason why a path cannot be a file of rows, and the remedy; None if it can."""
     if path.suffix.lower() not in KINDS:
-        return f"is neither {' nor '.join(KINDS)}: convert it, or name it by what it is"
+        return f"is neither {' nor '.join(KINDS)}: convert it, or rename it by its format"
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -316,4 +319,4 @@ def _check_path(path: Path) -> str | None:
         return f"cannot be read: {error.strerror}"
     if path.is_dir():
         return "is a folder: write the path of a file"
-    return None if os.access(path, os.R_OK) else "is not open to this user: let it be read"
+    return None if os.access(path, os.R_OK) else "is not open to this user: make it readable"

@@ -1,4 +1,4 @@
-"""The prompts of a run: which ones are trained on, in which order, and which are held out."""
+"""The prompts of a run: those to train on, in order, and those held out."""
 
 import hashlib
 import itertools
@@ -36,16 +36,16 @@ class PromptSource:
         self._held_out = list(held_out)
         self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle, curriculum)
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
-        """Rows of all files, those that are left out included."""
+        """Number of rows of all files, including those that are left out."""
         self.notes = tuple(notes)
-        """What a person should know about the data; each note is printed once."""
+        """Notes on the data for the user; each is printed once."""
         self.stops = tuple(stops)
-        """Tokens that end a response besides those that the model's files list."""
+        """Tokens that end a response, in addition to those that the model's files list."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
-        """The most tokens of a prompt, those held out included."""
+        """Tokens of the longest prompt, held-out prompts included."""
 
     def list_kinds(self, limit: int = 16) -> list[Prompt]:
-        """The first row of each set of columns, those to train on before those held out, in the order of the files."""
+        """Return the first row of each set of columns, in the order of the files; held-out rows come last."""
         kinds: dict[tuple[str, ...], Prompt] = {}
         for prompt in itertools.chain(self._prompts, self._held_out):
             kinds.setdefault(tuple(sorted(prompt.columns)), prompt)
@@ -61,37 +61,37 @@ class PromptSource:
 
     @property
     def num_taken(self) -> int:
-        """Prompts taken so far, over all epochs."""
+        """Number of prompts taken so far, over all epochs."""
         return self._order.num_taken
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows to train on: their identities and tokens, in order."""
+        """Hash of the identities and tokens of the rows to train on, in order."""
         return self._order.fingerprint
 
     @property
     def num_resting(self) -> int | None:
-        """How many prompts the curriculum passes over if they come next; None without one."""
+        """Number of prompts that rest in the epoch of the next prompt; None without a curriculum."""
         return self._order.num_resting
 
     @property
     def put_off(self) -> list[str]:
-        """The names of prompts that were taken before and put off, in the order in which they come again."""
+        """Names of prompts that were taken and put off, in the order in which they come again."""
         return [self._prompts[row].row for row in self._order.put_off]
 
     @property
     def epochs(self) -> float:
-        """How many passes over the data set have been made."""
+        """Number of passes over the data set so far."""
         return self._order.epochs
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts, numbered from 0; they count as taken."""
+        """Return the next prompts, numbered from 0, and count them as taken."""
         taken = self.peek(count)
         self.advance(count)
         return taken
 
     def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
-        """The next prompts, numbered from 0, the first of them put off earlier; the same again until some are taken."""
+        """Return the next prompts, numbered from 0, and do not count them as taken: see `RowOrder.peek`."""
         return [
             msgspec.structs.replace(self._prompts[row], index=index)
             for index, row in enumerate(self._order.peek(count, num_carried))
@@ -100,31 +100,31 @@ class PromptSource:
     def advance(
         self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
     ) -> None:
-        """Count so many as taken: see `RowOrder.advance`."""
+        """Count the next `count` prompts as taken: see `RowOrder.advance`."""
         self._order.advance(count, num_carried, put_off, rewards)
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
-        """The first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
+        """Return the first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
         return [msgspec.structs.replace(prompt, index=index) for index, prompt in enumerate(self._held_out[:limit])]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON from which `restore` goes on."""
+        """Return the state for `restore`, as plain JSON."""
         return self._order.state()
 
     def restore(self, state: object) -> None:
-        """Go on from that state; raise an InputError if data set or order are not the same."""
+        """Continue from a state; raise an InputError if the data set or the order differs."""
         self._order.restore(state)
 
 
 def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
     """Read, tokenize, filter and divide the prompts of a run.
 
-    `longest` is the most tokens of a prompt: the length of a sequence less the longest response.
+    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
     """
     if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
         raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
     assert config.prompts is not None
-    # All files are read before the tokenizer loads: a fault in the last one is reported within seconds.
+    # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
     rows = read_rows(config.prompts, config)
     eval_rows = read_rows(config.eval_prompts, config) if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
@@ -152,7 +152,7 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
 def _fitting(
     rows: Sequence[Row], tokenizer: PromptTokenizer, config: DataConfig, longest: int, flag: str, notes: list[str]
 ) -> list[Prompt]:
-    """Return the prompts that are short enough; add a note of how many are left out."""
+    """Return the prompts that are short enough; add a note that counts the others."""
     limit = config.max_prompt_tokens
     prompts = []
     for row, prompt in zip(rows, tokenizer.prompts(rows), strict=True):
@@ -167,10 +167,7 @@ def _fitting(
         prompts.append(prompt)
     num_left_out = len(rows) - len(prompts)
     if not prompts:
-        raise InputError(
-            f"{flag}: all {len(rows)} prompts are longer than {limit} tokens, so none is left; raise "
-            f"--max-prompt-tokens"
-        )
+        raise InputError(f"{flag}: all {len(rows)} prompts are longer than {limit} tokens; raise --max-prompt-tokens")
     if num_left_out:
         of = "prompts" if flag == "--prompts" else f"prompts of {flag}"
         are = "is" if num_left_out == 1 else "are"

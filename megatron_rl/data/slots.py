@@ -1,13 +1,13 @@
 """The rollout-consumer data loader: the micro-batches of an iteration, given to Megatron's schedules as they come.
 
-Every rank has its own loader and takes the slots of its replica; all ranks of a replica get the same bytes. `next()`
-blocks until the slot is there, inside the schedule, where a rank reads its next micro-batch. Invariants:
+Every rank has its own loader and takes the slots of its replica; all ranks of a replica get the same bytes. A rank
+reads its next micro-batch inside the schedule, and `next()` blocks there until the slot has arrived. Invariants:
 
-- a rank asks for its slots in order, so many ahead of the one that is computed;
-- a batch is made when it is the next one, and let go of when every pass that has begun has had it: on the device are
+- a rank asks for its slots in order, `num_ahead` ahead of the one that it computes;
+- a batch is made when it is the next one, and released when every pass that has begun has had it. So the device holds
   the batches between the first pass and the last, and one ahead;
-- a pass that begins later makes a batch anew, and the same, from the slot, which stays on the host;
-- what was not sampled from this version is refused here too, whatever the sidecar has checked.
+- a pass that begins later makes the same batch again from the slot, which stays on the host;
+- tokens that were not sampled from this version are refused here too, whatever the sidecar has checked.
 """
 
 import collections
@@ -28,16 +28,16 @@ from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Slot
 
 FetchSlot = Callable[[int], Slot]
-"""Waits for the slot of that index."""
+"""Function that waits for the slot of an index and returns it."""
 
 
 class SlotRefused(MegatronRLError):
-    """A slot holds a response that was not sampled from this version: nothing of the slot is trained on."""
+    """A slot holds a response that was not sampled from this version: the whole slot is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The run, version and fingerprint that all data of an iteration must have been sampled with."""
+    """The run, version and fingerprint that all responses of an iteration must be sampled with."""
 
     run: str
     version: int
@@ -58,9 +58,9 @@ class IterationSlots:
         num_ahead: int = 1,
         leave: Callable[[], None] = lambda: None,
     ):
-        """`waiting` is entered while the rank has nothing to compute; it is given the slot that is waited for.
+        """Start to fetch slots; `waiting` makes a context, from the slot's index, in which the rank waits for a slot.
 
-        One thread calls `fetch`, in the order of slots, and `leave` when it will call `fetch` no more.
+        One thread calls `fetch`, in the order of slots, and at last `leave`.
         """
         self.division = division
         self._fetch = fetch
@@ -74,11 +74,11 @@ class IterationSlots:
         self._num_asked = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        # It may wait for what never comes, and must not keep the process alive then.
+        # The thread may wait for a slot that never arrives, and must not keep the process alive.
         self._fetching = threading.Thread(target=self._fetch_in_order, name="slots", daemon=True)
         self._executor = ThreadPoolExecutor(1, "batches")
         self._made: dict[int, Future[Batch]] = {}
-        """Batches that a pass will ask for."""
+        """Batches that a pass has asked for or will ask for next."""
         self._alive: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._contents: dict[int, Contents] = {}
         self._fetching.start()
@@ -95,30 +95,30 @@ class IterationSlots:
         with self._waiting(index):
             return made.result()
 
-    def let_go(self, index: int) -> None:
-        """Keep a batch no longer than those keep it that have it."""
+    def release(self, index: int) -> None:
+        """Drop our reference to a batch; the batch is freed when its last user drops it."""
         with self._changed:
             self._made.pop(index, None)
 
     def of_update(self, update: int) -> "UpdateSlots":
-        """The slots of one update."""
+        """Return the slots of one update."""
         first = update * self.division.slots_per_update
         return UpdateSlots(self, range(first, first + self.division.slots_per_update))
 
     def after(self, update: int) -> "UpdateSlots":
-        """The slots of all later updates."""
+        """Return the slots of all later updates."""
         return UpdateSlots(self, range((update + 1) * self.division.slots_per_update, len(self)))
 
     def of_all(self) -> list[Contents]:
-        """What the batches of all updates held, once each of them was made."""
+        """Return the contents of the batches of all updates, each of which must have been made."""
         return self.contents(range(len(self)))
 
     def contents(self, indices: range) -> list[Contents]:
-        """What these batches held, once each of them was made."""
+        """Return the contents of these batches, each of which must have been made."""
         return [self._contents[index] for index in indices]
 
     def wait_for_all(self) -> None:
-        """Return when every slot is there."""
+        """Wait until every slot has arrived."""
         for index, slot in enumerate(self._slots):
             self._ask_up_to(index + self._num_ahead)
             with self._waiting(index):
@@ -132,13 +132,13 @@ class IterationSlots:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def finish(self) -> None:
-        """Close, and return when `leave` has returned."""
+        """Close, and wait until `leave` has returned."""
         self.close()
         self._fetching.join()
 
     def _ask_up_to(self, last: int) -> None:
         with self._changed:
-            assert not self._is_closed, "no slot comes any more"
+            assert not self._is_closed, "the slots are closed"
             self._num_asked = max(self._num_asked, min(last + 1, len(self)))
             self._changed.notify()
 
@@ -177,7 +177,7 @@ class IterationSlots:
                 self._make_soon(index, made)
 
     def _begin(self, index: int) -> Future[Batch]:
-        """Have a batch made as soon as its slot is there, unless it is."""
+        """Have a batch made as soon as its slot has arrived, unless the batch exists."""
         with self._changed:
             if (known := self._made.get(index)) is not None:
                 return known
@@ -204,7 +204,7 @@ class IterationSlots:
 
 
 class UpdateSlots:
-    """The micro-batches of one run of the schedule, or of several that follow each other."""
+    """The micro-batches of one run of the schedule, or of several consecutive ones."""
 
     def __init__(self, slots: IterationSlots, indices: range):
         self._slots = slots
@@ -216,17 +216,17 @@ class UpdateSlots:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin a pass. A batch is let go of when all passes that have begun have had it."""
+        """Begin a pass. A batch is released when all passes that have begun have had it."""
         self._num_passes += 1
         return self._pass()
 
     @property
     def contents(self) -> list[Contents]:
-        """What the batches held, once each of them was made."""
+        """Contents of the batches, each of which must have been made."""
         return self._slots.contents(self.indices)
 
     def wait_for_first(self) -> None:
-        """Wait for the first slot before the schedule starts: inside it, a waiting rank holds others in collectives."""
+        """Wait for the first slot before the schedule starts, so that no rank waits for this one in a collective."""
         self._slots.batch(self.indices[0])
 
     def _pass(self) -> Iterator[Batch]:
@@ -234,7 +234,7 @@ class UpdateSlots:
             batch = self._slots.batch(index)
             self._num_given[index] += 1
             if self._num_given[index] == self._num_passes:
-                self._slots.let_go(index)
+                self._slots.release(index)
             yield batch
             del batch
 
@@ -244,7 +244,7 @@ def check_slot(slot: Slot, identity: Identity) -> None:
     name = f"slot ({slot.replica}, {slot.index}) of iteration {identity.version}"
     found = Identity(slot.run, slot.version, slot.fingerprint)
     if found != identity:
-        raise SlotRefused(f"{name} is of {found}, wanted {identity}")
+        raise SlotRefused(f"{name} belongs to {found}, wanted {identity}")
     tag = tag_version(identity.version)
     for part in slot.parts:
         for response in part.responses:

@@ -1,4 +1,4 @@
-"""From rows to prompts: the tokenizer of the model, its chat template, and checks of what both return."""
+"""The tokenizer of the model and its chat template, which make prompts of rows, with checks of their output."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ from megatron_rl.protocol.wire import JSON, Prompt, encode_tokens
 from megatron_rl.weights.ends import read_ends
 
 _ROWS_AT_A_TIME = 1024
-# An answer that no template writes by itself.
+# A marker for an answer, which no template writes by itself.
 _ANSWER = "megatronrl0answer"
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
-    """Makes prompts of rows. The tokenizer adds special tokens to text; in a chat they come from the template."""
+    """Makes prompts of rows. The tokenizer adds special tokens to text; in a chat the template writes them."""
 
     folder: Path
     tokenizer: Any
@@ -36,41 +36,41 @@ class PromptTokenizer:
         except ImportError as error:
             raise PlatformError(f"prompts are tokenized with transformers: {error}; install transformers") from None
         if not folder.is_dir():
-            raise InputError(f"--hf-model {folder} must be a folder: write the one of model and tokenizer")
+            raise InputError(f"--hf-model {folder} must be a folder: write the folder of model and tokenizer")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        # Many libraries take part in reading a tokenizer's files: any exception may come out of them.
+        # Many libraries take part in reading a tokenizer's files, and any of them may raise its own exceptions.
         except Exception as error:
             raise InputError(
                 f"--hf-model {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
                 f"files into the folder"
             ) from None
-        # Without their files some tokenizer classes load all the same, and know only their special tokens.
+        # Some tokenizer classes load without their files, and then know only their special tokens.
         if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens):
             raise InputError(
-                f"--hf-model {folder} holds no vocabulary of a tokenizer: put the model's tokenizer files into the "
+                f"--hf-model {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
                 f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
             )
         return cls(folder, tokenizer, vocab_size, config)
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a response to text; None for a tokenizer that has none."""
+        """Token that ends a response to text; None if the tokenizer has none."""
         end: int | None = self.tokenizer.eos_token_id
         return end
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:
-        """The token that ends a response in a chat: the first special one that the template writes after an answer.
+        """Token that ends a response in a chat: the template's first special token after an answer.
 
-        None if there is none, or no template.
+        None without such a token or without a template.
         """
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _ANSWER}]
         if self.config.system_message is not None:
             messages.insert(0, {"role": "system", "content": self.config.system_message})
         try:
             written: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        # A template is a program: what is wrong with it is said of the row that it refuses.
+        # A template is a program: its faults are reported with the row that it refuses.
         except Exception:
             return None
         _, found, after = written.rpartition(_ANSWER)
@@ -81,9 +81,9 @@ class PromptTokenizer:
         return next((token for token in self.encode([after], False)[0].tolist() if token in special), None)
 
     def find_stops(self, texts: Iterable[str | list[JSON]], notes: list[str]) -> list[int]:
-        """Return the tokens that end responses to these prompts and that the model's files do not list as ends.
+        """Return the tokens that end responses to these prompts but that the model's files do not list as ends.
 
-        If there are any, add a note of it.
+        If there are any, add a note.
         """
         end = self.end_of_turn if any(not isinstance(text, str) for text in texts) else None
         if end is None or end in (listed := read_ends(self.folder)):
@@ -105,7 +105,7 @@ class PromptTokenizer:
                 yield Prompt(index=0, row=row.identity, tokens=encode_tokens(tokens), text=text, columns=row.columns)
 
     def text(self, row: Row) -> str | list[JSON]:
-        """The prompt as the model gets it: text, or all messages of a chat."""
+        """Return the prompt as the model gets it: text, or all messages of a chat."""
         system = self.config.system_message
         if isinstance(row.prompt, str) and not self.config.chat:
             if system is not None:
@@ -117,7 +117,7 @@ class PromptTokenizer:
         if system is None:
             return messages
         if any(message["role"] == "system" for message in messages):
-            raise row.error("has a system's message of its own; leave out --prompt-system-message")
+            raise row.error("has a system message of its own; leave out --prompt-system-message")
         return [{"role": "system", "content": system}, *messages]
 
     def _tokens(self, rows: Sequence[Row], texts: Sequence[str | list[JSON]]) -> list[np.ndarray]:
@@ -146,7 +146,7 @@ class PromptTokenizer:
         return [np.asarray(sequence, dtype=np.int64) for sequence in ids]
 
     def render(self, row: Row, messages: str | list[JSON], is_open: bool = True) -> str:
-        """Write the row's messages as the chat template does; `is_open` opens the assistant's turn after them."""
+        """Write the row's messages with the chat template; `is_open` opens the assistant's turn after them."""
         try:
             self.tokenizer.get_chat_template()
         except ValueError:
@@ -156,7 +156,7 @@ class PromptTokenizer:
             ) from None
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
-        # A template is a program: it may refuse a chat with its own error, or fail with any other.
+        # A template is a program: it may refuse a chat with its own error, or fail with any exception.
         except Exception as error:
             raise row.error(
                 f"is a chat that the chat template refuses: {_one_line(error)}; correct its messages"
@@ -166,18 +166,18 @@ class PromptTokenizer:
     def _check(self, rows: Sequence[Row], tokens: Sequence[np.ndarray]) -> None:
         for row, sequence in zip(rows, tokens, strict=True):
             if not len(sequence):
-                raise row.error("has a prompt that the tokenizer makes no token of; write one, or leave the row out")
+                raise row.error("has a prompt without tokens; write one, or leave the row out")
         if np.concatenate(tokens).max() < self.vocab_size:
             return
         for row, sequence in zip(rows, tokens, strict=True):
             self.check_vocabulary(row, sequence)
 
     def check_vocabulary(self, row: Row, tokens: np.ndarray) -> None:
-        """Raise an InputError that names the row if a token of it is outside the model's vocabulary."""
+        """Raise an InputError that names the row if one of its tokens is outside the model's vocabulary."""
         if tokens.max(initial=0) >= self.vocab_size:
             raise row.error(
                 f"has token {tokens.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "
-                f"tokenizer in {self.folder} is another model's: put the right one there"
+                f"tokenizer in {self.folder} belongs to another model: put the right one there"
             )
 
 

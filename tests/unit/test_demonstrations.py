@@ -202,7 +202,7 @@ def test_a_chat_that_does_not_begin_as_the_template_opens_it_is_refused(tmp_path
 def test_keys_that_name_one_column_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
     (said,) = find_problems(DataConfig(prompts=[path], prompt_key="completion"), "sft")
-    assert said == "--prompt-key and --completion-key are both completion: they name two columns"
+    assert said == "--prompt-key and --completion-key are both completion: they must name two columns"
 
 
 # What is left out, and the order.

@@ -77,7 +77,7 @@ def test_a_chat_whose_template_ends_no_turn_is_refused_by_name(tmp_path):
 def test_a_chat_whose_template_ends_only_some_turns_is_refused_by_name(tmp_path):
     template = CHATML.replace("<|im_end|>", "{% if m['content'] != '4' %}<|im_end|>{% endif %}")
     model = chat_models.save_tokenizer(tmp_path / "model", template, "<|endoftext|>")
-    with pytest.raises(InputError, match=r"rows.jsonl:1 has an answer after which .* does not write <\|im_end\|>"):
+    with pytest.raises(InputError, match=r"rows.jsonl:1 has an answer after which .* not write its end .*<\|im_end\|>"):
         demonstrate(model, tmp_path, {"messages": CHAT})
 
 

@@ -336,20 +336,20 @@ def nested(depth: int) -> Any:
         ([GOOD, {"prompt": "n1 n2 n3 n4 n5"}], {"longest": 5},
          "a.jsonl:2 has a prompt of 6 tokens, and more than 5 leave no room for a response; leave longer ones out with "
          "--max-prompt-tokens 5"),
-        ([GOOD], {"max_prompt_tokens": 1}, "--prompts: all 1 prompts are longer than 1 tokens, so none is left"),
+        ([GOOD], {"max_prompt_tokens": 1}, "--prompts: all 1 prompts are longer than 1 tokens; raise"),
         ([GOOD, {"prompt": "n2"}], {"held_out": 2}, "--prompts-held-out 2 of 2 prompts leaves none to train on"),
         ([GOOD, GOOD], {"held_out": 1}, "--prompts-held-out 1 of 2 prompts leaves none to train on"),
         ([{**GOOD, "b": 1, "solutoin": 2}], {"answer_key": "solution"},
          "a.jsonl:1 has no column solution (the nearest is solutoin), which --answer-key names"),
         ([{**GOOD, "answer": 1, "solution": 2}], {"answer_key": "solution"}, "has columns answer and solution, and"),
-        ([{**GOOD, "completions": 1}], {}, "a.jsonl:1 has a column completions, which rewards get themselves"),
+        ([{**GOOD, "completions": 1}], {}, "a.jsonl:1 has a column completions, and rewards get their own completions"),
         ([{**GOOD, "id": 2**64}], {}, "a.jsonl:1 holds 18446744073709551616, which has more than 64 bits, in"),
         ([GOOD, {**GOOD, "tree": nested(101)}], {},
          "a.jsonl:2 holds lists and objects that are nested more than 100 deep in column tree; write it as text"),
         ([GOOD, {**GOOD, "tree": nested(350)}], {}, "a.jsonl:2 holds lists and objects that are nested more than 100"),
         ([GOOD], {"system_message": "n1"}, "a.jsonl:1 has plain text as its prompt, and --prompt-system-message is"),
         ([{"prompt": [{"role": "system", "content": "n1"}]}], {"system_message": "n1"},
-         "a.jsonl:1 has a system's message of its own; leave out --prompt-system-message"),
+         "a.jsonl:1 has a system message of its own; leave out --prompt-system-message"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_error_with_file_and_line(model, tmp_path, rows, values, message):
@@ -387,8 +387,8 @@ def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tm
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ([b"x"], "holds a bytes value, which JSON has not, in column extra"),
-        ([datetime.date(2026, 1, 1)], "holds a date value, which JSON has not, in column extra"),
+        ([b"x"], "holds a bytes value, which JSON does not have, in column extra"),
+        ([datetime.date(2026, 1, 1)], "holds a date value, which JSON does not have, in column extra"),
         ([float("nan")], "holds nan, which JSON has no number for, in column extra"),
         ([{"a": [float("inf")]}], "holds inf, which JSON has no number for, in column extra"),
     ],
@@ -412,7 +412,7 @@ def test_parquet_without_pyarrow_names_the_extra(model, tmp_path, monkeypatch):
 def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no_prompt_is_blamed(tmp_path):
     # From such a folder transformers makes a tokenizer that has no words.
     model = hf_models.draw("qwen3", tmp_path / "model")
-    message = f"--hf-model {model} holds no vocabulary of a tokenizer: .*tokenizer.json, or vocab.json with merges.txt"
+    message = f"--hf-model {model} does not hold a tokenizer's vocabulary: .*tokenizer.json, or vocab.json with merges"
     with pytest.raises(InputError, match=message):
         load(model, write(tmp_path / "a.jsonl", {"prompt": "n1"}))
 
@@ -442,7 +442,7 @@ def test_a_prompt_without_a_token_is_said(tmp_path):
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="?").save_pretrained(tmp_path)
     path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": " "})
-    with pytest.raises(InputError, match="a.jsonl:2 has a prompt that the tokenizer makes no token of"):
+    with pytest.raises(InputError, match="a.jsonl:2 has a prompt without tokens"):
         load(tmp_path, path)
 
 
@@ -450,8 +450,8 @@ def test_a_prompt_without_a_token_is_said(tmp_path):
     ("values", "message"),
     [
         ({"prompts": None}, "--prompts is missing: write one FILE.jsonl"),
-        ({"held_out": 1, "eval_prompts": [Path("b.jsonl")]}, "--prompts-held-out 1 and --eval-prompts both say"),
-        ({"held_out": -1}, "--prompts-held-out -1 is below 0"),
+        ({"held_out": 1, "eval_prompts": [Path("b.jsonl")]}, "--prompts-held-out 1 and --eval-prompts both choose"),
+        ({"held_out": -1}, "--prompts-held-out -1 must be at least 0"),
         ({"eval_prompts": [Path("a.jsonl")]}, "a.jsonl is in --prompts and in --eval-prompts"),
         ({"prompts": [Path("a.jsonl"), Path("./a.jsonl")]}, "--prompts lists a.jsonl twice"),
         ({"answer_key": "prompt"}, "--prompt-key and --answer-key are both prompt"),
@@ -484,7 +484,7 @@ def test_each_path_that_no_rows_can_be_read_from_is_one_problem_with_its_flag(tm
     assert [*find_problems(DataConfig(prompts=[good], eval_prompts=[other]), "sft")] == [f"--eval-prompts {named}"]
     (unknown,) = find_problems(DataConfig(prompts=[good.rename(tmp_path / "a.json")]), "grpo")
     assert (
-        unknown == f"--prompts {tmp_path}/a.json is neither .jsonl nor .parquet: convert it, or name it by what it is"
+        unknown == f"--prompts {tmp_path}/a.json is neither .jsonl nor .parquet: convert it, or rename it by its format"
     )
 
 
