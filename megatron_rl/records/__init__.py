@@ -1,1 +1,1 @@
-"""What a run writes so that it can go on and be checked: the journal and the audit log."""
+"""The files from which a run resumes and is checked: the journal and the audit log."""

@@ -1,4 +1,4 @@
-"""Files that only grow, by whole records, with one writer; the journal, the audit log and the metrics are such files.
+"""Files that one writer appends whole records to: the journal, the audit log and the metrics are such files.
 
 Once `append` has returned, its record survives the death of the process, kill -9 included: the kernel has the bytes.
 It survives a loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
@@ -6,7 +6,7 @@ It survives a loss of power only with `sync`. A process that dies inside `append
 A `LineFile` holds JSON lines that each name their version; a resumed run continues it as if it had never stopped:
 
 - a torn last line is cut off when the file is opened again;
-- versions never decrease from line to line, so what a resumed run drops is the end of the file, cut off in one step.
+- versions never decrease from line to line, so a resumed run drops the end of the file, in one step.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from megatron_rl.errors import InputError, MegatronRLError, describe_failed_writ
 
 
 class AppendFailed(MegatronRLError):
-    """A record could not be written; the file holds what it held before."""
+    """A record could not be written; the file is as it was before."""
 
 
 class FileInUse(MegatronRLError):
@@ -36,14 +36,14 @@ class FileInUse(MegatronRLError):
 
 
 class AppendFile:
-    """Open for appending until `close`; locked against other writers, readable by its owner only."""
+    """A file that is open for appending until `close`, locked against other writers, readable by its owner only."""
 
     def __init__(self, path: Path, sync: bool = False) -> None:
         self.path = path
         self._sync = sync
         self._is_torn = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Links are not followed. Children do not inherit the file: one that outlives this process would keep the lock.
+        # Links are not followed. Children do not inherit the file: a child that outlives us would keep the lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o600)
@@ -97,11 +97,11 @@ class AppendFile:
         self._is_torn = False
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read the bytes there; fewer at the end of the file."""
+        """Read `size` bytes at `offset`; fewer at the end of the file."""
         return os.pread(self._descriptor, size, offset)
 
     def close(self) -> None:
-        """Give up the lock; a second call does nothing."""
+        """Close the file, and with it release the lock; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -130,7 +130,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 def _write_all(descriptor: int, pieces: Sequence[bytes]) -> None:
-    # Nearly always one call is enough; a full disk or a limit shows first as a short count, then as an error.
+    # One call is nearly always enough; a full disk or a limit shows first as a short count, then as an error.
     written = os.writev(descriptor, pieces)
     if written < sum(map(len, pieces)):
         rest = memoryview(b"".join(pieces))[written:]
@@ -150,7 +150,7 @@ _T = TypeVar("_T")
 
 
 class _Versioned(msgspec.Struct):
-    """What every line has; other keys are skipped."""
+    """The key that every line has; other keys are skipped."""
 
     version: int
 
@@ -174,7 +174,7 @@ class LineFile:
             raise
 
     def restart(self, version: int) -> int:
-        """Drop the lines of this version and later ones; return how many."""
+        """Drop the lines of this version and of later ones; return their number."""
         return self._keep_below(version)
 
     def set_aside(self) -> Path | None:
@@ -193,7 +193,7 @@ class LineFile:
         self.append_encoded(version, text.encode("utf-8", "replace"))
 
     def append_encoded(self, version: int, line: bytes) -> None:
-        """Do as `append` with a line that names its version already."""
+        """Write one line that is already encoded and names its version, as `append` does."""
         if version < self._last_version:
             raise ValueError(
                 f"{self.path}: version {version} cannot follow {self._last_version}: call restart({version}) first"
@@ -203,20 +203,20 @@ class LineFile:
 
     @property
     def last_version(self) -> float:
-        """The last line's version; below every number if there is none."""
+        """Version of the last line; minus infinity without a line."""
         return self._last_version
 
     @property
     def size(self) -> int:
-        """How many bytes the file has."""
+        """Bytes of the file."""
         return self._file.size
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return version and bytes of each line."""
+        """Return each line's version and number of bytes."""
         return [(_decoded(self.path, *found, _Versioned).version, len(found[1])) for found in _whole_lines(self.path)]
 
     def keep(self, is_kept: Callable[[int], bool]) -> None:
-        """Drop the lines of all other versions. Killed meanwhile, it leaves the file as it was."""
+        """Drop the lines of versions that are not kept. A kill meanwhile leaves the file as it was."""
         unfinished = self.path.with_name(f".{self.path.name}")
         unfinished.unlink(missing_ok=True)
         kept = AppendFile(unfinished)
@@ -229,7 +229,7 @@ class LineFile:
         self._file = kept
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
     def _keep_below(self, bound: float) -> int:
@@ -247,7 +247,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file, which may grow meanwhile: an incomplete last line is left out."""
+    """Read the records of a file, which may grow meanwhile; an incomplete last line is left out."""
     try:
         lines = list(_whole_lines(path))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checks that the lines of an audit log are those that were written: whole, once each, in order."""
+"""Checks that an audit log has all lines that were written: unchanged, once each, in order."""
 
 import dataclasses
 import enum
@@ -10,7 +10,7 @@ from megatron_rl.records.audit_log import FIRST_PREV, AnyEvent, hash_line, read_
 
 
 class BreachName(enum.StrEnum):
-    """Everything that can be wrong with a log."""
+    """The name of each fault that a log can have."""
 
     TRUNCATED_LINE = "truncated line"
     UNREADABLE_LINE = "unreadable line"
@@ -58,7 +58,7 @@ class BreachName(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Breach:
-    """One thing that is wrong, and the line of the file, counted from 1, that shows it."""
+    """A fault of the log, with the line that shows it, counted from 1 over all files."""
 
     name: BreachName
     line: int
@@ -66,23 +66,23 @@ class Breach:
 
 
 class Chain:
-    """Takes lines in the order of the file; returns the event of each line that is new."""
+    """The check of the lines' hashes and numbers; it takes the lines in the order of the files."""
 
     def __init__(self, heads: Iterable[str] = ()) -> None:
-        """Each of `heads` must be the hash of a line."""
+        """Begin before the first line; each of `heads` must be the hash of a line."""
         self.breaches: list[Breach] = []
         self.heads_found: dict[str, int] = {}
         self._heads = frozenset(heads)
         self.head = FIRST_PREV
         self._next_seq = 0
         self._decoder = msgspec.json.Decoder(AnyEvent)
-        # Ranges of numbers that were skipped, and the line after each.
+        # Ranges of skipped numbers, each with the line after it.
         self._gaps: list[tuple[range, int]] = []
-        # Lines without a readable number since the last one with a number.
+        # Lines without a readable number since the last line with a number.
         self._num_unknown = 0
 
     def take(self, number: int, line: bytes) -> AnyEvent | None:
-        """Return the event of a line, given with its newline; None if the line has no event or was there before."""
+        """Return the event of a line, given with its newline; None if the line has no event or is a repetition."""
         content = line.removesuffix(b"\n")
         own_hash = hash_line(content)
         links = read_links(content)
@@ -91,7 +91,7 @@ class Chain:
             self._num_unknown += 1
             return None
         if links is None:
-            self._breach(BreachName.UNREADABLE_LINE, number, "it does not name its number")
+            self._breach(BreachName.UNREADABLE_LINE, number, "it does not state its number")
             self._num_unknown += 1
             return None
         if links.hash != own_hash:
@@ -107,7 +107,7 @@ class Chain:
             return None
 
     def finish(self) -> None:
-        """Report what is missing: no line follows."""
+        """Report the missing lines and heads, after the last line."""
         for gap, number in self._gaps:
             which = f"{gap.start}" if len(gap) == 1 else f"{gap.start} to {gap.stop - 1}"
             self._breach(BreachName.MISSING_LINE, number, f"number {which} of the log is missing")
@@ -115,11 +115,11 @@ class Chain:
             self._breach(BreachName.HEAD_NOT_FOUND, 0, f"no line has the hash {head}: the log was changed or cut short")
 
     def _place(self, number: int, seq: int, prev: str, line_hash: str) -> bool:
-        """Find the place of a line among the others; False if it was there before."""
+        """Find the place of a line among the others; return False if its number came before."""
         if seq < self._next_seq:
             gap = next((gap for gap in self._gaps if seq in gap[0]), None)
             if gap is None:
-                self._breach(BreachName.DOUBLED_LINE, number, f"number {seq} of the log was there before")
+                self._breach(BreachName.DOUBLED_LINE, number, f"number {seq} of the log came before")
                 return False
             self._breach(BreachName.REORDERED_LINE, number, f"number {seq} of the log comes after {self._next_seq - 1}")
             self._gaps.remove(gap)

@@ -1,4 +1,4 @@
-"""Checks an audit log: what happened, and where events contradict each other or the promises."""
+"""Checks of an audit log: its events must contradict neither each other nor the promises of the run."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from megatron_rl.records import audit_log
 from megatron_rl.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.records.audit_log import find_files, find_first_file, name_file, read_log_lines
 
-# What is wrong, and a detail of it.
+# Breaches, each with a detail.
 _Problems = Iterator[tuple[BreachName, str]]
 
 
@@ -33,25 +33,25 @@ class IterationSummary:
     num_tokens: int = 0
     num_claims: int = 0
     mismatch: float | None = None
-    """The mean difference between the trainer's log-probs and those that the tokens were sampled with."""
+    """Mean difference between the trainer's log-probs and those of the engines that sampled the tokens."""
     compared: tuple[int, int] | None = None
-    """Parameters compared bit for bit, and their total, on the engine with the fewest; None without any."""
+    """Parameters compared bit for bit, and their total, on the engine with the fewest; None without reports."""
     engines: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class Proofs:
-    """How the weights that engines report were proved, over all publishes."""
+    """Counts of the proofs of the weights that engines report, over all publishes."""
 
     num_reports: int = 0
     num_whole: int = 0
-    """Reports of engines that compared all of their parameters with what they received."""
+    """Reports of engines that compared all of their parameters with the received weights."""
     num_weaker: int = 0
-    """Reports of engines that did not, where the run accepts the weaker proof."""
+    """Reports of engines that compared fewer parameters, in a run that accepts the weaker proof."""
     num_probed: int = 0
     """Reports of engines whose log-probs were compared with the trainer's."""
     furthest: float = 0.0
-    """The largest mean difference among these."""
+    """Largest mean difference in these reports."""
 
     def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
         self.num_reports += 1
@@ -63,20 +63,20 @@ class Proofs:
 
 
 class PutOff(NamedTuple):
-    """A prompt that was submitted and put off, with the number of its responses that were asked for."""
+    """A prompt that was submitted and put off, with the number of responses that were asked for."""
 
     version: int
     prompt: int
     tokens: str
-    """The hash of its tokens."""
+    """Hash of its tokens."""
     num_responses: int
 
 
 def describe_weaker_proof(proofs: Proofs) -> str:
     """Say how many reports rest on the weaker proof."""
     return (
-        f"the weaker proof was accepted (--publish-proof probe): {proofs.num_weaker} of {proofs.num_reports} reports "
-        "are of engines with parameters that were not compared, and only the probe's log-probs say what these hold"
+        f"the weaker proof was accepted (--publish-proof probe): in {proofs.num_weaker} of {proofs.num_reports} "
+        "reports the engine did not compare all parameters, and only the probe's log-probs show what the others hold"
     )
 
 
@@ -86,17 +86,17 @@ class Report:
 
     run: str
     files: list[tuple[str, int]]
-    """The files of the log, and the lines in each: breaches count lines over all of them."""
+    """Files of the log, each with its number of lines; breaches count lines over all files."""
     head: str
     num_covered: int
-    """Lines up to the last given head, which are proved to be unchanged."""
+    """Number of lines up to the last given head, which are proved to be unchanged."""
     num_starts: int
     num_recovered: int
     iterations: list[IterationSummary]
     evaluations: list[audit_log.Evaluate]
     proofs: Proofs
     put_off: list[PutOff] | None
-    """Prompts that were not trained on when the log ended; None if the log does not begin with the run."""
+    """Prompts that were put off when the log ended; None if the log does not begin with the run."""
     breaches: list[Breach]
 
     @property
@@ -104,14 +104,14 @@ class Report:
         return sum(num_lines for _, num_lines in self.files)
 
     def place(self, line: int) -> str:
-        """Say in words where a line is; names the file if there are several."""
+        """Describe the place of a line; if the log has several files, name its file."""
         if len(self.files) == 1:
             return f"line {line}"
         for name, num_lines in self.files:
             if line <= num_lines:
                 return f"line {line} of {name}"
             line -= num_lines
-        return f"line {line} behind the last"
+        return f"line {line} after the last"
 
 
 class _Attempt:
@@ -126,11 +126,11 @@ class _Attempt:
         self.claimed: set[int] = set()
         self.units: set[Place] = set()
         self.num_cut = 0
-        """Groups of which responses were ended where they were."""
+        """Number of groups with a response that was cut off."""
 
 
-class _Meaning:
-    """Takes events in order and reports contradictions with earlier ones."""
+class _EventChecker:
+    """The check of the events against earlier events; it takes them in order."""
 
     def __init__(self) -> None:
         self.run: str | None = None
@@ -141,11 +141,11 @@ class _Meaning:
         self.proofs = Proofs()
         self._published: audit_log.Publish | None = None
         self._engines: set[str] = set()
-        # Of the version that was published last: parameters compared, and of how many, on the engine with the fewest.
+        # Parameters compared and their total, for the version published last, on the engine with the fewest.
         self._compared: tuple[int, int] | None = None
         self._attempt: _Attempt | None = None
         self._highest: int | None = None
-        # After each version that is complete, the prompts that are put off.
+        # The prompts that are put off after each complete version.
         self._put_off: dict[int, list[PutOff]] = {-1: []}
         self._puts_off = False
 
@@ -173,7 +173,7 @@ class _Meaning:
                 self._end(event.version, "failed")
             case audit_log.Evaluate():
                 self.evaluations.append(event)
-                return self._of_the_published(event, "evaluated")
+                return self._check_published(event, "evaluated")
         return iter(())
 
     def _start(self, event: audit_log.Start) -> _Problems:
@@ -181,7 +181,7 @@ class _Meaning:
         if self.run is None:
             self.run = event.run
         elif event.run != self.run:
-            yield BreachName.FOREIGN_RUN, f"the log is of the run {self.run!r}, and this event of {event.run!r}"
+            yield BreachName.FOREIGN_RUN, f"the log belongs to run {self.run!r}, and this event to {event.run!r}"
 
     def _publish(self, event: audit_log.Publish) -> _Problems:
         before = self._published
@@ -218,7 +218,7 @@ class _Meaning:
         self._attempt = attempt = _Attempt(event, self._engines, line)
         attempt.summary.compared = self._compared
         self.summaries.append(attempt.summary)
-        yield from self._of_the_published(event, "submitted")
+        yield from self._check_published(event, "submitted")
         if self._highest is not None and event.version > self._highest + 1:
             yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
         self._highest = event.version
@@ -232,7 +232,7 @@ class _Meaning:
             yield BreachName.WRONG_SLOT, str(error)
         num_prompts = event.plan.count_submitted(event.num_carried)
         if num_prompts == len(event.prompts) == len(event.seeds):
-            # Only of a number that is proved by the prompts: a forged one may be larger than the memory.
+            # Only if the prompts prove the number: a forged number may be larger than the memory.
             attempt.places = None if division is None else open_places(division, event.num_carried)
         else:
             counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
@@ -248,7 +248,7 @@ class _Meaning:
             if seed != wanted:
                 yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
 
-    def _of_the_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
+    def _check_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
         if self._published is None or self._published.version != event.version:
             yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what} but was not published last"
         elif self._published.fingerprint != event.fingerprint:
@@ -347,7 +347,7 @@ class _Meaning:
         self._end(event.version, "complete")
 
     def _gather(self, attempt: _Attempt, put_off: Sequence[int]) -> None:
-        """Note which prompts are put off after a version; unknown if the log begins in the midst of a run."""
+        """Note the prompts that are put off after a version; unknown if the log begins in the middle of a run."""
         submit = attempt.submit
         before = self._put_off.get(submit.version - 1)
         if before is not None:
@@ -357,7 +357,7 @@ class _Meaning:
 
     @property
     def put_off(self) -> list[PutOff] | None:
-        """Prompts put off after the last version that is complete; None if that is unknown."""
+        """Prompts that are put off after the last complete version; None if unknown."""
         if self._highest is None or not self._puts_off:
             return []
         last = self._highest
@@ -374,7 +374,7 @@ class _Meaning:
 
 
 def _list_trained(attempt: _Attempt) -> Sequence[int]:
-    """The prompts whose groups the trainer must have trained on, or that leave open which ones these are."""
+    """List the prompts that must have been trained on, and those without a group that could change the choice."""
     if attempt.places is None:
         return range(len(attempt.submit.prompts))
     still_wanted = [
@@ -387,7 +387,7 @@ def _list_trained(attempt: _Attempt) -> Sequence[int]:
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:
     """Read and check a log from its first line to its last, over all of its files."""
-    chain, meaning, breaches = Chain(heads), _Meaning(), []
+    chain, checker, breaches = Chain(heads), _EventChecker(), []
     files: list[tuple[str, int]] = []
     number, expected, first = 0, 0, find_first_file(path)
     for index, file in find_files(first).items():
@@ -398,30 +398,30 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         for number, line in enumerate(read_log_lines(file), start=num_before + 1):
             event = chain.take(number, line)
             if event is not None:
-                breaches += [Breach(name, number, detail) for name, detail in meaning.take(event, number)]
-            if number == num_before + 1 and index == expected and not _goes_on(index, link, line, event):
+                breaches += [Breach(name, number, detail) for name, detail in checker.take(event, number)]
+            if number == num_before + 1 and index == expected and not _follows(index, link, line, event):
                 detail = f"{file.name} does not continue where the file before it ends"
                 breaches.append(Breach(BreachName.EXCHANGED_FILE, number, detail))
         files.append((file.name, number - num_before))
         expected = index + 1
     chain.finish()
     return Report(
-        run=meaning.run or "",
+        run=checker.run or "",
         files=files,
         head=chain.head,
         num_covered=max(chain.heads_found.values(), default=0),
-        num_starts=meaning.num_starts,
-        num_recovered=meaning.num_recovered,
-        iterations=meaning.summaries,
-        evaluations=meaning.evaluations,
-        proofs=meaning.proofs,
-        put_off=meaning.put_off,
+        num_starts=checker.num_starts,
+        num_recovered=checker.num_recovered,
+        iterations=checker.summaries,
+        evaluations=checker.evaluations,
+        proofs=checker.proofs,
+        put_off=checker.put_off,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )
 
 
-def _goes_on(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
-    """Whether a file's first line, if it can be read, follows the file before it."""
+def _follows(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
+    """Return whether a file's first line, if it can be read, continues the file before it."""
     links = audit_log.read_links(line.removesuffix(b"\n"))
     expected = audit_log.Continued(file=index) if index else event
     return links is None or (links.prev == link and event in (None, expected))
@@ -441,13 +441,13 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
         wanted = submit.fingerprint[:12]
         yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
     if response.engine not in attempt.engines:
-        yield BreachName.UNKNOWN_ENGINE, f"is of engine {response.engine}, which did not report the version"
+        yield BreachName.UNKNOWN_ENGINE, f"comes from engine {response.engine}, which did not report the version"
     versions = sorted({span.version for span in response.spans})
     position = 0
     for span in response.spans:
         position = span.end if span.start == position and span.end >= span.start else -1
     if len(versions) > 1:
-        yield BreachName.TWO_VERSIONS, f"is of versions {' and '.join(versions)}"
+        yield BreachName.TWO_VERSIONS, f"has versions {' and '.join(versions)}"
     elif position != response.num_tokens or versions not in ([], [tag_version(submit.version)]):
         spans = [(span.version, span.start, span.end) for span in response.spans]
         yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"

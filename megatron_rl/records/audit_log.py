@@ -1,7 +1,7 @@
-"""The audit log of a run: what was published, submitted, sampled, claimed and trained on, as a chain of hashes.
+"""The audit log of a run: a chain of hashes over all that was published, submitted, sampled, claimed and trained on.
 
-Each event is one line of JSON: `seq` counts from 0, `prev` is the hash of the line before, and `hash` that of this line
-without it. When a file is full the chain continues in the next, `audit-000001.jsonl` and so on.
+Each event is one line of JSON: `seq` counts from 0, `prev` is the hash of the line before, and `hash` is the hash of
+this line without `hash`. When a file is full, the chain continues in the next: `audit-000001.jsonl` and so on.
 `megatron_rl.records.audit_check` checks the log; docs/audit.md says what it proves.
 """
 
@@ -27,12 +27,12 @@ MAX_BYTES = 64 << 20
 
 
 def name_file(first: Path, index: int) -> Path:
-    """The path of file `index`; file 0 has the log's own name."""
+    """Return the path of file `index`; file 0 has the log's own name."""
     return first if index == 0 else first.with_name(f"{first.stem}-{index:06d}{first.suffix}")
 
 
 def find_existing_files(first: Path) -> dict[int, Path]:
-    """Find the files that exist, by number, in order."""
+    """Find the existing files of a log, by number, in order."""
     pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
     found = {0: first} if first.exists() else {}
     for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
@@ -43,12 +43,12 @@ def find_existing_files(first: Path) -> dict[int, Path]:
 
 
 def find_first_file(path: Path) -> Path:
-    """Return the first file of a log, given that file or its folder."""
+    """Return the first file of a log, which is given by that file or by its folder."""
     return path / FILE_NAME if path.is_dir() else path
 
 
 def find_files(first: Path) -> dict[int, Path]:
-    """Find the files that exist; raise InputError if none does."""
+    """Find the existing files of a log; raise InputError if none exists."""
     files = find_existing_files(first)
     if not files:
         raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
@@ -74,7 +74,7 @@ class AuditBroken(MegatronRLError):
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Something that happened; each kind has its own fields and tag."""
+    """An event of a run; each kind of event has its own fields and tag."""
 
 
 class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
@@ -86,7 +86,7 @@ class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
 
 
 class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
-    """A kill had torn the last line; this many bytes were cut off."""
+    """A kill had torn the last line, whose bytes were cut off."""
 
     num_bytes: int
 
@@ -98,25 +98,26 @@ class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
 
 
 class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an engine's log-probs of the probe were from the trainer's."""
+    """The differences between the log-probs that engine and trainer give to the tokens of the probe."""
 
     mean: float
     largest: float
     bound: float | None
-    """The largest mean accepted; None if there was no bound, since JSON cannot write infinity."""
+    """Largest accepted mean; None without a bound, since JSON cannot write infinity."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports to hold, and how that was proved."""
+    """The weights that an engine reports to hold, and the proof of them."""
 
     engine: str
     version: int
     fingerprint: str
     compared: int = 0
-    """How many parameters were compared, bit for bit, with what was received."""
+    """Number of parameters that were compared, bit for bit, with the received weights."""
     parameters: int = 0
+    """Number of all parameters."""
     probe: ProbeRecord | None = None
-    """None if its log-probs were not compared with the trainer's."""
+    """Comparison of its log-probs with the trainer's; None if it was not made."""
 
 
 class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
@@ -126,7 +127,7 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     fingerprint: str
     engines: list[EngineReport]
     proof: Proof | None = None
-    """The proof that the run accepts; None in a log of a release that did not say."""
+    """Weakest proof that the run accepts; None in logs of releases that did not record it."""
 
 
 class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
@@ -139,18 +140,18 @@ class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
 
 
 class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
-    """How far the trainer's log-probs of an iteration's tokens were from the engines'."""
+    """The differences between the log-probs that trainer and engines give to an iteration's tokens."""
 
     version: int
     mean: float | None
     largest: float | None
-    """None if it is not finite."""
+    """Largest difference; as the mean, None if it is not finite."""
     bound: float | None
-    """The largest mean accepted; None if tokens were drawn at random."""
+    """Largest accepted mean; None if a scripted engine drew the tokens at random."""
 
 
 class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
-    """An iteration begins, or begins again after a restart; then all of its groups and claims are repeated."""
+    """An iteration begins. After a restart it begins again, and all of its groups and claims are repeated."""
 
     version: int
     fingerprint: str
@@ -159,7 +160,7 @@ class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
     prompts: list[str]
     seeds: list[int]
     num_carried: int = 0
-    """The first so many were put off by earlier iterations."""
+    """Number of prompts that earlier iterations put off; they come first."""
 
 
 class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -171,7 +172,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A response, its tokens and log-probs as hashes."""
+    """A response, with hashes of its tokens and log-probs."""
 
     tokens: str
     log_probs: str
@@ -183,7 +184,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     fingerprint: str
     reward: float
     components: dict[str, float | None] = {}
-    """The rewards by function."""
+    """Rewards by function."""
 
 
 class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
@@ -197,7 +198,7 @@ class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
 
 
 class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
-    """A replica's slot holds these groups from now on."""
+    """A replica claimed these groups for a slot."""
 
     version: int
     replica: int
@@ -206,7 +207,7 @@ class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
 
 
 class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
-    """The trainer reports that it has trained on so many."""
+    """The trainer reports the groups and responses that it has trained on."""
 
     version: int
     num_groups: int
@@ -259,9 +260,9 @@ class AuditLog:
         clock: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`details` of the start (versions, flags) are written as they are and must hold no secrets.
+        """Open the log at `path`, its first file; no file grows beyond `max_bytes`, except by its first line.
 
-        `path` is the log's first file; no file grows beyond `max_bytes`, except by its first line.
+        `details` of the start (versions, flags) are written as they are and must not hold secrets.
         """
         self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
         self._seq, self._head = 0, FIRST_PREV
@@ -287,31 +288,31 @@ class AuditLog:
 
     @property
     def head(self) -> str:
-        """The hash of the last line: kept elsewhere, it proves later that nothing up to it was changed."""
+        """Hash of the last line: kept elsewhere, it proves later that no line up to it was changed."""
         return self._head
 
     @property
     def last(self) -> int:
-        """The number of the last line."""
+        """Number of the last line."""
         return self._seq - 1
 
     def publish(
         self, version: int, fingerprint: str, reports: Iterable[EngineReport], proof: Proof | None = None
     ) -> None:
-        """These engines hold a version."""
+        """Record that these engines hold a version."""
         self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports), proof=proof))
 
     def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
-        """An engine does not hold what it reports."""
+        """Record that an engine does not hold the weights that it reports."""
         self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
 
     def mismatch(self, version: int, mismatch: Mismatch) -> None:
-        """What the trainer measured of an iteration."""
+        """Record the mismatch that the trainer measured in an iteration."""
         mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
         self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
 
     def submit(self, submission: Submission) -> None:
-        """An iteration begins. After a restart, call `group` and `claim` for all that was restored."""
+        """Record that an iteration begins. After a restart, call `group` and `claim` for all that was restored."""
         self._append(
             Submit(
                 version=submission.version,
@@ -327,7 +328,7 @@ class AuditLog:
         )
 
     def group(self, version: int, group: Group, is_restored: bool = False) -> None:
-        """A group was taken into the iteration."""
+        """Record that a group was taken into the iteration."""
         responses = [
             ResponseRecord(
                 tokens=hash_content(response.tokens),
@@ -354,19 +355,19 @@ class AuditLog:
         )
 
     def claim(self, version: int, claim: Claim) -> None:
-        """A claim is about to be answered."""
+        """Record a claim, before it is answered."""
         self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
 
     def complete(self, version: int, num_groups: int, num_responses: int) -> None:
-        """The trainer reports that it has trained on so many."""
+        """Record the numbers of groups and responses that the trainer reports to have trained on."""
         self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
 
     def fail(self, version: int, reason: str) -> None:
-        """The iteration ended without an update. The reason is cut short, to keep texts of the data out of the log."""
+        """Record an iteration without an update. The reason is cut short, to keep texts of the data out of the log."""
         self._append(Fail(version=version, reason=reason[:200]))
 
     def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        """An evaluation has ended."""
+        """Record an evaluation that has ended."""
         rewards = [response.reward for group in groups for response in group.responses]
         self._append(
             Evaluate(
@@ -380,7 +381,7 @@ class AuditLog:
         )
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close all files; a second call does nothing."""
         self._file.close()
         self._first.close()
 
@@ -398,16 +399,16 @@ class AuditLog:
         self._seq, self._head = self._seq + 1, line_hash
 
     def _open(self, index: int) -> None:
-        """Continue in file `index`; the first one stays open."""
+        """Continue in file `index`; the first file stays open."""
         file = AppendFile(name_file(self._first.path, index), self._sync) if index else self._first
         if self._file is not self._first:
             self._file.close()
         self._file, self._index = file, index
 
     def _continue(self) -> int:
-        """Continue after the last whole line, in whichever file; return how many bytes of a torn line were cut off."""
+        """Continue after the last whole line of all files; return how many bytes of a torn line were cut off."""
         num_bytes_cut = 0
-        # A file that has no line yet is used when the one before it is full.
+        # A file without a line is used once the file before it is full.
         for index in reversed(find_existing_files(self._first.path)):
             self._open(index)
             num_bytes_cut += self._find_end()
@@ -418,7 +419,7 @@ class AuditLog:
     def _find_end(self) -> int:
         """Continue the chain after the file's last whole line, if any; return how many bytes after it were cut off."""
         content, start = b"", self._file.size
-        # Read backwards until there is a whole line, with the newline before it.
+        # Read backwards until a whole line is found, with the newline before it.
         while start > 0 and content.count(b"\n") < 2:
             step = min(start, max(_READ_BYTES, len(content)))
             start -= step
@@ -440,7 +441,7 @@ class AuditLog:
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What ties a line to its neighbours."""
+    """The fields that link a line to its neighbours."""
 
     seq: int
     prev: str
@@ -448,14 +449,14 @@ class Links(msgspec.Struct, frozen=True):
 
 
 def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:
-    """Write a line with its newline; returns it and its hash."""
+    """Encode a line, with its newline; return it and its hash."""
     body = b'{"seq":%d,"prev":"%s","time":%.3f,%s' % (seq, prev.encode(), when, msgspec.json.encode(event)[1:])
     line_hash = hashlib.blake2b(body, digest_size=32).hexdigest()
     return b'%s,"hash":"%s"}\n' % (body[:-1], line_hash.encode()), line_hash
 
 
 def read_links(line: bytes) -> Links | None:
-    """Read the links of a line, given without its newline; None if it has none."""
+    """Read the links of a line, given without its newline; return None if it has none."""
     try:
         return msgspec.json.decode(line, type=Links)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -463,7 +464,7 @@ def read_links(line: bytes) -> Links | None:
 
 
 def hash_line(line: bytes) -> str | None:
-    """Hash the content of a line; None if the line does not end in a hash."""
+    """Hash the content of a line; return None if the line does not end in a hash."""
     match = _HASH_PATTERN.search(line)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The responses whose log-probs can be computed again: those in journals whose hashes are in the audit log."""
+"""The responses whose log-probs can be computed again: journals hold them, and the audit log holds their hashes."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ from megatron_rl.records.journal import JournalDamaged, find_journal, read_group
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response as the engine gave it, and its line in the log."""
+    """A response as the engine gave it, with its line in the log."""
 
     version: int
     prompt: int
@@ -35,28 +35,28 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What of a run can be computed again."""
+    """The responses of a run that can be computed again."""
 
     fingerprints: dict[int, str]
-    """For each submitted version, the fingerprint of its last submission."""
+    """Fingerprint of the last submission of each version."""
     samples: dict[int, list[Sample]]
-    """By version, at least one each."""
+    """Responses by version, at least one for each."""
     reasons: dict[int, str]
-    """By version, why it has none."""
+    """Reasons why a version has none, by version."""
     breaches: list[Breach]
 
 
 @dataclasses.dataclass
 class _Logged:
-    """What the log says of the last attempt at a version."""
+    """The log's record of the last attempt at a version."""
 
     submit: audit_log.Submit
     groups: dict[int, tuple[int, audit_log.GroupFinished]] = dataclasses.field(default_factory=dict)
-    """By prompt, with the line."""
+    """Groups by prompt, each with its line."""
 
 
 def read_kept(run: Path) -> Kept:
-    """Read log and journals of a run, named by its folder or its log."""
+    """Read log and journals of a run, given by its folder or its log."""
     first = find_first_file(run)
     folder = first.parent / "journal"
     result = Kept({}, {}, {}, [])
@@ -93,7 +93,7 @@ def choose_samples(samples: Mapping[int, list[Sample]], count: int, seed: str) -
 
 
 def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
-    """Read what the log says of each version; groups only if it has a journal, since there may be many."""
+    """Read the log's record of each version; groups, of which a log may have many, only for versions with a journal."""
     logged: dict[int, _Logged] = {}
     decoder = msgspec.json.Decoder(audit_log.Submit | audit_log.GroupFinished)
     for number, line in enumerate(_lines(find_files(first).values()), start=1):
@@ -126,7 +126,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
         if hash_content(group.prompt_tokens) != event.prompt_hash:
             others[line].append(f"prompt {event.prompt} has other tokens")
         elif problems := [number for number, pair in enumerate(_pairs(group.responses, event)) if not _is_same(*pair)]:
-            others[line].append(f"response {problems[0]} of prompt {event.prompt} is another one")
+            others[line].append(f"response {problems[0]} of prompt {event.prompt} is another response")
         else:
             found[group.prompt_index] = [
                 Sample(
@@ -151,7 +151,7 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
 
 
 def _is_of_the_same_request(responses: list[Response], event: audit_log.GroupFinished) -> bool:
-    """Whether both have the same weights and seeds; a journal may also hold groups of other attempts."""
+    """Return whether both have the same weights and seeds; a journal may also hold groups of other attempts."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
 

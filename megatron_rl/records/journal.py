@@ -1,15 +1,15 @@
-"""The journal: finished groups and claims, for a sidecar or a trainer that was killed.
+"""The journal: finished groups and claims, from which a sidecar or a trainer resumes after a kill.
 
 Each iteration has one file, `<version>.journal`, in a folder of the run. Invariants:
 
-- what was appended survives a kill -9 of this process, and a loss of power only with `sync`;
-- a record that a kill has torn is cut off at reopening, and reported; any other damage is JournalDamaged;
-- a group comes back only for the key it was sampled and scored for: run, fingerprint, version, prompt (index, tokens,
-  columns), seed, sampling parameters, group size, and the caller's description of the rewards;
-- claims come back only for their own submission and rewards: another plan divides the same groups differently, and
+- an appended record survives a kill -9 of this process, and a loss of power only with `sync`;
+- a record that a kill has torn is cut off at reopening, and reported; any other damage raises JournalDamaged;
+- a group is recovered only under the key for which it was sampled and scored: run, fingerprint, version, prompt (index,
+  tokens, columns), seed, sampling parameters, group size, and the caller's description of the rewards;
+- claims are recovered only for their own submission and rewards: another plan divides the same groups differently, and
   groups with other rewards are sampled again;
 - an append that fails leaves the journal as it was;
-- one process has the folder open; at most `retain` files are kept, those of the highest versions and the current one.
+- one process has the folder open; at most `retain` files are kept: the current one and those of the highest versions.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ class JournalDamaged(MegatronRLError):
 
 
 class _SubmissionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """From here on the journal belongs to this submission and these rewards."""
+    """The submission and rewards to which the following records belong."""
 
     wire: int
     submission: bytes
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """A group, under the key of what it was sampled and scored for."""
+    """A group, under the key for which it was sampled and scored."""
 
     key: bytes
     prompt_index: int
@@ -65,21 +65,21 @@ _Record = _SubmissionBegun | Finished | _Claimed
 
 @dataclasses.dataclass(frozen=True)
 class RecoveredJournal:
-    """What a journal held, in the order in which it was written."""
+    """The groups and claims that a journal held, in the order of writing."""
 
     groups: list[Group]
     claims: list[Claim]
     num_bytes_cut: int
-    """Bytes of a record that a kill had torn."""
+    """Number of bytes of a record that a kill had torn."""
     num_stale: int
-    """Groups that were sampled for another submission."""
+    """Number of groups that were sampled for another submission."""
 
 
 class JournalFolder:
     """The journals of a run."""
 
     def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
-        """`scoring` describes the rewards: groups that were scored otherwise do not come back."""
+        """Open the folder; `scoring` describes the rewards: groups that were scored otherwise are not recovered."""
         if retain < 1:
             raise InputError(
                 f"the number of journals to keep must be at least 1, for the current iteration, not {retain}"
@@ -100,7 +100,7 @@ class JournalFolder:
         self.close()
 
     def open(self, submission: Submission) -> "Journal":
-        """Open the journal of an iteration, with what an earlier process left in it; delete those that are too old."""
+        """Open the journal of an iteration, with the records of an earlier process; delete old journals."""
         path = find_journal(self._folder, submission.version)
         journal = Journal(path, submission, self._sync, self._scoring)
         others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
@@ -114,7 +114,7 @@ class JournalFolder:
 
 
 class Journal:
-    """The journal of one iteration, open for appending; `recovered` is what it held before."""
+    """The journal of one iteration, open for appending; `recovered` has the records that it held before."""
 
     def __init__(self, path: Path, submission: Submission, sync: bool = False, scoring: str = "") -> None:
         self.path = path
@@ -136,7 +136,7 @@ class Journal:
         self.close()
 
     def append_group(self, group: Group) -> None:
-        """Keep a finished group. AppendFailed leaves the journal as it was, here and below."""
+        """Append a finished group. AppendFailed leaves the journal as it was, here and below."""
         prompt = group.prompt
         key = make_group_key(self._submission, prompt.index, self._scoring)
         self._append(
@@ -144,15 +144,15 @@ class Journal:
         )
 
     def append_claim(self, claim: Claim) -> None:
-        """Keep a claim, before it is answered."""
+        """Append a claim, before it is answered."""
         self._append(_Claimed(claim=claim))
 
     def forget_recovered(self) -> None:
-        """Free the memory of what was recovered, once the caller has taken it over."""
+        """Free the memory of the recovered records, once the caller has taken them over."""
         self.recovered = RecoveredJournal([], [], self.recovered.num_bytes_cut, self.recovered.num_stale)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
     def _append(self, record: _Record) -> None:
@@ -173,7 +173,7 @@ class Journal:
             elif isinstance(record, _Claimed):
                 claims += [record.claim] if is_mine else []
             elif record.key in keys:
-                # The first one stays, because it may have been claimed.
+                # The first group stays, because it may have been claimed.
                 groups.setdefault(record.prompt_index, Group(prompt=keys[record.key], responses=record.responses))
             else:
                 num_stale += 1
@@ -192,7 +192,7 @@ def find_journal(folder: Path, version: int) -> Path:
 
 
 def read_groups(path: Path) -> Iterator[Finished]:
-    """Read every group in a journal, whatever it was sampled for; a sidecar may have the journal open."""
+    """Read every group in a journal, under any key; a sidecar may have the journal open."""
     with path.open("rb") as file:
         stored = _Stored(path, os.fstat(file.fileno()).st_size, file.fileno())
         for offset, payload in _payloads(stored):
@@ -203,7 +203,7 @@ def read_groups(path: Path) -> Iterator[Finished]:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A file that is only read."""
+    """A journal's file that is only read."""
 
     path: Path
     size: int
@@ -243,10 +243,10 @@ def _head(payload: bytes) -> bytes:
 
 
 def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
-    """Yield each whole record's offset and payload; stop before a torn one.
+    """Yield each whole record's offset and payload; stop before a torn record.
 
     A kill cuts a record short, so a head or payload of full length with a wrong checksum is damage. The head has its
-    own checksum: otherwise a changed length would make everything that follows look torn.
+    own checksum: otherwise a changed length would make all later records look torn.
     """
     offset, buffer, start = 0, b"", 0
 

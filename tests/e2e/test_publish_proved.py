@@ -109,7 +109,7 @@ def test_a_run_that_accepts_the_weaker_proof_says_so_in_audit_and_report(world, 
     assert len(compared) == 2
     assert all(count == 0 < whole for count, whole in compared), compared
     assert megatron_rl(["audit", str(run)]) == 0
-    line = "the weaker proof was accepted (--publish-proof probe): 2 of 2 reports"
+    line = "the weaker proof was accepted (--publish-proof probe): in 2 of 2 reports"
     assert line in capsys.readouterr().out
     assert line in RunFiles("weaker", run).read(None, None)["audit"]["weaker"]
 
