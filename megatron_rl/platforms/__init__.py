@@ -1,6 +1,6 @@
-"""The machine: which kind of device the ranks run on, and the few operations the rest of the package calls on it.
+"""The platform of a run: the kind of device that ranks run on, and the few operations that the package calls on it.
 
-This is the one place that changes torch or megatron, and the only one beside ops/ that knows CUDA and NPU by name.
+This is the one place that changes torch or megatron. Only here and in ops/ are CUDA and NPU known by name.
 """
 
 import abc
@@ -20,11 +20,11 @@ from megatron_rl import versions
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
 
-# The platform that this process is set up for; a process can be set up for one only.
+# The platform that this process is set up for; a process can be set up for only one.
 _installed: "Platform | None" = None
 
-# Beginnings of warnings that megatron gives at every import: of missing optional packages (`megatron-rl doctor` reports
-# these), of its own defaults, and of deprecated functions that it still uses.
+# Beginnings of warnings that megatron gives at every import: about missing optional packages (`megatron-rl doctor`
+# reports these), about its own defaults, and about deprecated functions that it still uses.
 KNOWN_WARNINGS = (
     ".*(Apex|Transformer Engine).*not installed.*",
     "full scope is deprecated.*",
@@ -45,7 +45,7 @@ KNOWN_WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes of the memory that this process's tensors live in."""
+    """Bytes of the memory that holds this process's tensors."""
 
     allocated: int
     peak: int
@@ -56,14 +56,14 @@ class Platform(abc.ABC):
     """The operations on a kind of device that the rest of the package calls, and no others."""
 
     name: ClassVar[str]
-    # The type of a torch.device here.
+    # The type of this platform's torch.device.
     device_type: ClassVar[str]
     collective_backend: ClassVar[str]
-    # The ways in which weights can reach an engine, the one that needs least first.
+    # The ways in which weights can reach an engine, the simplest first.
     weight_transports: ClassVar[tuple[str, ...]]
 
     def install(self) -> None:
-        """Make megatron usable here, before its first import; a second call does nothing."""
+        """Prepare this process for megatron, before its first import; a second call does nothing."""
         global _installed
         if _installed is self:
             return
@@ -86,22 +86,22 @@ class Platform(abc.ABC):
         _installed = self
 
     def patches(self) -> list[tuple[str, str]]:
-        """What `install` changes, and why."""
+        """Return the name of each change that `install` makes, with its reason."""
         return [(patch.name, patch.reason) for patch in (*FIXES, *self._megatron_patches())]
 
     def _prepare(self) -> None:
-        """Runs before megatron's import is hooked."""
+        """Prepare the process before megatron's import is hooked."""
 
     def _megatron_patches(self) -> tuple[Patch, ...]:
         return ()
 
     def _after_install(self) -> None:
-        """Runs after megatron's import is hooked."""
+        """Finish the installation after megatron's import is hooked."""
 
     @property
     @abc.abstractmethod
     def unsupported_fusions(self) -> Mapping[str, bool]:
-        """Fields of megatron's TransformerConfig that need a kernel which is missing here, and the values to set."""
+        """Fields of megatron's TransformerConfig whose kernels are missing here, each with the value to set."""
 
     @abc.abstractmethod
     def set_device(self, local_rank: int) -> None:
@@ -109,23 +109,23 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def place(self, num_threads: int) -> None:
-        """Run this process's threads where they compute best: `num_threads` of them on a CPU, else near its device."""
+        """Place this process's threads where they compute best: `num_threads` on a CPU, else cores near its device."""
 
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """The device this process is bound to."""
+        """Return the device that this process is bound to."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was queued on the device is done."""
+        """Wait until the device has done all queued work."""
 
     @abc.abstractmethod
     def stream(self) -> Any:
-        """A new queue of work beside the current one."""
+        """Make a new queue of work beside the current queue."""
 
     @abc.abstractmethod
     def current_stream(self) -> Any:
-        """The queue that operations go to."""
+        """Return the queue that operations go to."""
 
     @abc.abstractmethod
     def on(self, stream: Any) -> AbstractContextManager:
@@ -133,11 +133,11 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's memory, from which the device copies while it computes."""
+        """Copy values into the host's memory, from which the device can copy while it computes."""
 
     @abc.abstractmethod
     def event(self) -> Any:
-        """A new marker that can be recorded in a queue and waited for."""
+        """Make a new marker that can be recorded in a queue and waited for."""
 
     @abc.abstractmethod
     def mark(self) -> Any:
@@ -145,11 +145,11 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def seconds_between(self, first: Any, last: Any) -> float:
-        """The seconds from one mark to a later one; waits until the device has passed both."""
+        """Return the seconds from one mark to a later one; wait until the device has passed both."""
 
     @abc.abstractmethod
     def rng_state(self) -> torch.Tensor:
-        """The state of the device's random numbers."""
+        """Return the state of the device's random numbers."""
 
     @abc.abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
@@ -160,11 +160,11 @@ class Platform(abc.ABC):
         """Seed the device's random numbers."""
 
     def choose_fixed_order(self) -> None:
-        """Have every operation give the same bits each time, where that is a choice; before the first of them."""
+        """Make operations give the same bits each time, if the platform has a choice; call it before the first one."""
 
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
-        """The memory that this process uses now, its peak since `reset_peak_memory`, and the total."""
+        """Measure the memory that this process uses now, its peak since `reset_peak_memory`, and the total."""
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
@@ -172,11 +172,11 @@ class Platform(abc.ABC):
 
 
 def sum_in_fixed_order(variables: Mapping[str, str]) -> None:
-    """Have torch choose kernels that do, and raise where it has none; set variables that nobody has set."""
+    """Make torch choose kernels that sum in a fixed order, or raise; set variables that the user has not set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
-    # It would also fill all new memory, which is for finding reads of what was never written.
+    # Otherwise torch also fills all new memory, which helps to find reads of memory that was never written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -184,12 +184,12 @@ NAMES = ("cpu", "cuda", "npu")
 
 
 def is_installed(name: str) -> bool:
-    """Whether this process is set up for the platform of that name."""
+    """Return whether this process is set up for the platform of that name."""
     return _installed is not None and _installed.name == name
 
 
 def install_for_reading(platform: Platform) -> str | None:
-    """Make megatron usable for code that computes nothing; if the platform is missing, use the CPU's and return why."""
+    """Prepare for code that computes nothing; if the platform is missing, take the CPU's and return the reason."""
     try:
         platform.install()
     except PlatformError as error:
@@ -201,7 +201,7 @@ def install_for_reading(platform: Platform) -> str | None:
 
 
 def select(name: str | None = None) -> Platform:
-    """Return the platform of that name; without a name, or with "auto", the best that this machine has."""
+    """Return the platform of that name; without a name, or with "auto", the best platform of this machine."""
     if name is None or name == "auto":
         name = _detect()
     if name not in NAMES:
@@ -211,7 +211,7 @@ def select(name: str | None = None) -> Platform:
 
 @functools.cache
 def _platform(name: str) -> Platform:
-    # Imported here: each needs packages that the others do not.
+    # Imported only when selected: each platform needs packages of its own.
     if name == "npu":
         from megatron_rl.platforms.npu import NpuPlatform
 

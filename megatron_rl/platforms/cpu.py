@@ -1,4 +1,4 @@
-"""The CPU as an accelerator: gloo between ranks, and a torch for megatron in which "cuda" means the host."""
+"""The CPU as an accelerator: gloo between ranks, and a view of torch for megatron in which "cuda" means the host."""
 
 import inspect
 import os
@@ -15,7 +15,7 @@ from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, host
 from megatron_rl.platforms.cpu_torch import DEVICE, Event, Stream
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
-# Each of these asks for a kernel that runs on CUDA only, or for torch.compile.
+# Each of these fusions needs a kernel that runs on CUDA only, or torch.compile.
 _UNSUPPORTED_FUSIONS = MappingProxyType(
     {
         "apply_rope_fusion": False,
@@ -44,11 +44,11 @@ class CpuPlatform(Platform):
     def patches(self) -> list[tuple[str, str]]:
         replacements = [(replacement.title, replacement.reason) for replacement in cpu_torch.REPLACEMENTS]
         shared = ("one device of gloo for all groups", inspect.cleandoc(host.share_gloo_device.__doc__ or ""))
-        of_onednn = ("oneDNN's products", inspect.cleandoc(host.multiply_with_onednn.__doc__ or ""))
-        return [*replacements, *cpu_torch.tensor_method_reasons(), shared, of_onednn, *super().patches()]
+        onednn = ("oneDNN's matrix products", inspect.cleandoc(host.multiply_with_onednn.__doc__ or ""))
+        return [*replacements, *cpu_torch.list_tensor_methods(), shared, onednn, *super().patches()]
 
     def _prepare(self) -> None:
-        # Without it megatron warns if tensor parallelism overlaps; the variable has no effect here.
+        # Without this variable, which has no effect here, megatron warns if tensor parallelism overlaps.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         host.share_gloo_device()
         host.multiply_with_onednn()
@@ -59,7 +59,7 @@ class CpuPlatform(Platform):
         return cpu_torch.PATCHES
 
     def set_device(self, local_rank: int) -> None:
-        """Every rank runs on the same host: there is nothing to bind to."""
+        """Do nothing: every rank runs on the same host."""
 
     def place(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -68,7 +68,7 @@ class CpuPlatform(Platform):
         return DEVICE
 
     def synchronize(self) -> None:
-        """Do nothing: work is done when its call returns."""
+        """Do nothing: an operation is done when its call returns."""
 
     def stream(self) -> Any:
         return Stream()
@@ -80,7 +80,7 @@ class CpuPlatform(Platform):
         return stream
 
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        """Here the host's memory is the device's."""
+        """Return the values themselves: the host's memory is the device's."""
         return values
 
     def event(self) -> Any:
@@ -102,9 +102,9 @@ class CpuPlatform(Platform):
         torch.manual_seed(seed)
 
     def memory(self) -> MemoryFigures:
-        """Allocated is anonymous resident memory; the peak is of all resident memory, files that are mapped included.
+        """Measure anonymous resident memory, and the peak of all resident memory, which includes mapped files.
 
-        The kernel keeps no peak of anonymous memory alone, so the peak is an upper bound of it.
+        The kernel does not keep a peak of anonymous memory alone; the reported peak is an upper bound of it.
         """
         figures = _status()
         return MemoryFigures(
@@ -119,7 +119,7 @@ class CpuPlatform(Platform):
 
 
 def _status() -> dict[str, int]:
-    """The sizes in /proc/self/status, in bytes."""
+    """Read the sizes in /proc/self/status, in bytes."""
     figures = {}
     with open("/proc/self/status", encoding="utf-8") as file:
         for line in file:

@@ -2,7 +2,7 @@
 
 Only modules of megatron get it: any other `import torch` gives torch, untouched. Methods of tensors and modules are
 shared by all callers, so each replaced method looks at its caller, and works as before unless megatron calls it. A CPU
-does all work in the order in which it is asked for, so streams and events have nothing to do.
+does all work in the order of the calls, so streams and events have nothing to do.
 """
 
 import builtins
@@ -29,22 +29,22 @@ class Event:
     """A marker in the only queue, which is always passed."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Takes what torch.cuda.Event takes."""
+        """Accept the arguments of torch.cuda.Event."""
 
     def record(self, stream: Any = None) -> None:
-        """Nothing is queued, so there is nothing to mark."""
+        """Do nothing: earlier calls have done their work."""
 
     def wait(self, stream: Any = None) -> None:
-        """What was asked for earlier is done."""
+        """Do nothing: earlier calls have done their work."""
 
     def synchronize(self) -> None:
-        """What was asked for earlier is done."""
+        """Do nothing: earlier calls have done their work."""
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds between two markers: nothing is queued, so no time passes between them."""
+        """Return 0 milliseconds between two markers: the queue is always empty."""
         return 0.0
 
 
@@ -55,16 +55,16 @@ class Stream:
     cuda_stream = 0
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Takes what torch.cuda.Stream takes."""
+        """Accept the arguments of torch.cuda.Stream."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What was asked for earlier is done."""
+        """Do nothing: earlier calls have done their work."""
 
     def wait_event(self, event: Any) -> None:
-        """What was asked for earlier is done."""
+        """Do nothing: earlier calls have done their work."""
 
     def synchronize(self) -> None:
-        """What was asked for earlier is done."""
+        """Do nothing: earlier calls have done their work."""
 
     def query(self) -> bool:
         return True
@@ -76,11 +76,11 @@ class Stream:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The queue stays the only one."""
+        """Do nothing: the queue remains the only one."""
 
 
 class AnyIndex:
-    """A sequence whose every element is the same, whatever the index: one device stands for all."""
+    """A sequence with the same element at every index: one device stands for all."""
 
     def __init__(self, element: Any) -> None:
         self._element = element
@@ -90,11 +90,11 @@ class AnyIndex:
 
 
 def nothing(*arguments: Any, **keywords: Any) -> None:
-    """Takes anything and does nothing."""
+    """Accept any arguments and do nothing."""
 
 
 def zero(*arguments: Any, **keywords: Any) -> int:
-    """Takes anything and returns 0."""
+    """Accept any arguments and return 0."""
     return 0
 
 
@@ -126,7 +126,7 @@ _STREAM = Stream()
 
 
 def the_device() -> dict[str, Any]:
-    """megatron makes its tensors on torch.cuda.current_device(): that is the host, the one device there is."""
+    """Name the host as the only device: megatron makes its tensors on torch.cuda.current_device()."""
     return {
         "current_device": lambda: DEVICE,
         "device_count": lambda: 1,
@@ -138,7 +138,7 @@ def the_device() -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """megatron overlaps communication with work on other streams: here there is one, and all of it is done."""
+    """Provide one stream whose work is always done: megatron overlaps communication with work on other streams."""
     return {
         "Event": Event,
         "Stream": Stream,
@@ -150,7 +150,7 @@ def streams() -> dict[str, Any]:
 
 
 def random_numbers() -> dict[str, Any]:
-    """megatron's tracker forks the device's random numbers: those of the host. Without this no fork is ever undone."""
+    """Use the host's random numbers as the device's: megatron's tracker forks these, and otherwise undoes no fork."""
 
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(int(value))
@@ -166,7 +166,7 @@ def random_numbers() -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The same state under the names that megatron reads it by."""
+    """Provide the same state under the names by which megatron reads it."""
     return {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
@@ -174,7 +174,7 @@ def random_state() -> dict[str, Any]:
 
 
 def memory_statistics() -> dict[str, Any]:
-    """megatron logs the figures of CUDA's allocator, which does not run here."""
+    """Report zeros for CUDA's allocator, which does not run here: megatron logs its figures."""
     return {
         "max_memory_allocated": zero,
         "max_memory_reserved": zero,
@@ -186,7 +186,7 @@ def memory_statistics() -> dict[str, Any]:
 
 
 def profiler_ranges() -> dict[str, Any]:
-    """megatron marks ranges for NVIDIA's profiler; a CPU build of torch raises on them."""
+    """Ignore the ranges that megatron marks for NVIDIA's profiler: a CPU build of torch raises on them."""
     return {
         "mark": nothing,
         "range": lambda *arguments, **keywords: contextlib.nullcontext(),
@@ -196,7 +196,7 @@ def profiler_ranges() -> dict[str, Any]:
 
 
 def split_sizes() -> dict[str, Any]:
-    """The MoE dispatcher moves its split sizes to the host only if they are on CUDA: here they arrive as tensors."""
+    """Turn split sizes into lists: the MoE dispatcher does so only if they are on CUDA, and passes tensors here."""
     original = torch.distributed.all_to_all_single
 
     def sizes(value: Any) -> Any:
@@ -217,13 +217,13 @@ def split_sizes() -> dict[str, Any]:
 
 
 def device_literals() -> dict[str, Any]:
-    """megatron writes device="cuda" where it makes tensors, and pins those it makes on the host for a copy to CUDA."""
+    """Read device="cuda" as the host and pin nothing: megatron writes it, and pins host tensors for a copy to CUDA."""
     return {name: _on_the_host(getattr(torch, name)) for name in FACTORIES}
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """Names of one module of torch and what megatron finds there instead. The docstring of `names` is the reason."""
+    """Names in a module of torch, with the objects that megatron finds. The docstring of `names` is the reason."""
 
     module: str
     names: Callable[[], Mapping[str, Any]]
@@ -250,7 +250,7 @@ REPLACEMENTS = (
 
 
 class Namespace(ModuleType):
-    """A module in which some names are replaced; the others are looked up in the original module, each time."""
+    """A module in which some names are replaced; each access to another name goes to the original module."""
 
     def __init__(self, original: ModuleType, names: Mapping[str, Any]) -> None:
         super().__init__(original.__name__, original.__doc__)
@@ -268,12 +268,12 @@ class Namespace(ModuleType):
 
 
 def build_namespaces(replacements: Sequence[Replacement] = REPLACEMENTS) -> dict[ModuleType, Namespace]:
-    """megatron's view of each module of torch in which something is replaced."""
+    """Build megatron's view of each module of torch in which names are replaced."""
     names: dict[str, dict[str, Any]] = {}
     for replacement in replacements:
         names.setdefault(replacement.module, {}).update(replacement.names())
     views: dict[ModuleType, Namespace] = {}
-    # The deepest first, because a module's view holds the views of its submodules.
+    # The deepest modules come first, because a module's view holds the views of its submodules.
     for module in sorted(names, key=lambda name: name.count("."), reverse=True):
         original = _module(module)
         view = Namespace(original, names[module])
@@ -285,7 +285,7 @@ def build_namespaces(replacements: Sequence[Replacement] = REPLACEMENTS) -> dict
 
 
 def build_import_function(replacements: Sequence[Replacement] = REPLACEMENTS) -> Callable[..., ModuleType]:
-    """An `__import__` that gives megatron's view of torch."""
+    """Build an `__import__` that gives megatron's view of torch."""
     views = build_namespaces(replacements)
 
     def import_for_megatron(
@@ -323,17 +323,17 @@ _TYPE_NAMES = {
 
 
 def tensor_cuda() -> None:
-    """megatron moves tensors with .cuda(); a CPU build of torch raises."""
+    """Return the tensor itself from .cuda(), by which megatron moves tensors: a CPU build of torch raises."""
     answer_megatron(torch.Tensor, "cuda", lambda tensor, *arguments, **keywords: tensor)
 
 
 def module_cuda() -> None:
-    """megatron moves modules with .cuda(); a CPU build of torch raises."""
+    """Return the module itself from .cuda(), by which megatron moves modules: a CPU build of torch raises."""
     answer_megatron(torch.nn.Module, "cuda", lambda module, *arguments, **keywords: module)
 
 
 def tensor_type() -> None:
-    """megatron's optimizers sort parameters by type(), and raise on one that is not called torch.cuda.*Tensor."""
+    """Name types torch.cuda.*Tensor: megatron's optimizers sort parameters by type(), and raise on other names."""
     original = torch.Tensor.type
 
     def type_name(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -356,11 +356,13 @@ def replace_tensor_methods() -> None:
         patch()
 
 
-def tensor_method_reasons() -> list[tuple[str, str]]:
+def list_tensor_methods() -> list[tuple[str, str]]:
+    """Return the name of each replaced method, with its reason."""
     return [(name, inspect.cleandoc(patch.__doc__ or "")) for name, patch in METHODS]
 
 
 def answer_megatron(owner: type, name: str, answer: Callable[..., Any]) -> None:
+    """Replace a method by `answer` for callers in megatron; for others it works as before."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -376,14 +378,17 @@ _FORK_WARNING = "CPU RNG state changed within GPU RNG context"
 
 
 def disable_jit_fuser(module: ModuleType) -> None:
-    """torch.compile would compile each fused function with a C++ compiler, for minutes, at its first call."""
+    """Turn the fuser off: torch.compile would compile each fused function with a C++ compiler, at its first call.
+
+    That takes minutes.
+    """
     if not hasattr(module, "disable_jit_fuser"):
         raise unknown_megatron(f"{module.__name__} has no disable_jit_fuser")
     module.disable_jit_fuser()
 
 
 def silence_fork_warning(module: ModuleType) -> None:
-    """A fork of the device's random numbers warns if the host's changed within: here the two are the same."""
+    """Drop the warning that the host's random numbers changed in a fork of the device's: here the two are the same."""
     logging.getLogger(module.__name__).addFilter(lambda record: _FORK_WARNING not in record.getMessage())
 
 

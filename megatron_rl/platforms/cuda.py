@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: megatron is written for them, so nothing is changed."""
+"""NVIDIA's GPUs: megatron is written for them, so neither torch nor megatron needs a change for them."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-# A field of TransformerConfig, and modules any one of which has the kernel that the field asks for.
+# Fields of TransformerConfig, each with the modules that have a kernel for it; any one of them is enough.
 _KERNELS = {
     "apply_rope_fusion": ("transformer_engine",),
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "transformer_engine"),
@@ -23,7 +23,7 @@ _KERNELS = {
 }
 
 
-# By which cuBLAS, NCCL and TransformerEngine sum in a fixed order; Megatron's own training wants the last two.
+# With these, cuBLAS, NCCL and TransformerEngine sum in a fixed order; Megatron's own training wants the last two.
 _FIXED_ORDER = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }  # fmt: skip
@@ -47,8 +47,8 @@ class CudaPlatform(Platform):
                 f"torch {torch.__version__} finds no CUDA device; install a CUDA build of torch and the driver, make a "
                 "device visible (CUDA_VISIBLE_DEVICES), or write --platform cpu"
             )
-        # megatron's tensor parallelism overlaps a collective with a matrix product by queueing the collective first,
-        # which needs a single hardware queue. The variable is read when the context is made; a user's value is kept.
+        # To overlap a collective with a matrix product, megatron's tensor parallelism queues the collective first. This
+        # needs a single hardware queue. The variable is read when the context is made; a user's value is kept.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def set_device(self, local_rank: int) -> None:
@@ -63,7 +63,7 @@ class CudaPlatform(Platform):
         """Bind to the cores of the GPU's own NUMA node, unless this process is already bound."""
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         if not hasattr(found, "pci_bus_id"):
-            # This torch does not tell where the GPU is: that costs only speed.
+            # This torch does not know the GPU's address: that costs only speed.
             return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         bind_to_cores(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
@@ -125,5 +125,5 @@ def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:
-        # A package above it is missing or does not load.
+        # A parent package is missing or does not load.
         return False

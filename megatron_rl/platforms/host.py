@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 _NEEDED = ("_Options", "create_default_device")
 _MARK = "_shares_device"
 _CPUINFO = Path("/proc/cpuinfo")
-# What is registered here lasts as long as this.
+# The registration of a kernel lasts as long as this object.
 _library: torch.library.Library | None = None
 
 
 def read_core_list(path: Path) -> set[int]:
-    """Read cores as the kernel lists them, "0-31,64-95"; the set is empty if the file does not say."""
+    """Read a list of cores as the kernel writes it, "0-31,64-95"; return an empty set if it cannot be read."""
     try:
         parts = [part.split("-") for part in path.read_text().split(",")]
         return {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
@@ -29,25 +29,25 @@ def read_core_list(path: Path) -> set[int]:
 
 
 def is_bound_to_cores() -> bool:
-    """Whether somebody has bound this process to some of the host's cores."""
+    """Return whether this process is already bound to some of the host's cores."""
     return len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to these cores, unless it is bound already, or they are not there."""
+    """Bind this process to these cores, unless it is already bound or may not use them."""
     if cores and not is_bound_to_cores() and cores <= os.sched_getaffinity(0):
         os.sched_setaffinity(0, cores)
 
 
 def share_gloo_device() -> None:
-    """Give all groups that this process makes one device of gloo; a second call does nothing.
+    """Give all groups that this process makes the same device of gloo; a second call does nothing.
 
-    torch makes a device for each group, and a device's thread wakes up a hundred times a second to see whether it must
-    end. Megatron makes some forty groups, so a rank that only waits takes 4 % of a core, which other ranks want.
+    torch makes a device for each group, and a device's thread wakes up a hundred times a second to check whether it
+    must end. Megatron makes some forty groups, so a rank that only waits takes 4 % of a core, which other ranks need.
     """
     group = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if group is None or not all(hasattr(group, name) for name in _NEEDED):
-        _log.info("this torch has no gloo whose groups can share a device: each has a thread of its own")
+        _log.info("the groups of gloo cannot share a device in this torch: each has a thread of its own")
         return
     if hasattr(group, _MARK):
         return
@@ -61,7 +61,7 @@ def share_gloo_device() -> None:
     def make(self: Any, store: Any, rank: int, size: int, *others: Any, **keywords: Any) -> None:
         timeout = keywords.get("timeout")
         if others or len(keywords) != 1 or not isinstance(timeout, datetime.timedelta):
-            # Whoever gives options has chosen a device.
+            # The caller has chosen a device by other options.
             original(self, store, rank, size, *others, **keywords)
             return
         options = group._Options()
@@ -74,17 +74,17 @@ def share_gloo_device() -> None:
 
 
 def multiply_with_onednn() -> None:
-    """Have torch's `mm` take oneDNN's product for fp32 where MKL has no kernels for the processor's vector units.
+    """Make torch's `mm` use oneDNN for fp32 if MKL has no kernels for the processor's vector units.
 
-    torch takes MKL's, which keeps AVX-512 to Intel's processors: on an AMD EPYC with AVX-512 oneDNN does 2.2 times as
-    many operations a second. Both are fp32 throughout. Elsewhere nothing changes.
+    torch uses MKL, which uses AVX-512 on Intel's processors only. On an AMD EPYC with AVX-512, oneDNN does 2.2 times
+    the operations a second. Both compute in fp32 throughout. On other processors nothing changes.
     """
     if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD":
         replace_mm()
 
 
 def _vendor() -> str | None:
-    """Who made this processor, by its own word; none where it has none to say."""
+    """Read the vendor that this processor names; return None if it names none."""
     try:
         with _CPUINFO.open(encoding="utf-8") as file:
             return next((line.split(":")[1].strip() for line in file if line.startswith("vendor_id")), None)
@@ -93,7 +93,7 @@ def _vendor() -> str | None:
 
 
 def replace_mm() -> None:
-    """Whatever the processor is; a second call does nothing."""
+    """Make torch's `mm` use oneDNN for fp32 on any processor; a second call does nothing."""
     global _library
     if _library is not None:
         return
@@ -105,17 +105,17 @@ def replace_mm() -> None:
 
 def _mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     if not _fits(a_MK, b_KN):
-        # Still torch's own: only the operator without `out` is replaced.
+        # This is torch's own kernel: only the operator without `out` is replaced.
         return torch.ops.aten.mm.out(a_MK, b_KN, out=a_MK.new_empty(0))
     rows, columns = b_KN.stride()
-    # oneDNN takes rows or columns that lie apart, but nothing whose elements share memory.
+    # oneDNN takes rows or columns with gaps between them, but not elements that share memory.
     if not ((columns == 1 and rows >= b_KN.shape[1]) or (rows == 1 and columns >= b_KN.shape[0])):
         b_KN = b_KN.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(a_MK, b_KN.t(), None, "none", [], "")
 
 
 def _fits(a_MK: torch.Tensor, b_KN: torch.Tensor) -> bool:
-    """Whether oneDNN has this product: what is wrong with a product is for torch to say."""
+    """Return whether oneDNN can compute this product; torch reports products that are wrong."""
     return (
         a_MK.dtype is torch.float32
         and b_KN.dtype is torch.float32

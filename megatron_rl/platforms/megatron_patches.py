@@ -1,8 +1,8 @@
-"""How modules of megatron are patched, and the patches that every platform needs.
+"""A hook that patches modules of megatron, and the patches that every platform needs.
 
-A hook into the import of megatron applies a module's patches when megatron itself imports it. So nothing of megatron is
-imported for the sake of a patch, and no patch can come too late. Most of them repair megatron-core where neither
-TransformerEngine nor apex is installed. Each checks the code it changes, and raises on a megatron-core it doesn't know.
+The hook applies a module's patches when megatron itself imports the module. So no module is imported only to be
+patched, and no patch can come too late. Most patches repair megatron-core if neither TransformerEngine nor apex is
+installed. Each patch checks the code that it changes, and raises on a megatron-core that it does not know.
 """
 
 import builtins
@@ -26,7 +26,7 @@ from megatron_rl.errors import PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One change to one module of megatron. The function's docstring is its reason."""
+    """One change to one module of megatron. The docstring of `apply` is its reason."""
 
     name: str
     module: str
@@ -38,7 +38,7 @@ class Patch:
 
 
 def install_patches(patches: Iterable[Patch]) -> None:
-    """Apply the patches to each module right after it has run."""
+    """Have the hook apply the patches to each module right after the module has run."""
     hook = _hook()
     for patch in patches:
         hook.patches.setdefault(patch.module, []).append(patch)
@@ -50,19 +50,19 @@ def replace_import(function: Callable[..., ModuleType]) -> None:
 
 
 def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., Any]:
-    """Return the function `owner.name`; raise if it does not take the parameters that a patch was written for."""
+    """Return the function `owner.name`; raise unless it has the parameters that a patch was written for."""
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else None
     if function is None or found != expected:
-        state = "is not there" if found is None else f"takes ({', '.join(found)})"
+        state = "does not exist" if found is None else f"takes ({', '.join(found)})"
         raise unknown_megatron(f"{owner.__name__}.{name} {state}, expected ({', '.join(expected)})")
     return function
 
 
 def expect_one_of(owner: Any, **forms: tuple[str, ...]) -> str:
-    """Return the name of the one function that exists, of those that versions of megatron-core name differently.
+    """Return the name that this version of megatron-core has for a function, of several names in `forms`.
 
-    Each is given with the parameters that a patch was written for. Exactly one must exist, and take its parameters.
+    Each name is given with the parameters that a patch was written for. Exactly one must exist, with its parameters.
     """
     names = [name for name in forms if hasattr(owner, name)]
     if len(names) != 1:
@@ -81,7 +81,7 @@ def unknown_megatron(what: str) -> PlatformError:
 
 
 class _Finder:
-    """Gives megatron's source modules our loader; other finders find them."""
+    """The hook: it gives our loader to megatron's source modules, which other finders find."""
 
     def __init__(self) -> None:
         self.patches: dict[str, list[Patch]] = {}
@@ -104,7 +104,7 @@ class _Finder:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs a module of megatron with our `__import__`, then patches it."""
+    """A loader that runs a module of megatron with our `__import__`, then patches it."""
 
     def __init__(self, name: str, path: str, finder: _Finder) -> None:
         super().__init__(name, path)
@@ -112,7 +112,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         if self._finder.import_function is not None:
-            # For an import statement, Python looks `__import__` up in the builtins of the module's globals.
+            # For an import statement, Python looks up `__import__` in the builtins of the module's globals.
             module.__dict__["__builtins__"] = _builtins_with(self._finder.import_function)
         super().exec_module(module)
         for patch in self._finder.patches.get(self.name, ()):
@@ -120,7 +120,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _builtins_with(import_function: Callable[..., ModuleType]) -> Mapping[str, Any]:
-    """Python's builtins with another `__import__`."""
+    """Return Python's builtins with another `__import__`."""
     return {**vars(builtins), "__import__": import_function}
 
 
@@ -137,15 +137,15 @@ _OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def bind_te_general_gemm(module: ModuleType) -> None:
-    """The MoE router asks whether te_general_gemm is None, and 0.16 never binds that name without TransformerEngine."""
+    """Bind te_general_gemm: the MoE router compares it with None, and 0.16 binds it with TransformerEngine only."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def keep_step_on_load(module: ModuleType) -> None:
-    """torch's Adam keeps a tensor `step` that the checkpoint's parameter states lack: loading one raises KeyError.
+    """Keep the tensor `step` of torch's Adam on load: the checkpoint's parameter states lack it, which raises KeyError.
 
-    The step itself was restored from the parameter groups just before, so the tensor at hand is the right one.
+    The step itself was restored from the parameter groups just before, so the present tensor is right.
     """
     optimizer = _unfused_optimizer(module)
     if optimizer is None:
@@ -165,7 +165,7 @@ def keep_step_on_load(module: ModuleType) -> None:
 
 
 def allocate_state_before_saving(module: ModuleType) -> None:
-    """state_dict asserts that there is one step among the states; an optimizer that has not stepped has none."""
+    """Allocate Adam's state before saving: state_dict asserts one step in the states, and a new optimizer has none."""
     optimizer = _unfused_optimizer(module)
     if optimizer is None:
         return
@@ -188,7 +188,7 @@ def allocate_state_before_saving(module: ModuleType) -> None:
 
 
 def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give Adam the state it has before its first step, if it has none yet."""
+    """Give Adam the state that it has before its first step, if it has no state yet."""
     if optimizer.state:
         return
     for group in optimizer.param_groups:
@@ -201,9 +201,9 @@ def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def separate_steps_after_load(module: ModuleType) -> None:
-    """load_state_dict gives all states one step tensor, which torch's Adam then advances once a parameter.
+    """Give each state its own step after load_state_dict, which shares one: Adam advances it once for each parameter.
 
-    The steps are silently wrong without this: the bias correction of Adam goes wrong with them.
+    Otherwise the steps are silently wrong, and with them Adam's bias correction.
     """
     optimizer = _unfused_optimizer(module)
     if optimizer is None:
@@ -222,7 +222,7 @@ def separate_steps_after_load(module: ModuleType) -> None:
 
 
 class SharedResults:
-    """Results that a fork hands to its parent, in memory that both share and that ends with them."""
+    """Results that a fork hands to its parent, in memory that both share and that ends with both."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b", buffering=0)
@@ -232,7 +232,7 @@ class SharedResults:
         self._file.write(pickle.dumps(results))
 
     def get_nowait(self) -> Any:
-        """Take the results; half-written ones, of a fork that was killed, do not count."""
+        """Take the results; the half-written results of a killed fork do not count."""
         data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         try:
             return pickle.loads(data)
@@ -242,18 +242,18 @@ class SharedResults:
             self._file.close()
 
 
-def results_without_a_process(module: ModuleType) -> None:
-    """Results of writing a checkpoint travel through a process that is spawned for it.
+def share_write_results(module: ModuleType) -> None:
+    """Pass the results of writing a checkpoint through shared memory, not through a process that is spawned for them.
 
-    It takes seconds, runs the entry script once more, and goes on when a rank is killed. Checkpoints are written by
-    forks here, with which memory can be shared.
+    That process takes seconds to start, runs the entry script again, and survives a rank that is killed. Here forks
+    write checkpoints, and memory can be shared with a fork.
     """
-    # The older name is that of 0.16.
+    # 0.16 has the name with the underscore.
     name = expect_one_of(module, get_write_results_queue=("mp_mode",), _get_write_results_queue=())
     setattr(module, name, lambda mp_mode="spawn": SharedResults())
 
 
-# Warnings that modules of megatron log in every run.
+# Beginnings of warnings that modules of megatron log in every run.
 _NOTICES = (
     "DistributedDataParallel: full_param_layout not provided",
     "GPTModel IS DEPRECATED",
@@ -262,12 +262,12 @@ _NOTICES = (
 
 
 def silence_notices(module: ModuleType) -> None:
-    """Tells every run that a part of megatron-core is to be used otherwise one day, which is for this package to do."""
+    """Drop notices of future changes to megatron-core: this package follows such changes, not its users."""
     logging.getLogger(module.__name__).addFilter(lambda record: not record.getMessage().startswith(_NOTICES))
 
 
 def _unfused_optimizer(module: ModuleType) -> Any:
-    """Return DistributedOptimizer if it runs torch's own Adam, None if TransformerEngine's or apex's is installed."""
+    """Return DistributedOptimizer if it runs torch's own Adam; None if TransformerEngine or apex is installed."""
     if not hasattr(module, "HAVE_APEX_OR_TE") or not hasattr(module, "DistributedOptimizer"):
         raise unknown_megatron(f"{module.__name__} has no HAVE_APEX_OR_TE or no DistributedOptimizer")
     return None if module.HAVE_APEX_OR_TE else module.DistributedOptimizer
@@ -281,7 +281,7 @@ FIXES = (
     Patch(
         "get_write_results_queue",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
-        results_without_a_process,
+        share_write_results,
     ),
     Patch("notice about buffers", "megatron.core.distributed.distributed_data_parallel", silence_notices),
     Patch("notice about GPTModel", "megatron.core.models.gpt.gpt_model", silence_notices),

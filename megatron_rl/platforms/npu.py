@@ -1,6 +1,6 @@
-"""Huawei's Ascend NPUs, by way of torch_npu and MindSpeed.
+"""Huawei's Ascend NPUs, through torch_npu and MindSpeed.
 
-Written against the sources of MindSpeed's branch core_r0.16.0; it has not run on such a machine.
+This module is written against the sources of MindSpeed's branch core_r0.16.0; it has not run on an NPU.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class NpuPlatform(Platform):
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:
-        # MindSpeed has kernels for the others. Its fused rope and fused norm depend on flags of its own.
+        # MindSpeed has kernels for the other fusions. Its fused rope and fused norm depend on its own flags.
         return {"apply_rope_fusion": False, "persist_layer_norm": False}
 
     def _prepare(self) -> None:
@@ -43,17 +43,18 @@ class NpuPlatform(Platform):
         _check_torch_npu()
         _check_mindspeed()
         if not is_bound_to_cores():
-            # Keeps an NPU's threads on that NPU's own cores. torch_npu reads the variable when it is loaded.
+            # This keeps an NPU's threads on that NPU's own cores. torch_npu reads the variable when it is loaded.
             os.environ.setdefault("CPU_AFFINITY_CONF", "1")
 
     def _after_install(self) -> None:
         # torch_npu comes first, since the adaptor needs it. The adaptor installs stand-ins for TransformerEngine and
         # apex before it imports megatron, so nothing may import megatron earlier.
         _load("torch_npu", "run CANN's set_env.sh in this shell, and install the torch_npu that was built for torch")
-        # The adaptor reads the command line itself, and puts the words that it knows, unconverted, into configurations.
-        with _without_words():
+        # The adaptor parses the command line itself, and puts flags that it knows, unconverted, into configurations.
+        with _without_flags():
             _load(
-                "mindspeed.megatron_adaptor", "install MindSpeed from its branch for your megatron-core, and its needs"
+                "mindspeed.megatron_adaptor",
+                "install MindSpeed from its branch for your megatron-core, and its dependencies",
             )
         if not _npu().is_available():
             raise PlatformError("torch_npu finds no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
@@ -123,7 +124,7 @@ class NpuPlatform(Platform):
 
 
 def has_device() -> bool:
-    """Whether torch_npu loads and finds a device. If it does not load, that is logged and another platform chosen."""
+    """Return whether torch_npu loads and finds a device; log a warning if it is installed but does not load."""
     try:
         importlib.import_module("torch_npu")
     except ImportError as error:
@@ -133,7 +134,7 @@ def has_device() -> bool:
 
 
 def _npu() -> Any:
-    """The namespace that torch_npu adds to torch."""
+    """Return the namespace that torch_npu adds to torch."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -145,13 +146,13 @@ def _load(name: str, remedy: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _without_words() -> Iterator[None]:
-    """Within this context the command line has no flags."""
-    words, sys.argv = sys.argv, sys.argv[:1]
+def _without_flags() -> Iterator[None]:
+    """Take the flags off the command line within this context."""
+    arguments, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield
     finally:
-        sys.argv = words
+        sys.argv = arguments
 
 
 def _check_torch_npu() -> None:
@@ -161,7 +162,7 @@ def _check_torch_npu() -> None:
         raise PlatformError(f"torch_npu is not installed: pip install torch_npu=={wanted}, beside CANN")
     if _leading(found, 3) != wanted:
         raise PlatformError(
-            f"torch_npu is {found}, torch is {torch.__version__}: the two must be of one version, install "
+            f"torch_npu is {found}, torch is {torch.__version__}: the two must have the same version, install "
             f"torch_npu=={wanted} or the torch that this torch_npu was built for"
         )
 
@@ -172,8 +173,8 @@ def _check_mindspeed() -> None:
     if minor not in _MINDSPEED:
         raise PlatformError(
             f"NPUs are supported with megatron-core {', '.join(_MINDSPEED)}, and this is {megatron}: from 0.17 on "
-            "MindSpeed leaves Megatron to MegatronAdaptor and TransformerEngineNPU, which nothing here has been tried "
-            f"with; pip install 'megatron-core=={', '.join(_MINDSPEED)}.*'"
+            "MindSpeed leaves Megatron to MegatronAdaptor and TransformerEngineNPU, with which this package has not "
+            f"been tried; pip install 'megatron-core=={', '.join(_MINDSPEED)}.*'"
         )
     branch, version = _MINDSPEED[minor]
     remedy = f"git checkout {branch} in a clone of MindSpeed, then pip install -e MindSpeed"
@@ -187,5 +188,5 @@ def _check_mindspeed() -> None:
 
 
 def _leading(version: str, count: int) -> str:
-    """The first numbers of a version: 2.7 of 2.7.1.post2 for a count of 2."""
+    """Return the first `count` numbers of a version: 2.7 of 2.7.1.post2 for a count of 2."""
     return ".".join(map(str, versions.release(version)[:count]))

@@ -113,7 +113,7 @@ def writing_module(**functions) -> ModuleType:
 )
 def test_results_travel_through_shared_memory_whatever_the_function_is_called(name, function, arguments):
     module = writing_module(**{name: function})
-    megatron_patches.results_without_a_process(module)
+    megatron_patches.share_write_results(module)
     results = getattr(module, name)(*arguments)
     assert isinstance(results, SharedResults)
     results.put({0: "written"})
@@ -133,7 +133,7 @@ def test_results_travel_through_shared_memory_whatever_the_function_is_called(na
 )
 def test_a_queue_of_results_that_is_not_known_is_an_error(functions, message):
     with pytest.raises(PlatformError, match=message):
-        megatron_patches.results_without_a_process(writing_module(**functions))
+        megatron_patches.share_write_results(writing_module(**functions))
 
 
 @pytest.mark.parametrize("name", ["write_preloaded_data_multiproc", "write_preloaded_data_multithread"])

@@ -220,7 +220,7 @@ def test_a_patch_refuses_a_megatron_core_that_it_does_not_know():
     module.DistributedOptimizer = DistributedOptimizer
     with pytest.raises(PlatformError, match=r"megatron-core .*takes \(self, state_dict, strict\), expected"):
         megatron_patches.separate_steps_after_load(module)
-    with pytest.raises(PlatformError, match="is not there"):
+    with pytest.raises(PlatformError, match="does not exist"):
         megatron_patches.keep_step_on_load(module)
     with pytest.raises(PlatformError, match="HAVE_APEX_OR_TE"):
         megatron_patches.keep_step_on_load(ModuleType("megatron.core.optimizer.distrib_optimizer"))
@@ -279,7 +279,7 @@ def test_the_npu_adaptor_comes_before_megatron_and_a_failed_one_installs_nothing
     ("installed", "message"),
     [
         ({"torch_npu": None}, "torch_npu is not installed: pip install torch_npu=="),
-        ({"torch_npu": "2.1.0.post3"}, "torch_npu is 2.1.0.post3, torch is .* must be of one version"),
+        ({"torch_npu": "2.1.0.post3"}, "torch_npu is 2.1.0.post3, torch is .* must have the same version"),
         ({"mindspeed": None}, "mindspeed is not installed: git checkout core_r0.16.0"),
         ({"mindspeed": "0.12.1"}, "mindspeed is 0.12.1, megatron-core is 0.16.1, .* core_r0.16.0"),
         ({"megatron-core": "0.17.1"}, "with megatron-core 0.16, and this is 0.17.1: .*MegatronAdaptor"),
