@@ -74,13 +74,13 @@ _WAYS_OUT = {
     errno.EDQUOT: "remove files that count towards the quota or have it raised, then resume",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), then resume",
 }
-"""What to do about each error that writing raises for want of room."""
+"""Remedies, by the codes of errors that report a lack of room when a file is written."""
 
 
 def find_no_room(error: BaseException | str, *places: Path) -> NoRoom | None:
-    """Return the error to report if `error`, or one that led to it, was raised for want of room; else None.
+    """Return the error to report if `error`, or one of its causes, reports a lack of room; None otherwise.
 
-    The file is in one of `places` if the error does not name it. Of another process's error there is only the text.
+    If the error does not name its file, the file is in one of `places`. Another process's error is given as its text.
     """
     if isinstance(error, str):
         code = next((code for code in _WAYS_OUT if os.strerror(code) in error), None)
@@ -95,7 +95,7 @@ def find_no_room(error: BaseException | str, *places: Path) -> NoRoom | None:
 
 
 def describe_failed_write(error: OSError, path: Path) -> str:
-    """Return why `path` could not be written and, for want of room, how much is free and what to do."""
+    """Describe why `path` could not be written; if room is lacking, add the free bytes and the remedy."""
     reason = error.strerror or str(error)
     if error.errno not in _WAYS_OUT:
         return f"{reason}; mend this, then resume"
@@ -104,7 +104,7 @@ def describe_failed_write(error: OSError, path: Path) -> str:
 
 @contextlib.contextmanager
 def room_checked(*places: Path) -> Iterator[None]:
-    """Within this context, raise NoRoom in place of an error of writing for want of room, as `find_no_room` does."""
+    """Raise NoRoom within this context in place of an error that reports a lack of room: see `find_no_room`."""
     try:
         yield
     except MegatronRLError:
@@ -126,7 +126,7 @@ def _build_no_room(code: int, places: Sequence[Path]) -> NoRoom:
 
 
 def _describe_free(path: Path) -> str:
-    """Return, to follow a name or a reason, how much room the disk has there."""
+    """Describe the free bytes of a path's disk, as text to follow a name or a reason."""
     existing = next((place for place in (path, *path.parents) if place.exists()), None)
     if existing is None:
         return ""

@@ -38,7 +38,7 @@ class Requirement:
 
 PYTHON = Requirement("python", "3.11", "3.15", "start with another python")
 TESTED_PYTHONS = ("3.11", "3.12")
-"""Those that tests run on. Engines were tried on the first alone."""
+"""The versions of Python that tests run on. Engines have run on the first version only."""
 MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megatron-core>=0.16,<0.20'")
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)

@@ -281,8 +281,8 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
         raise _damaged(path, offset, f"{error}") from None
     if isinstance(record, _SubmissionBegun) and record.wire != WIRE_VERSION:
         raise JournalDamaged(
-            f"{path} has wire version {record.wire}, and this megatron_rl {WIRE_VERSION}: {_REMEDY}; or resume with "
-            "the one that wrote it"
+            f"{path} has wire version {record.wire}, and this megatron_rl has {WIRE_VERSION}: {_REMEDY}; or resume "
+            "with the megatron_rl that wrote it"
         )
     return record
 

@@ -109,7 +109,7 @@ def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_rem
     with monkeypatch.context() as earlier:
         earlier.setattr(journals, "WIRE_VERSION", 1)
         write(path, [4])
-    said = "has wire version 1, and this megatron_rl 2: move the file away and resume from the checkpoint"
+    said = "has wire version 1, and this megatron_rl has 2: move the file away and resume from the checkpoint"
     with pytest.raises(JournalDamaged, match=said):
         Journal(path, SUBMISSION)
 
