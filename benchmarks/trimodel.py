@@ -31,7 +31,7 @@ from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.mcore.model.gpt import build_model
 from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.forward_step import Cast, PolicyStep, compute_log_probs, loss_scale, run_schedule
+from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import build_policy, build_reference
 from megatron_rl.mcore.step.roles import SeparateRoles, TriModel
 from megatron_rl.protocol.wire import Slot
@@ -232,7 +232,9 @@ def _one_stage(problem: Problem, rounds: int) -> Times:
         policy = bench.policy.wrapped
 
         # Each role is the policy's.
-        on_policy = PolicyStep(policy, Cast(reference=0), bench.objective, 1.0, loss_scale(len(micro_batches)))
+        on_policy = PolicyStep(
+            policy, RoleAssignment(reference=0), bench.objective, 1.0, loss_scale(len(micro_batches))
+        )
 
         parts = {
             "fused": lambda: bench.run_fused(slots),

@@ -107,10 +107,10 @@ class Learner:
         micro_batches.wait_for_first()
         with self._timeline.part("schedule"):
             policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
-            cast = self._roles.cast(micro_batches, update, reference_is_policy)
-            step = PolicyStep(policy, cast, self._objective, self._roles.temperature, scale)
-            step.trace = self._trace
-            step.num_kept = self._num_kept
+            assignment = self._roles.assign(micro_batches, update, reference_is_policy)
+            step = PolicyStep(
+                policy, assignment, self._objective, self._roles.temperature, scale, self._trace, self._num_kept
+            )
             reports = run_schedule(step, policy, micro_batches)
             self._kept |= step.kept
             if update == 0 and slots.division.plan.num_updates > 1:

@@ -18,7 +18,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step import roles as roles_of_updates
-from megatron_rl.mcore.step.forward_step import Cast, PolicyStep
+from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.mcore.step.piggyback import Piggyback
 from megatron_rl.mcore.step.policy import build_policy, build_reference
 from megatron_rl.mcore.step.roles import TriModel, build_roles
@@ -203,13 +203,13 @@ def swapped_on_the_way() -> contextlib.AbstractContextManager:
 
 
 def swapped_at_last() -> contextlib.AbstractContextManager:
-    cast = TriModel.cast
+    assign = TriModel.assign
 
-    def swap(self: TriModel, *arguments: Any) -> Cast:
-        true = cast(self, *arguments)
+    def swap(self: TriModel, *arguments: Any) -> RoleAssignment:
+        true = assign(self, *arguments)
         return true if true.reference is None else dataclasses.replace(true, old=true.reference, reference=true.old)
 
-    return mock.patch.object(TriModel, "cast", swap)
+    return mock.patch.object(TriModel, "assign", swap)
 
 
 def never_taken() -> contextlib.AbstractContextManager:

@@ -20,7 +20,7 @@ from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data.batch import Batch, Batcher
-from megatron_rl.mcore.step.forward_step import Cast, PolicyStep
+from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.protocol import wire
 from tests.grpo_twin import Group
@@ -136,9 +136,9 @@ def our_update(
         tokens_N = batch.pack.tokens_T.index_select(0, batch.pack.target_rows_N)
         with torch.no_grad():
             frozen = [log_probs(models[role], tokens_N, batch.pack.target_tokens_N) for role in ("old", "reference")]
-        cast = Cast(old=1, reference=2, known=[{batch.index: values} for values in frozen])
+        assignment = RoleAssignment(old=1, reference=2, known=[{batch.index: values} for values in frozen])
         output_tensor = log_probs(policy, tokens_N, batch.pack.target_tokens_N)
-        loss, _ = PolicyStep([], cast, objective, 1.0, 1.0).loss_func(batch, [], output_tensor)
+        loss, _ = PolicyStep([], assignment, objective, 1.0, 1.0).loss_func(batch, [], output_tensor)
         loss.backward()
         total += loss.item()
         share += objective.share(batch.num_targets, batch.num_responses)

@@ -3,6 +3,7 @@
 Letters: N targets.
 """
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,22 +51,25 @@ class MicroBatches(Protocol[M_co]):
 class ForwardStep:
     """What a schedule calls for each micro-batch and chunk; this one computes log-probs of targets, and no loss."""
 
-    communicator: Piggyback | None = None
-    """Replaces the communicator that Megatron sends and receives with between pipeline stages."""
-    trace: StepTrace | None = None
-    """Notes what is computed when."""
-    role = POLICY
-    """Whose log-probs the trace says that these are."""
-
-    def __init__(self, temperature: float = 1.0):
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        trace: StepTrace | None = None,
+        role: str = POLICY,
+        communicator: Piggyback | None = None,
+    ):
+        """`trace` records when each pass of `role` runs. `communicator` replaces Megatron's between pipeline stages."""
+        self.trace = trace
+        self.communicator = communicator
         self._temperature = temperature
+        self._role = role
 
     def forward_step(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk; return its hidden states or log-probs, and the loss function."""
         micro_batch: Pack | Batch = next(data_iterator)
         pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
         if isinstance(micro_batch, Batch):
-            self._begin(self.role, micro_batch, model)
+            self._begin(self._role, micro_batch, model)
         return model(pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
@@ -79,7 +83,7 @@ class ForwardStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast:
+class RoleAssignment:
     """Who plays which role in one update: 0 is the policy, 1 and up the frozen models, then the known log-probs."""
 
     old: int = 0
@@ -97,20 +101,28 @@ class PolicyStep(ForwardStep):
     the frozen ones send to the next stage goes in the policy's messages (`piggyback.py`); they have no backward pass.
     """
 
-    num_kept = 0
-    """Of so many of the iteration's first slots the log-probs are kept."""
+    def __init__(
+        self,
+        policy: Model,
+        assignment: RoleAssignment,
+        objective: Objective,
+        temperature: float,
+        scale: float,
+        trace: StepTrace | None = None,
+        num_kept: int = 0,
+    ):
+        """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`.
 
-    def __init__(self, policy: Model, cast: Cast, objective: Objective, temperature: float, scale: float):
-        """The loss is multiplied by `scale`, since the schedule divides it: see `loss_scale`."""
-        super().__init__(temperature)
-        self._cast = cast
+        Keep the log-probs of the iteration's first `num_kept` slots.
+        """
+        super().__init__(temperature, trace, communicator=_open_piggyback(policy, len(assignment.frozen)))
+        self._assignment = assignment
         self._objective = objective
         self._scale = scale
+        self._num_kept = num_kept
         self.kept: dict[int, torch.Tensor] = {}
         """By slot: its targets' log-probs under the policy that sampled, as the trainer computes them."""
         self._with_entropies = objective.config.entropy_coef > 0
-        if cast.frozen and parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            self.communicator = Piggyback(get_model_config(policy[0]), len(cast.frozen))
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk of the frozen models and of the policy."""
@@ -131,34 +143,34 @@ class PolicyStep(ForwardStep):
 
         Nothing is divided here: `training/learner.py` divides once per update, by the denominator of all replicas.
         """
-        cast, sequences_N = self._cast, batch.pack.target_sequences_N
+        assignment, sequences_N = self._assignment, batch.pack.target_sequences_N
         policy_N, entropies_N = output_tensor.unbind(1) if self._with_entropies else (output_tensor, None)
-        known = (of_model[batch.index] for of_model in cast.known)
+        known = (of_model[batch.index] for of_model in assignment.known)
         log_probs_N = [policy_N.detach(), *frozen_outputs, *known]
-        reference_N = None if cast.reference is None else log_probs_N[cast.reference]
+        reference_N = None if assignment.reference is None else log_probs_N[assignment.reference]
         loss, statistics = self._objective.loss(
-            RoleLogProbs(policy_N, log_probs_N[cast.old], reference_N, entropies_N),
+            RoleLogProbs(policy_N, log_probs_N[assignment.old], reference_N, entropies_N),
             batch.engine_log_probs_N,
             # index_select: its result does not depend on the number of threads.
             batch.advantages_S.index_select(0, sequences_N),
             sequences_N,
             batch.lengths_S,
         )
-        if batch.index < self.num_kept:
-            self.kept[batch.index] = log_probs_N[cast.old]
+        if batch.index < self._num_kept:
+            self.kept[batch.index] = log_probs_N[assignment.old]
         return loss * self._scale, {"statistics": statistics}
 
     def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:
         """Run the micro-batch through the same chunk of each frozen model."""
         chunk = unwrap(model)
         hidden = chunk.decoder.input_tensor
-        inputs: list[torch.Tensor | None] = [None] * len(self._cast.frozen)
+        inputs: list[torch.Tensor | None] = [None] * len(self._assignment.frozen)
         if self.communicator is not None and hidden is not None:
             inputs = [*self.communicator.take(hidden)]
-        chunks = [frozen[chunk.vp_stage or 0] for frozen in self._cast.frozen]
+        chunks = [frozen[chunk.vp_stage or 0] for frozen in self._assignment.frozen]
         outputs = []
         for number, given in enumerate(zip(chunks, inputs, strict=True), start=1):
-            self._begin("reference" if number == self._cast.reference else "old", batch, model)
+            self._begin("reference" if number == self._assignment.reference else "old", batch, model)
             outputs.append(self._run_frozen(batch.pack, *given))
         return outputs
 
@@ -169,6 +181,40 @@ class PolicyStep(ForwardStep):
         # Otherwise the chunk would keep the previous stage's hidden states until the next micro-batch.
         unwrap(chunk).set_input_tensor([None])
         return output
+
+
+class SupervisedStep(ForwardStep):
+    """Runs a pack through the model, and sums minus the log-probs of its targets."""
+
+    def __init__(self, scale: float, trace: StepTrace | None = None):
+        """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`."""
+        super().__init__(trace=trace)
+        self._scale = scale
+        # How many micro-batches each chunk was given.
+        self._num_given: collections.Counter[int] = collections.Counter()
+
+    def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run the next pack through a chunk."""
+        pack = next(data_iterator)
+        chunk = unwrap(model).vp_stage or 0
+        if self.trace is not None:
+            self.trace.begin_forward(self._role, chunk, self._num_given[chunk], pack.num_tokens)
+        self._num_given[chunk] += 1
+        output_tensor = model(pack, self._temperature)
+        auxiliary.weigh_losses(output_tensor, pack.num_targets, get_model_config(model))
+        return output_tensor, self.loss_func
+
+    def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        """Return the sum of a micro-batch's losses. `training/supervised` divides once per update."""
+        loss = -output_tensor.sum()
+        return loss * self._scale, {"loss": loss.detach()}
+
+
+def _open_piggyback(policy: Model, num_frozen: int) -> Piggyback | None:
+    """Return the communicator that frozen hidden states need, or None if none leave this stage."""
+    if num_frozen == 0 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return None
+    return Piggyback(get_model_config(policy[0]), num_frozen)
 
 
 def run_schedule(
@@ -229,8 +275,7 @@ def compute_log_probs(
     role: str = POLICY,
 ) -> list[torch.Tensor]:
     """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
-    step = ForwardStep(temperature)
-    step.trace, step.role = trace, role
+    step = ForwardStep(temperature, trace, role)
     # The schedules leave no_grad to their caller.
     with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
         reports = run_schedule(step, model, micro_batches, forward_only=True)

@@ -9,7 +9,7 @@ from megatron_rl.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.mcore.model.gpt import build_model
 from megatron_rl.mcore.session import Session
-from megatron_rl.mcore.step.forward_step import Cast, Model, compute_log_probs
+from megatron_rl.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.mcore.step.optimizer import force_param_sync
 from megatron_rl.mcore.step.policy import Policy, Reference
 from megatron_rl.mcore.step.trace import StepTrace
@@ -21,7 +21,7 @@ class Roles(Protocol):
     temperature: float
     """Logits are divided by it before log-probs are taken, under every role."""
 
-    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
         """Say who plays which role in an update; `reference_is_policy` holds at the start of the iteration."""
         ...
 
@@ -44,17 +44,19 @@ class TriModel:
         self._old = old
         self.temperature = temperature
 
-    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
         reference = self._reference
         if update == 0:
             if reference is None:
-                return Cast()
-            return Cast(reference=0) if reference_is_policy else Cast(reference=1, frozen=[reference])
+                return RoleAssignment()
+            if reference_is_policy:
+                return RoleAssignment(reference=0)
+            return RoleAssignment(reference=1, frozen=[reference])
         if reference is None:
-            return Cast(old=1, frozen=[self._room()])
+            return RoleAssignment(old=1, frozen=[self._room()])
         if reference_is_policy:
-            return Cast(old=1, reference=1, frozen=[reference])
-        return Cast(old=1, reference=2, frozen=[self._room(), reference])
+            return RoleAssignment(old=1, reference=1, frozen=[reference])
+        return RoleAssignment(old=1, reference=2, frozen=[self._room(), reference])
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         # This comes after a pass, which has gathered the parameters that are gathered late.
@@ -80,7 +82,7 @@ class SeparateRoles:
         self._old: dict[int, torch.Tensor] = {}
         self.temperature = temperature
 
-    def cast(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> Cast:
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
         if update == 1:
             # Megatron gathers parameters that are gathered late once after each backward pass. The old role's pass
             # came between it and the step, so the first pass after the step would run on what was gathered before.
@@ -92,7 +94,7 @@ class SeparateRoles:
             if update > 0 or not reference_is_policy:
                 known.append(self._log_probs(self._reference, micro_batches, "reference"))
                 reference = len(known)
-        return Cast(old=old, reference=reference, known=known)
+        return RoleAssignment(old=old, reference=reference, known=known)
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         later = slots.after(0)

@@ -8,9 +8,8 @@ import torch
 
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.auxiliary import take_losses
-from megatron_rl.mcore.step.forward_step import is_reporter, loss_scale, run_schedule
+from megatron_rl.mcore.step.forward_step import SupervisedStep, is_reporter, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import Policy
-from megatron_rl.mcore.step.supervised import SupervisedStep
 from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.learner import TrainingFailed, make_update, sum_over_replicas
@@ -43,8 +42,7 @@ class SupervisedLearner:
         """Make one update; raise before one whose loss is not finite."""
         wrapped = self._policy.wrapped
         with self._timeline.part("schedule"):
-            step = SupervisedStep(loss_scale(len(packs)))
-            step.trace = self._trace
+            step = SupervisedStep(loss_scale(len(packs)), self._trace)
             reports = run_schedule(step, wrapped, packs)
             losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
         with self._timeline.part("agree"):
