@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.model import offload
+from megatron_rl.mcore.model import frozen
 from megatron_rl.platforms.cpu_torch import Event, Stream
 
 NUM_LAYERS, WIDTH, VOCAB = 5, 4, 11
@@ -72,7 +72,7 @@ def test_a_layer_is_on_the_device_only_while_it_computes() -> None:
     chunk: Any = Chunk()
     expected = chunk(ids)
     device: Any = Device()
-    offload.offload([chunk], device)
+    frozen.offload([chunk], device)
     hosts = {values.data_ptr() for values in device.hosts}
     seen: list[list[int]] = []
 
@@ -92,7 +92,7 @@ def test_a_layer_is_on_the_device_only_while_it_computes() -> None:
 def test_the_next_layer_is_copied_while_one_computes_and_at_most_two_are_on_the_device() -> None:
     device: Any = Device()
     chunk: Any = Chunk()
-    offload.offload([chunk], device)
+    frozen.offload([chunk], device)
     chunk(torch.arange(3))
     num_parts = NUM_LAYERS + 2
     assert device.asked.count("copy") == device.asked.count("computing waits for copying") == num_parts
@@ -104,7 +104,7 @@ def test_the_next_layer_is_copied_while_one_computes_and_at_most_two_are_on_the_
 def test_weights_written_between_passes_are_used_by_the_next_one() -> None:
     chunk: Any = Chunk()
     device: Any = Device()
-    offload.offload([chunk], device)
+    frozen.offload([chunk], device)
     for parameter in chunk.parameters():
         parameter.fill_(0.0)
     assert torch.equal(chunk(torch.arange(3)), torch.zeros(3, VOCAB))

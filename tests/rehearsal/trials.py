@@ -9,7 +9,7 @@ from unittest import mock
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.data.batch import Batch
-from megatron_rl.mcore.model import offload
+from megatron_rl.mcore.model import frozen
 from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.training import learner
 from tests.distributed.grpo_trials import Seen, run_trials
@@ -103,7 +103,7 @@ def _no_wait_for_a_layers_copy() -> AbstractContextManager:
 
 
 def _hosts_weights_changed_while_copied() -> AbstractContextManager:
-    true = offload._Part.fetch
+    true = frozen._OffloadedPart.fetch
 
     def fetch(self: Any, queue: Any) -> None:
         is_new = not self._copies
@@ -111,7 +111,7 @@ def _hosts_weights_changed_while_copied() -> AbstractContextManager:
         if is_new:
             self._host[0].add_(1)
 
-    return mock.patch.object(offload._Part, "fetch", fetch)
+    return mock.patch.object(frozen._OffloadedPart, "fetch", fetch)
 
 
 def _no_wait_before_a_layers_copy() -> AbstractContextManager:
