@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Attention, triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
-from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
+from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import NAMES, Case, errors
@@ -49,8 +49,8 @@ def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_tiles() -> Iterator[None]:
-    def small_tables(layout: Layout, device: torch.device) -> Tables:
-        return Tables.of(layout, device, tile=16, short_item=16)
+    def small_tables(layout: Layout, device: torch.device) -> TileTables:
+        return TileTables.of(layout, device, tile=16, short_item=16)
 
     with (
         mock.patch.object(triton_fused, "prepare", small_tables),

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import flash_npu, gather, merge
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences, VarlenFlash
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.npu_operators import NpuOperators
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
@@ -55,7 +55,7 @@ def test_gathered_keys_take_one_call_of_the_npu(operators: NpuOperators) -> None
 def test_reading_the_npus_statistics_in_another_order_would_be_found(
     operators: NpuOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def as_shaped(queries: Sequences, num_heads: int) -> torch.Tensor:
+    def as_shaped(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
         return torch.arange(queries.num_rows * num_heads).view(-1, num_heads).T
 
     monkeypatch.setattr(flash_npu, "_places_HN", as_shaped)

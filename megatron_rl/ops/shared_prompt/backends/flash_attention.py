@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.shared_prompt.backends import Conditions, merge
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences, VarlenFlash
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 # The kernels take this for "no window", on either side.
@@ -50,8 +50,8 @@ def attend(
     q_NHD: torch.Tensor,
     k_MGD: torch.Tensor,
     v_MGD: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,8 +78,8 @@ def gradients(
     v_MGD: torch.Tensor,
     out_NHD: torch.Tensor,
     lse_HN: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, Sequences
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets
 
 # How often the operators write each statistic, and the side of the square mask that stands for any causal mask.
 _COPIES = 8
@@ -25,8 +25,8 @@ def attend(
     q_NHD: torch.Tensor,
     k_MGD: torch.Tensor,
     v_MGD: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +53,8 @@ def gradients(
     v_MGD: torch.Tensor,
     out_NHD: torch.Tensor,
     lse_HN: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
-def _places_HN(queries: Sequences, num_heads: int) -> torch.Tensor:
+def _places_HN(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
     """Find where the operators keep each head and row: a sequence's heads follow each other, each with all its rows."""
     offsets_S = queries.offsets_S.long()
     lengths_S = offsets_S.diff()

@@ -19,7 +19,7 @@ OPERATORS = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequences:
+class SequenceOffsets:
     """Where sequences begin in a buffer; the last offset is the buffer's length."""
 
     offsets_S: torch.Tensor
@@ -28,7 +28,7 @@ class Sequences:
     longest: int
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Sequences":
+    def of(cls, lengths: list[int], device: torch.device) -> "SequenceOffsets":
         """Lay out sequences of those lengths, one behind the other."""
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
@@ -52,15 +52,15 @@ class Level:
 
     query_rows_N: torch.Tensor
     key_rows_M: torch.Tensor
-    queries: Sequences
-    keys: Sequences
+    queries: SequenceOffsets
+    keys: SequenceOffsets
 
 
 @dataclasses.dataclass(frozen=True)
 class VarlenFlash:
     """Attention in one call per level, each row's results merged."""
 
-    strands: Sequences
+    strands: SequenceOffsets
     levels: tuple[Level, ...]
     kernels: Kernels
 
@@ -80,11 +80,13 @@ class VarlenFlash:
                 Level(
                     _indices([rows for ranges in below.values() for rows in ranges], device),
                     _indices(list(below), device),
-                    Sequences.of(queries, device),
-                    Sequences.of([rows.length for rows in below], device),
+                    SequenceOffsets.of(queries, device),
+                    SequenceOffsets.of([rows.length for rows in below], device),
                 )
             )
-        return cls(Sequences.of([strand.rows.length for strand in found], device), tuple(levels), kernels or TORCH)
+        return cls(
+            SequenceOffsets.of([strand.rows.length for strand in found], device), tuple(levels), kernels or TORCH
+        )
 
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
@@ -146,8 +148,8 @@ def attend(
     q_NHD: torch.Tensor,
     k_MGD: torch.Tensor,
     v_MGD: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,8 +177,8 @@ def gradients(
     v_MGD: torch.Tensor,
     out_NHD: torch.Tensor,
     lse_HN: torch.Tensor,
-    queries: Sequences,
-    keys: Sequences,
+    queries: SequenceOffsets,
+    keys: SequenceOffsets,
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:

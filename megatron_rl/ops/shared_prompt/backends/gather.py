@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Sequences
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 
 
@@ -28,8 +28,8 @@ class Gathered:
     rows_N: torch.Tensor
     query_lengths: list[int]
     key_lengths: list[int]
-    queries: Sequences
-    keys: Sequences
+    queries: SequenceOffsets
+    keys: SequenceOffsets
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Gathered":
@@ -42,8 +42,8 @@ class Gathered:
             torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows])).to(device),
             query_lengths,
             key_lengths,
-            Sequences.of(query_lengths, device),
-            Sequences.of(key_lengths, device),
+            SequenceOffsets.of(query_lengths, device),
+            SequenceOffsets.of(key_lengths, device),
         )
 
 

@@ -11,7 +11,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Tables:
+class MaskTables:
     """What the mask is made of. The mask itself is made anew for each layer: it would stay with the layout."""
 
     segments_T: torch.Tensor
@@ -19,7 +19,7 @@ class Tables:
     ancestors_SS: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> "Tables":
+    def of(cls, layout: Layout, device: torch.device) -> "MaskTables":
         """Copy them to the device."""
         arrays = (layout.segment_of_token, layout.positions, layout.ancestors)
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
@@ -33,9 +33,9 @@ class Tables:
         return mask_TT
 
 
-def prepare(layout: Layout, device: torch.device) -> Tables:
+def prepare(layout: Layout, device: torch.device) -> MaskTables:
     """Return the tables that the mask is made of."""
-    return layout.once(Tables.of, device)
+    return layout.once(MaskTables.of, device)
 
 
 def attention(

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
-from megatron_rl.ops.shared_prompt.backends.triton_tables import Tables
+from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 NARROWEST, WIDEST = 16, 256
@@ -40,9 +40,9 @@ def refusal(conditions: Conditions) -> str | None:
     return None
 
 
-def prepare(layout: Layout, device: torch.device) -> Tables:
+def prepare(layout: Layout, device: torch.device) -> TileTables:
     """Return the tables of which rows each program computes."""
-    return layout.once(Tables.of, device)
+    return layout.once(TileTables.of, device)
 
 
 def attention(
@@ -71,7 +71,7 @@ def compute_width(head_dim: int) -> int:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, tables: Tables, scale: float
+        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, tables: TileTables, scale: float
     ) -> torch.Tensor:
         inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
         launcher = _Launcher(tables, scale, inputs)
@@ -90,7 +90,7 @@ class _Fused(torch.autograd.Function):
 class _Launcher:
     """Calls the kernels with the arguments that all of them take."""
 
-    def __init__(self, tables: Tables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tables: TileTables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
         q_THD, k_TGD, _ = inputs
         self._tables = tables
         self._scale = scale

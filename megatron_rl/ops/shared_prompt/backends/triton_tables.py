@@ -25,7 +25,7 @@ ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Tables:
+class TileTables:
     """Tables of int32, the longest work first. Rows are rows of the buffer, and an end is exclusive."""
 
     query_tiles: torch.Tensor
@@ -40,7 +40,7 @@ class Tables:
     tile: int
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "Tables":
+    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "TileTables":
         """Make all tables, and copy them to the device in one piece."""
         cut = _Cut.of(layout, tile)
         key_items, sums, num_slots = _key_items(cut, short_item)
