@@ -237,10 +237,10 @@ class _Attention(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
-        q_THD, k_TGD, v_TGD = context.heads_of_all_rows(q_RHD, k_RGD, v_RGD, self.context_group)
+        q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
         totals_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         out_THD: torch.Tensor = _Keeps.apply(q_THD.shape, q_THD, k_TGD, v_TGD, totals_TH)
-        return context.rows_of_all_heads(out_THD, self.context_group).reshape(len(query), 1, -1)
+        return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)
 
 
 class _Experts(torch.nn.Module):

@@ -50,7 +50,7 @@ class _Kind(IntEnum):
     END = 2
 
 
-class Direct:
+class LoneRank:
     """A replica of one rank."""
 
     def fetch(self, ask: Callable[[], bytes]) -> bytes:
@@ -144,7 +144,7 @@ class ReceivingRank:
 def open_relay(group: ReplicaGroup | None, rank: int) -> Relay:
     """Begin an iteration on this rank; `group` is its replica's, None for a replica of one rank."""
     if group is None:
-        return Direct()
+        return LoneRank()
     return FetchingRank(group) if rank == group.first else ReceivingRank(group)
 
 

@@ -38,9 +38,9 @@ def attention(given: Named, group: dist.ProcessGroup | None) -> Named:
     """What comes out, and gradients; of this rank's rows, or without a group of all."""
     rows = slice(None) if group is None else context.own_rows(LAYOUT.num_tokens, group)
     leaves = [given[name][rows].clone().requires_grad_() for name in ("query", "key", "value")]
-    q_THD, k_TGD, v_TGD = leaves if group is None else context.heads_of_all_rows(*leaves, group)
+    q_THD, k_TGD, v_TGD = leaves if group is None else context.exchange_rows_for_heads(*leaves, group)
     out_THD = naive.attention(q_THD, k_TGD, v_TGD, LAYOUT, scale=0.3)
-    out_RHD = out_THD if group is None else context.rows_of_all_heads(out_THD, group)
+    out_RHD = out_THD if group is None else context.exchange_heads_for_rows(out_THD, group)
     gradients = torch.autograd.grad(out_RHD, leaves, given["gradient"][rows])
     return {"out": out_RHD.detach(), **dict(zip(("query", "key", "value"), gradients, strict=True))}
 

@@ -74,6 +74,6 @@ class SharedPromptAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
         layout = packed_seq_params.pack.layout
         q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
-        q_THD, k_TGD, v_TGD = context.heads_of_all_rows(q_RHD, k_RGD, v_RGD, self.context_group)
+        q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
         out_THD = shared_prompt_attention(q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend)
-        return context.rows_of_all_heads(out_THD, self.context_group).reshape(len(query), 1, -1)
+        return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)

@@ -28,7 +28,7 @@ def own_rows(num_tokens: int, group: dist.ProcessGroup) -> slice:
     return slice(group.rank() * length, (group.rank() + 1) * length)
 
 
-def heads_of_all_rows(
+def exchange_rows_for_heads(
     q_RHD: torch.Tensor, k_RHD: torch.Tensor, v_RHD: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
     """Exchange all heads of this rank's rows for this rank's heads of all rows: queries, keys and values.
@@ -48,7 +48,7 @@ def heads_of_all_rows(
     return received_THD.split([part.shape[2] for part in by_rank], dim=1)
 
 
-def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange_heads_for_rows(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange back this rank's heads of all rows for all heads of this rank's rows."""
     if group.size() == 1:
         return out_THD
@@ -56,7 +56,7 @@ def rows_of_all_heads(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return received_PRHD.transpose(0, 1).flatten(1, 2)
 
 
-def of_all_targets(
+def combine_targets(
     log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Combine each rank's values for its own targets into those of all targets, the same on every rank.

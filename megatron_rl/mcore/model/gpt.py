@@ -90,7 +90,7 @@ class PackedGPTModel(GPTModel):
             targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
         )
         log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
-        return context.of_all_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
+        return context.combine_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
 
     def _log_probs(
         self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams

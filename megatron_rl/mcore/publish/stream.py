@@ -80,12 +80,12 @@ class WholeModel:
             if stage == self._stage:
                 for bucket in self._weights.stream(*self._settings):
                     if root == 0:
-                        yield from _handed_over(bucket, self._session.platform)
+                        yield from _hand_over(bucket, self._session.platform)
                     elif bucket:
                         dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
             elif self._session.rank == 0:
                 for specs in self._specs[stage]:
-                    yield from _handed_over(self._receive(specs, root), self._session.platform)
+                    yield from _hand_over(self._receive(specs, root), self._session.platform)
 
     def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
         sizes = [spec.num_elements for spec in specs]
@@ -94,7 +94,7 @@ class WholeModel:
         return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
 
 
-def _handed_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
+def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors that may be read on the stream that is current when each is taken.
 
     vLLM's sender changes its stream whenever it has packed enough, in the middle of a bucket. The policy's parameters
