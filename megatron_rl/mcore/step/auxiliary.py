@@ -1,4 +1,4 @@
-"""The auxiliary losses of routers: how much each micro-batch's weigh in its update, and their values.
+"""Auxiliary losses of routers: the weight of each micro-batch's losses in its update, and their values.
 
 Megatron adds their gradients in the backward pass, times a factor that all routers share. An update's auxiliary
 gradient is the mean over its micro-batches, each weighted by its share of the denominator that divides the update's
@@ -13,11 +13,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) -> None:
-    """Multiply the auxiliary losses of one micro-batch by its share; `output` is what a chunk made of it.
+    """Multiply the auxiliary losses of one micro-batch by its share; `output` is a chunk's output for it.
 
-    The backward pass of a micro-batch through a chunk starts at its output and is never interleaved with another's,
-    even with recomputation: so the factor is set there. The schedule sets its own factor in the forward pass, the same
-    for all micro-batches.
+    The factor is set where the backward pass of a micro-batch through a chunk begins: at the chunk's output. That pass
+    is never interleaved with another one, even with recomputation. The schedule sets its own factor in the forward
+    pass, the same for all micro-batches.
     """
     if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         return
@@ -35,7 +35,7 @@ def take_losses() -> dict[str, float]:
     A part is a sum over micro-batches of means over layers; all ranks' parts add up to the sum over all replicas.
     """
     recorded = _take_recorded()
-    # Of the first a rank holds its own tokens' part, of the second the mean over its tokens.
+    # A rank holds its own tokens' part of the first loss, and the mean over its tokens of the second.
     num_means = {"load_balancing_loss": 1, "z_loss": parallel_state.get_tensor_and_context_parallel_world_size()}
     return {
         f"moe_{name}": sum(recorded[name]) / len(recorded[name]) / count
@@ -45,7 +45,7 @@ def take_losses() -> dict[str, float]:
 
 
 def _take_recorded() -> dict[str, list[float]]:
-    """Return what Megatron's routers have recorded, one value per layer, and clear it."""
+    """Return and clear the losses that Megatron's routers have recorded, one value per layer."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         entries = moe_utils.get_moe_metrics_tracker().metrics
         recorded = {name: entry.values.tolist() for name, entry in entries.items()}

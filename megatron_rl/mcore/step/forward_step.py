@@ -1,4 +1,4 @@
-"""A micro-batch from its slot to the loss: what Megatron's schedules call, and how the schedules are called.
+"""The way of a micro-batch from its slot to the loss: Megatron's schedules, and the functions that they call.
 
 Letters: N targets.
 """
@@ -28,19 +28,19 @@ from megatron_rl.mcore.step.trace import POLICY, StepTrace
 M_co = TypeVar("M_co", covariant=True)
 
 Model = Sequence[torch.nn.Module]
-"""This rank's stages of a model: several with virtual pipeline stages."""
+"""This rank's chunks of a model: one, or one for each virtual pipeline stage."""
 
 Report = dict[str, Any]
-"""What is reported of a micro-batch."""
+"""The results of a micro-batch that `loss_func` reports, by name."""
 
 # The process groups that the schedules and the finalization of gradients would otherwise look up themselves.
 _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
 
 
 class MicroBatches(Protocol[M_co]):
-    """What a run of the schedule consumes. Each of a rank's chunks goes through it once, from its start.
+    """The micro-batches of one run of the schedule. Each of a rank's chunks iterates over them once, from the first.
 
-    The next one may not be there yet: iterating waits for it, inside the schedule.
+    Iterating waits, inside the schedule, until the next micro-batch has arrived.
     """
 
     def __len__(self) -> int: ...
@@ -49,7 +49,7 @@ class MicroBatches(Protocol[M_co]):
 
 
 class ForwardStep:
-    """What a schedule calls for each micro-batch and chunk; this one computes log-probs of targets, and no loss."""
+    """The functions that a schedule calls for each micro-batch and chunk; these compute log-probs and no loss."""
 
     def __init__(
         self,
@@ -73,32 +73,36 @@ class ForwardStep:
         return model(pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
-        """Return no loss, and the micro-batch's log-probs; called on the last stage."""
+        """Return a zero loss and the micro-batch's log-probs; the schedule calls this on the last stage."""
         return output_tensor.new_zeros(()), {"log_probs": output_tensor.detach()}
 
     def _begin(self, role: str, batch: Batch, model: torch.nn.Module) -> None:
-        """Note that a role's forward pass of a micro-batch through a chunk begins; the schedule says when it ends."""
+        """Tell the trace that a role's forward pass through a chunk begins; the schedule tells it the end."""
         if self.trace is not None:
             self.trace.begin_forward(role, unwrap(model).vp_stage or 0, batch.index, batch.pack.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleAssignment:
-    """Who plays which role in one update: 0 is the policy, 1 and up the frozen models, then the known log-probs."""
+    """The numbers of the models that play each role in one update.
+
+    The policy has number 0. The frozen models follow from 1 on, and then the known log-probs.
+    """
 
     old: int = 0
     reference: int | None = None
     frozen: Sequence[Model] = ()
-    """Models that are run beside the policy."""
+    """Models without gradients that run beside the policy."""
     known: Sequence[Mapping[int, torch.Tensor]] = ()
-    """The log-probs of models that were run before, by slot."""
+    """The log-probs of models that ran earlier, by slot."""
 
 
 class PolicyStep(ForwardStep):
     """Runs a micro-batch of an update through the frozen models and the policy, and computes its GRPO loss.
 
-    Each stage runs a micro-batch through its part of the frozen models, without gradients, and then of the policy. What
-    the frozen ones send to the next stage goes in the policy's messages (`piggyback.py`); they have no backward pass.
+    Each stage first runs a micro-batch through its part of the frozen models, without gradients, and then through its
+    part of the policy. Hidden states of the frozen models travel to the next stage in the policy's messages
+    (`piggyback.py`). Frozen models have no backward pass.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class PolicyStep(ForwardStep):
         self._scale = scale
         self._num_kept = num_kept
         self.kept: dict[int, torch.Tensor] = {}
-        """By slot: its targets' log-probs under the policy that sampled, as the trainer computes them."""
+        """The log-probs of each kept slot's targets under the policy that sampled, as the trainer computes them."""
         self._with_entropies = objective.config.entropy_coef > 0
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -184,13 +188,13 @@ class PolicyStep(ForwardStep):
 
 
 class SupervisedStep(ForwardStep):
-    """Runs a pack through the model, and sums minus the log-probs of its targets."""
+    """Runs a pack of demonstrations through the model; the loss of a target is minus its log-prob."""
 
     def __init__(self, scale: float, trace: StepTrace | None = None):
         """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`."""
         super().__init__(trace=trace)
         self._scale = scale
-        # How many micro-batches each chunk was given.
+        # The number of micro-batches that each chunk was given.
         self._num_given: collections.Counter[int] = collections.Counter()
 
     def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -211,7 +215,7 @@ class SupervisedStep(ForwardStep):
 
 
 def _open_piggyback(policy: Model, num_frozen: int) -> Piggyback | None:
-    """Return the communicator that frozen hidden states need, or None if none leave this stage."""
+    """Return the communicator for frozen hidden states; None if none travel between stages."""
     if num_frozen == 0 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return None
     return Piggyback(get_model_config(policy[0]), num_frozen)
@@ -226,8 +230,8 @@ def run_schedule(
     """
     config = get_model_config(model[0])
     config.finalize_model_grads_func = None if forward_only else finalize_model_grads
-    # Without it an overlapped reduction always starts after as many micro-batches as the first call had, and the
-    # gradients of later ones are lost.
+    # Without it, an overlapped reduction starts after the number of micro-batches of the first call, and the gradients
+    # of later micro-batches are lost.
     config.no_sync_func = _no_sync(model)
     iterators = [iter(micro_batches) for _ in model]
     is_interleaved = len(model) > 1
@@ -283,18 +287,18 @@ def compute_log_probs(
 
 
 def is_reporter() -> bool:
-    """Whether this rank reports for its replica: it sees losses, and is the first of the ranks that do."""
+    """Check whether this rank reports for its replica: it is the first of the ranks that compute losses."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
 
 
 @contextlib.contextmanager
 def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int) -> Iterator[None]:
-    """Have Megatron tell the trace what it does when, through the hook that it has for timers."""
+    """Have Megatron tell the trace when its passes begin and end, through its hook for timers."""
     if trace is None:
         yield
         return
     before = config.timers
-    config.timers = trace.timer if before is None else trace.beside(before)
+    config.timers = trace.timer if before is None else trace.combine_with(before)
     trace.begin_schedule(num_chunks)
     try:
         yield
@@ -317,7 +321,7 @@ def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
 
 
 def _no_sync(model: Model) -> Any:
-    """Return, as the schedules want it, what keeps gradients from being reduced before the last micro-batch."""
+    """Return the contexts that delay the reduction of gradients to the last micro-batch, in the schedules' form."""
     functions = [chunk.no_sync for chunk in model if isinstance(chunk, DistributedDataParallel)]
     if not functions:
         return None

@@ -20,16 +20,16 @@ from megatron_rl.mcore.model.gpt import unwrap
 
 @dataclasses.dataclass(frozen=True)
 class UpdateResult:
-    """What one update did."""
+    """The outcome of one update."""
 
-    # False only with float16 and a loss scale that adapts: the gradients overflowed, and the next scale is smaller.
     was_taken: bool
-    # Before clipping, of all parameters; NaN if the update was not taken.
+    """False only with float16 and an adaptive loss scale: the gradients overflowed, and the next scale is smaller."""
     gradient_norm: float
-    # Only with --log-num-zeros-in-grad.
+    """The norm of all parameters' gradients before clipping; NaN if the update was not taken."""
     num_zeros: int | None
-    # The rate of this update, not of the next.
+    """The number of zeros among the gradients; None without --log-num-zeros-in-grad."""
     learning_rate: float
+    """The rate of this update, not of the next one."""
 
     @property
     def is_finite(self) -> bool:
@@ -38,11 +38,11 @@ class UpdateResult:
 
 
 class NonFiniteGradient(MegatronRLError):
-    """Gradients that are not finite: no update can be made of them."""
+    """Gradients that are not finite, and so cannot be applied."""
 
 
 def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build Megatron's optimizer of the chunks that `wrap` returned, and tell the schedules what they need of it."""
+    """Build Megatron's optimizer of the chunks that `wrap` returned, and hand its functions to the schedules."""
     optimizer = get_megatron_optimizer(
         copy.copy(settings.optimizer),
         list(wrapped),
@@ -69,7 +69,7 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer, num_update
 
 
 def resolve_schedule(settings: Settings, num_updates: int) -> dict[str, Any]:
-    """Resolve what flags say of the schedule, and a checkpoint remembers of it, under the scheduler's own names."""
+    """Resolve the flags' schedule to values under the scheduler's own names, as a checkpoint has them too."""
     schedule, config = settings.schedule, settings.optimizer
     decay = num_updates if schedule.lr_decay_iters is None else schedule.lr_decay_iters
     warmup: float = schedule.lr_warmup_iters
@@ -135,8 +135,8 @@ def force_param_sync(wrapped: Sequence[DistributedDataParallel]) -> None:
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Let experts that have an optimizer of their own share one loss scale with the rest.
 
-    The loss is multiplied by a single scale. Megatron gives each optimizer its own: after an overflow in only one of
-    them, the other would divide by a scale that the loss was not multiplied by.
+    The loss is multiplied by a single scale, and Megatron gives each optimizer a scale of its own. After an overflow in
+    only one optimizer, the other would divide by a different scale than the loss was multiplied by.
     """
     chained = getattr(optimizer, "chained_optimizers", ())
     scalers = [one.grad_scaler for one in chained if getattr(one, "grad_scaler", None)]
@@ -163,7 +163,7 @@ class _NonFiniteNorm(Exception):
 
 
 def _refuse_non_finite_norms(optimizer: MegatronOptimizer) -> None:
-    """Stop between the norm and the step: Megatron clips by an infinite norm, and lets NaN through."""
+    """Raise before the step if the norm is not finite: Megatron clips by an infinite norm, and lets NaN through."""
     measure = optimizer.get_grad_norm
 
     def checked() -> float:
@@ -186,13 +186,16 @@ def _adapts_loss_scale(optimizer: MegatronOptimizer) -> bool:
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Return the rate of the parameters without one of their own; ranks without parameters know it too."""
+    """Return the rate of the parameters that have no rate of their own, even on a rank without parameters."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return float(optimizer.param_groups[0]["lr"] if rate is None else rate)
 
 
 def _connect(optimizer: MegatronOptimizer, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Set what Megatron's training loop sets on the model's configuration; `run_schedule` sets `no_sync_func`."""
+    """Set the functions in the model's configuration that Megatron's training loop would set.
+
+    `run_schedule` sets `no_sync_func`.
+    """
     config = get_model_config(wrapped[0])
     config.grad_scale_func = optimizer.scale_loss
     ddp = wrapped[0].ddp_config
@@ -210,7 +213,7 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _await_output_weight(chunk: DistributedDataParallel) -> None:
-    """Wait for the output layer's weight: Megatron waits when a module is called, which this one never is."""
+    """Wait for the output layer's weight: Megatron waits when a module is called, and this one is never called."""
     inner = unwrap(chunk)
     if not inner.post_process:
         return

@@ -1,4 +1,4 @@
-"""The model that is trained, and the reference: their stages, the optimizer, their weights as others see them."""
+"""The policy, which is trained, and the reference: their chunks, their optimizer and their weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ class Policy:
     weights: ModelWeights
 
     def update(self, scale: float) -> UpdateResult:
-        """Multiply the gradients that were accumulated, step, and clear them."""
+        """Multiply the accumulated gradients by `scale`, step, and clear them."""
         return apply_update(self.optimizer, self.scheduler, self.wrapped, scale)
 
     def synchronize(self) -> None:
-        """Bring parameters that are gathered late up to date, before anybody reads them."""
+        """Bring parameters that are gathered late up to date, so that they can be read."""
         force_param_sync(self.wrapped)
 
 
@@ -54,20 +54,20 @@ def build_policy(settings: Settings, session: Session, num_updates: int, recipe:
 
 
 class Reference:
-    """This rank's part of the reference, without gradients, and the fingerprint its weights would be published with."""
+    """This rank's part of the reference, without gradients, and the fingerprint of its weights as published."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], weights: ModelWeights, dtype: str | None, interval: int | None = None
     ):
-        """`chunks` are frozen and have their weights; every `interval` versions they take the policy's."""
+        """Keep frozen `chunks`, which have their weights. Every `interval` versions they take the policy's."""
         self.chunks = chunks
         self._weights = weights
         self._dtype = dtype or weights.architecture.dtype
         self._interval = interval
         self.start = self.fingerprint = weights.fingerprint(dtype)
-        """Fingerprints of the weights that it began with, and of those that it has now."""
+        """Fingerprints of the weights at the start, and of the weights now."""
         self.version: int | None = None
-        """The version of the policy whose weights it last took."""
+        """The version of the policy whose weights it took last; None if it has not moved."""
 
     @property
     def models(self) -> list[PackedGPTModel]:
@@ -75,13 +75,13 @@ class Reference:
         return [unwrap(chunk) for chunk in self.chunks]
 
     def move_if_due(self, policy: Sequence[torch.nn.Module], version: int, fingerprint: str) -> None:
-        """Take the policy's weights if that is due; they must be gathered and have that fingerprint."""
+        """Take the policy's weights if an interval ends. They must be gathered, and have this fingerprint."""
         if self._interval is not None and version > 0 and version % self._interval == 0:
             copy_weights(policy, self.chunks)
             self.version, self.fingerprint = version, fingerprint
 
     def is_policy(self, policy: ModelWeights, version: int, fingerprint: str) -> bool:
-        """Whether its weights equal, to the last bit, those of the policy of that version and fingerprint."""
+        """Check whether its weights equal, to the last bit, the policy's of this version and fingerprint."""
         if fingerprint != self.fingerprint or version == self.version:
             return fingerprint == self.fingerprint
         # Weights are rounded when published: different ones may have the same published fingerprint.
@@ -89,12 +89,12 @@ class Reference:
         return exact == self._dtype or policy.fingerprint(exact) == self._weights.fingerprint(exact)
 
     def resume(self, version: int) -> None:
-        """Go on from newly loaded weights, which are those of a version of the policy."""
+        """Continue with newly loaded weights, which this version of the policy had."""
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
 def build_reference(settings: Settings, session: Session, folder: Path, recipe: Recipe = STAND_ALONE) -> Reference:
-    """Build the reference with the weights of a Hugging Face folder; it has the policy's architecture."""
+    """Build the reference from a Hugging Face folder's weights, with the policy's architecture."""
     chunks = recipe.build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)

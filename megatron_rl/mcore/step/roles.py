@@ -1,4 +1,4 @@
-"""Who plays policy, old policy and reference in each update: all in one pass, or each in passes of its own."""
+"""Models in the roles of policy, old policy and reference: all in one pass, or each role in passes of its own."""
 
 from typing import Protocol
 
@@ -16,29 +16,29 @@ from megatron_rl.mcore.step.trace import StepTrace
 
 
 class Roles(Protocol):
-    """The models whose log-probs losses are made of."""
+    """The models whose log-probs a loss is computed from."""
 
     temperature: float
-    """Logits are divided by it before log-probs are taken, under every role."""
+    """The divisor of logits before log-probs are taken, in every role."""
 
     def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
-        """Say who plays which role in an update; `reference_is_policy` holds at the start of the iteration."""
+        """Assign models to roles for an update; `reference_is_policy` describes the iteration's start."""
         ...
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
-        """Keep what the later updates compare with, before the first one changes the weights."""
+        """Keep the old policy for later updates, before the first update changes the weights."""
         ...
 
 
 class TriModel:
-    """All roles in one pass of the pipeline: a micro-batch is trained the moment it arrives.
+    """All roles in one pass of the pipeline, so that a micro-batch is trained as soon as it arrives.
 
-    A role that has another's weights is not computed. At an iteration's first update, old is the policy. While
-    `reference_is_policy`, the reference is old.
+    A role with the weights of another role is not computed. In an iteration's first update, the old policy has the
+    policy's weights. While `reference_is_policy`, the reference has the old policy's.
     """
 
     def __init__(self, policy: Model, reference: Model | None, old: Model | None, temperature: float):
-        """`old` is a model to copy the policy's weights into; only an iteration with a single update needs none."""
+        """Copy the policy's weights into `old` when needed; an iteration with a single update needs no `old`."""
         self._policy = policy
         self._reference = reference
         self._old = old
@@ -53,17 +53,17 @@ class TriModel:
                 return RoleAssignment(reference=0)
             return RoleAssignment(reference=1, frozen=[reference])
         if reference is None:
-            return RoleAssignment(old=1, frozen=[self._room()])
+            return RoleAssignment(old=1, frozen=[self._old_model()])
         if reference_is_policy:
             return RoleAssignment(old=1, reference=1, frozen=[reference])
-        return RoleAssignment(old=1, reference=2, frozen=[self._room(), reference])
+        return RoleAssignment(old=1, reference=2, frozen=[self._old_model(), reference])
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
-        # This comes after a pass, which has gathered the parameters that are gathered late.
+        # The pass before has gathered the parameters that are gathered late.
         if self._reference is None or not reference_is_policy:
-            copy_weights(self._policy, self._room())
+            copy_weights(self._policy, self._old_model())
 
-    def _room(self) -> Model:
+    def _old_model(self) -> Model:
         assert self._old is not None, "several updates need room for the old policy"
         return self._old
 
@@ -71,8 +71,9 @@ class TriModel:
 class SeparateRoles:
     """Each role in passes of its own: the baseline to compare the fused pass with.
 
-    A role that has the policy's weights is not computed: old at an iteration's first update, the reference as long as
-    `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all of them.
+    A role with the policy's weights is not computed. The old policy has them in an iteration's first update, and the
+    reference as long as `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all
+    of them.
     """
 
     def __init__(self, policy: Model, reference: Model | None, temperature: float, trace: StepTrace | None = None):
@@ -84,8 +85,8 @@ class SeparateRoles:
 
     def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
         if update == 1:
-            # Megatron gathers parameters that are gathered late once after each backward pass. The old role's pass
-            # came between it and the step, so the first pass after the step would run on what was gathered before.
+            # Parameters that are gathered late are gathered once after each backward pass. The old role's pass came
+            # between the backward pass and the step. So the first pass after the step would use the old parameters.
             force_param_sync(self._policy)
         known = [] if update == 0 else [self._old]
         old, reference = len(known), None
@@ -115,7 +116,7 @@ def build_roles(
     num_updates: int,
     trace: StepTrace | None = None,
 ) -> Roles:
-    """Build the roles as --tri-model says; with one update per iteration no old policy is kept."""
+    """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     chunks = None if reference is None else reference.chunks
     temperature = settings.sampling.temperature
     if settings.loop.tri_model == "separate":

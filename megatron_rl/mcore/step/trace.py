@@ -1,6 +1,6 @@
-"""What a rank computes when: the forward and backward passes of micro-batches, as marks in the device's queue.
+"""The times of a rank's forward and backward passes, taken as marks in the device's queue.
 
-Nothing here waits for the device before `settle`, which an iteration calls once, at its end.
+Nothing here waits for the device until `settle`, which an iteration calls once, at its end.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from megatron_rl.platforms import Platform
 
 POLICY = "policy"
 _FORWARD, _BACKWARD = "forward-compute", "backward-compute"
-# Megatron's timer of a whole schedule, which the loop times itself.
+# Megatron's timer of a whole schedule. The loop times schedules itself.
 _SCHEDULE = "forward-backward"
 
 
 @dataclasses.dataclass
 class Timer:
-    """What Megatron starts and stops."""
+    """A timer that Megatron starts and stops."""
 
     begin: Callable[..., None]
     end: Callable[..., None]
 
     def start(self, **barrier: Any) -> None:
-        """Takes what Megatron's own timers take: whether all ranks are to wait for each other, which ours never do."""
+        """Begin. Megatron's own timers let all ranks wait for each other if `barrier` says so; ours never wait."""
         self.begin(**barrier)
 
     def stop(self, **barrier: Any) -> None:
@@ -47,25 +47,25 @@ class StepTrace:
         self._num_chunks = 1
 
     def begin_schedule(self, num_chunks: int) -> None:
-        """Expect passes of so many chunks."""
+        """Expect passes through `num_chunks` chunks."""
         self._num_chunks, self._forward, self._num_backward = num_chunks, [], 0
 
     def begin_forward(self, role: str, chunk: int, slot: int, num_tokens: int) -> None:
-        """Note that a forward pass begins, where another one may end."""
+        """Record that a forward pass begins, and that the one before it ends, if it has not ended yet."""
         mark = self._end()
         self._begin("forward", role, chunk, slot, num_tokens, mark)
         if role == POLICY:
             self._forward.append((chunk, slot, num_tokens))
 
     def timer(self, name: str, *_: Any, **__: Any) -> Timer:
-        """Return what Megatron's `config.timers` does: a timer by that name."""
+        """Return the timer of that name, as Megatron's `config.timers` does."""
         found = self._timers.get(name)
         if found is None:
             found = self._timers[name] = self._make(name)
         return found
 
-    def beside(self, timers: Callable[..., Any]) -> Callable[..., Timer]:
-        """Return what starts and stops the timers of a script of Megatron's, too."""
+    def combine_with(self, timers: Callable[..., Any]) -> Callable[..., Timer]:
+        """Return a function like `timer`, whose timers also start and stop those of one of Megatron's scripts."""
 
         def both(name: str, *level: Any, **others: Any) -> Timer:
             ours, theirs = self.timer(name), timers(name, *level, **others)
@@ -83,11 +83,11 @@ class StepTrace:
         return both
 
     def settle(self) -> None:
-        """Record the passes of the iteration; the device must be done with them, or this waits for it."""
+        """Record the passes of the iteration; wait until the device has finished them."""
         if not self._passes:
             return
         last, before = self._platform.mark(), self._platform.seconds_between
-        # This call waits until the device passes the mark, which is now.
+        # This call waits until the device passes the last mark. That moment is now.
         before(last, last)
         now = self._recorder.now()
         for kind, slot, num_tokens, begin, end in self._passes:
@@ -109,8 +109,7 @@ class StepTrace:
         return Timer(begin, lambda **_: self._recorder.add(kind, begun[0], self._recorder.now()))
 
     def _begin_backward(self, **_: Any) -> None:
-        # With several chunks, the k-th backward pass is of the micro-batch of the k-th forward pass, and of the chunk
-        # that is as far from the last one as that pass's is from the first.
+        # Backward pass k has forward pass k's micro-batch and the mirrored chunk, num_chunks - 1 - chunk.
         chunk, slot, num_tokens = self._forward[self._num_backward]
         self._num_backward += 1
         self._begin("backward", POLICY, self._num_chunks - 1 - chunk, slot, num_tokens, self._platform.mark())
