@@ -165,14 +165,14 @@ def test_a_recipes_own_layer_trains_and_what_would_be_lost_is_refused_by_name(fo
     assert found["renamed"] == []
     assert found["was_called"]
     for name, text in {
-        "parameters": "the core attention of layer 2 has parameters (offset)",
+        "parameters": "the core attention of layer 2 must not have parameters (offset)",
         "own attention": "the core attention of layer 1, OwnAttention, is the recipe's own and would not be called",
-        "no attention": "layer 1 has no self_attention.core_attention to exchange",
-        "bias": "without a bias, and is an output layer with a bias",
+        "no attention": "layer 1, a TransformerLayer, must have a self_attention.core_attention to replace",
+        "bias": "without a bias, not an output layer with a bias",
         "postprocess": "OwnPostprocess._postprocess is the recipe's own and would not be called",
-        "rotary base": "rotary frequencies are not those of config.json",
-        "rotary percent": "rotary frequencies are not those of config.json",
-        "positions": "position embeddings of type 'none'",
+        "rotary base": "rotary frequencies differ from config.json's",
+        "rotary percent": "rotary frequencies differ from config.json's",
+        "positions": "position embeddings must be rotary, not of type 'none'",
         "vocabulary": "the recipe's vocabulary of 128 must have the 131 tokens",
         "kind": "the recipe builds a Linear",
     }.items():

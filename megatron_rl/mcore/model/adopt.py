@@ -1,8 +1,12 @@
-"""Turns a model that somebody else has built into one that takes packs; a recipe's own provider and specs are kept.
+"""The change of a model that a recipe has built into one that takes packs; the recipe's provider and specs are kept.
 
-Exactly three things are replaced: the core attention of each layer, which does not know packs; rotary angles, which
-would be those of rows; and what follows the last layer, which would compute logits of all rows. A model with its own
-version of one of the three is refused by name, because that version would be lost without an error.
+Exactly three things are replaced:
+
+- the core attention of each layer, which does not know packs;
+- rotary angles, which would follow rows;
+- the steps after the last layer, which would compute logits of all rows.
+
+A model with its own version of one of the three is refused by name: that version would be lost without an error.
 """
 
 from collections.abc import Iterator
@@ -20,12 +24,12 @@ from megatron_rl.mcore.model.attention import SharedPromptAttention
 from megatron_rl.mcore.model.gpt import PackedGPTModel, mark_tensor_parallel
 from megatron_rl.types import Architecture, RopeKind
 
-# How far two ways to compute the same frequencies may differ, by rounding.
+# The relative difference that rounding causes between two ways to compute the same frequencies.
 _ROUNDING = 1e-5
 
 
 def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend: str) -> PackedGPTModel:
-    """Make this model, with its own parameters and layers, one that takes packs and answers with log-probs."""
+    """Make this model one that takes packs and answers with log-probs; keep its parameters and layers."""
     if problems := list(_check(chunk, architecture)):
         raise UsageError(*problems)
     assert isinstance(chunk, GPTModel)
@@ -40,7 +44,7 @@ def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend:
             softmax_scale=getattr(chunk.config, "softmax_scale", None),
         )
     kind = type(chunk)
-    # Our class comes before the recipe's, so that the recipe's changes apply between ours and Megatron's.
+    # Our class comes before the recipe's, so that the recipe's changes apply between our class and Megatron's.
     packed: Any = chunk
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
     packed.take_packs(architecture)
@@ -57,7 +61,7 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
     if type(chunk)._postprocess is not GPTModel._postprocess:
         yield (
             f"{kind}._postprocess is the recipe's own and would not be called, because log-probs take its place: move "
-            "what it does into a layer"
+            "its work into a layer"
         )
     if chunk.vocab_size < architecture.vocab_size:
         yield (
@@ -74,14 +78,14 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
 def _check_output_layer(layer: torch.nn.Module) -> Iterator[str]:
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         what = "an output layer with a bias" if type(layer) is ColumnParallelLinear else type(layer).__name__
-        yield f"the recipe's output layer must be megatron-core's ColumnParallelLinear without a bias, and is {what}"
+        yield f"the recipe's output layer must be megatron-core's ColumnParallelLinear without a bias, not {what}"
 
 
 def _check_rotary(chunk: GPTModel, architecture: Architecture) -> Iterator[str]:
     if chunk.position_embedding_type not in ("rope", "yarn"):
         yield (
-            f"the recipe's model has position embeddings of type {chunk.position_embedding_type!r}, and every "
-            "supported model has rotary ones: write --position-embedding-type rope"
+            f"the recipe's position embeddings must be rotary, not of type {chunk.position_embedding_type!r}: "
+            "write --position-embedding-type rope"
         )
         return
     theirs: Any = chunk.rotary_pos_emb
@@ -89,7 +93,7 @@ def _check_rotary(chunk: GPTModel, architecture: Architecture) -> Iterator[str]:
         return
     if type(theirs) is not RotaryEmbedding:
         yield (
-            f"the recipe's rotary embedding {type(theirs).__name__} would not be called: angles are those of "
+            f"the recipe's rotary embedding {type(theirs).__name__} would not be called: angles are computed from "
             "config.json"
         )
         return
@@ -97,7 +101,7 @@ def _check_rotary(chunk: GPTModel, architecture: Architecture) -> Iterator[str]:
     theirs_F = theirs.inv_freq.to(ours_F) / (theirs.seq_len_interpolation_factor or 1)
     if ours_F.shape != theirs_F.shape or not torch.allclose(ours_F, theirs_F, rtol=_ROUNDING, atol=0):
         yield (
-            "the recipe's rotary frequencies are not those of config.json: compare --rotary-base, --rotary-percent, "
+            "the recipe's rotary frequencies differ from config.json's: compare --rotary-base, --rotary-percent, "
             "--use-rope-scaling and --rotary-seq-len-interpolation-factor with its rope_theta and rope_scaling"
         )
 
@@ -107,7 +111,7 @@ def _check_attention(layer: torch.nn.Module) -> Iterator[str]:
     core = getattr(attention, "core_attention", None)
     number = getattr(layer, "layer_number", "?")
     if core is None:
-        yield f"layer {number} has no self_attention.core_attention to exchange: it is a {type(layer).__name__}"
+        yield f"layer {number}, a {type(layer).__name__}, must have a self_attention.core_attention to replace"
         return
     if not type(core).__module__.startswith("megatron.core."):
         yield (
@@ -117,6 +121,6 @@ def _check_attention(layer: torch.nn.Module) -> Iterator[str]:
     names = [name for name, _ in core.named_parameters()]
     if names:
         yield (
-            f"the core attention of layer {number} has parameters ({', '.join(names)}), and shared-prompt attention, "
-            "which takes its place, has none: build the model without"
+            f"the core attention of layer {number} must not have parameters ({', '.join(names)}), because "
+            "shared-prompt attention takes its place and has none: build the model without them"
         )

@@ -18,7 +18,7 @@ from megatron_rl.types import Architecture
 
 @dataclasses.dataclass
 class PackParams(PackedSeqParams):
-    """How a pack travels through Megatron's layers to the attention, recomputation included."""
+    """The parameters that carry a pack through Megatron's layers to the attention, recomputation included."""
 
     pack: Pack | None = None
     temperature: float = 1.0
@@ -26,7 +26,7 @@ class PackParams(PackedSeqParams):
 
     @classmethod
     def of(cls, pack: Pack, temperature: float, with_entropies: bool) -> "PackParams":
-        """Make parameters with which Megatron computes on [tokens, 1, ...] and needs no cumulative lengths."""
+        """Make parameters with which Megatron computes on [tokens, 1, ...], without cumulative lengths."""
         length = pack.num_tokens
         return cls(
             qkv_format="sbhd",
@@ -39,7 +39,7 @@ class PackParams(PackedSeqParams):
 
 
 class SharedPromptAttention(MegatronModule):
-    """Built by Megatron from the layer spec; `architecture` and `backend` come from the spec's parameters."""
+    """The core attention that Megatron builds from the layer spec, which gives `architecture` and `backend`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SharedPromptAttention(MegatronModule):
     ):
         super().__init__(config=config)
         scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
-        # The factor applies to queries and to keys, so their products have it squared.
+        # The factor applies to both queries and keys, so it is squared in their products.
         self.scale = scale * rope.attention_factor(architecture.rope) ** 2
         self.window = architecture.sliding_window
         self.backend = backend
@@ -70,7 +70,7 @@ class SharedPromptAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend with this rank's rows, [rows, 1, heads, head_dim] each; returns [rows, 1, heads x head_dim]."""
+        """Attend with this rank's rows, [rows, 1, heads, head_dim] each, and return [rows, 1, heads x head_dim]."""
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
         layout = packed_seq_params.pack.layout
         q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))

@@ -1,13 +1,13 @@
 """Context parallelism: the ranks of a group share the rows of a pack, and for attention its heads.
 
 Each rank has a run of rows, in the order of ranks, and computes everything but attention for these rows alone.
-Attention needs all rows: each rank sends the others their heads of its rows, attends with its own heads over the whole
-pack, and sends the results back. So neither the layout of a pack nor its attention depends on the number of ranks.
-Values are exchanged bit for bit, and each gradient goes back to where its value came from. The only sum is over copies
-of a key-value head, in the order of ranks.
+Attention needs all rows. Each rank sends the other ranks their heads of its rows, attends with its own heads over the
+whole pack, and sends the results back. So neither the layout of a pack nor its attention depends on the number of
+ranks. Values are exchanged bit for bit, and each gradient returns to the rank that its value came from. The only sum is
+over copies of a key-value head, in the order of ranks.
 
-Letters: T tokens of the pack, P ranks of the group, R rows of each (T / P), H heads, D head dimension, N targets, M
-targets that this rank's rows predict.
+Letters: T tokens of the pack, P ranks of the group, R rows of each rank (T / P), H heads, D head dimension, N targets,
+M targets that this rank's rows predict.
 """
 
 import math
@@ -33,8 +33,8 @@ def exchange_rows_for_heads(
 ) -> tuple[torch.Tensor, ...]:
     """Exchange all heads of this rank's rows for this rank's heads of all rows: queries, keys and values.
 
-    The group's size must divide the number of query heads. There may be fewer key-value heads than ranks: then ranks
-    get copies.
+    The group's size must divide the number of query heads. If there are fewer key-value heads than ranks, ranks get
+    copies.
     """
     size = group.size()
     if size == 1:
@@ -49,7 +49,7 @@ def exchange_rows_for_heads(
 
 
 def exchange_heads_for_rows(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange back this rank's heads of all rows for all heads of this rank's rows."""
+    """Exchange this rank's heads of all rows back for all heads of this rank's rows."""
     if group.size() == 1:
         return out_THD
     received_PRHD = _Exchange.apply(out_THD.unflatten(0, (group.size(), -1)), group)
@@ -59,23 +59,23 @@ def exchange_heads_for_rows(out_THD: torch.Tensor, group: dist.ProcessGroup) -> 
 def combine_targets(
     log_probs_M: torch.Tensor, places_M: torch.Tensor, num_targets: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Combine each rank's values for its own targets into those of all targets, the same on every rank.
+    """Combine the ranks' values for their own targets into values for all targets, the same on every rank.
 
-    In the backward pass a rank takes the gradients of its own targets. Every rank must compute the same loss.
+    In the backward pass, a rank takes the gradients of its own targets. Every rank must compute the same loss.
     """
     whole_N: torch.Tensor = _AllTargets.apply(log_probs_M, places_M, num_targets, group)
     return whole_N
 
 
 def _repeated(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:
-    """Repeat each head, one copy behind the other; its gradient is the sum over the copies."""
+    """Repeat each head, copy after copy; its gradient is the sum over the copies."""
     if num_copies == 1:
         return tensor_RHD
     return tensor_RHD.unsqueeze(2).expand(-1, -1, num_copies, -1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends the p-th part to rank p and puts what comes from there in its place. It is its own inverse."""
+    """Sends part p to rank p, and puts the part from rank p in its place. This function is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -101,7 +101,7 @@ class _AllTargets(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(places_M)
         whole_N = log_probs_M.new_zeros(num_targets, *log_probs_M.shape[1:]).index_copy_(0, places_M, log_probs_M)
-        # For each target one rank has the value and the others zero, so the sum is exact.
+        # One rank has the value of a target, and the other ranks have zero, so the sum is exact.
         dist.all_reduce(whole_N, group=group)
         return whole_N
 

@@ -1,4 +1,12 @@
-"""Models that are not trained: they hold parameters, in the precision they compute in, and nothing else."""
+"""Models that are not trained: they hold parameters, in the precision that they compute in, and nothing else.
+
+They may lie in the host's memory. Then their parts come to the device only while they compute. Parts are the embedding,
+each layer, and the last norm with the output layer. Invariants of a pass with offloading:
+
+- while a part computes, the next one is copied, on a queue of its own;
+- at most two parts are on the device, and none after the pass;
+- between passes every parameter is in the host's memory, where weights are read, copied, saved and loaded.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +22,7 @@ from megatron_rl.platforms import Platform
 def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
     """Put the chunks into evaluation mode, without gradients and so without gradient buffers.
 
-    With `host`, their parameters stay in the host's memory between passes.
+    With `host`, their parameters lie in the host's memory between passes.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -29,7 +37,7 @@ def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> li
 
 @torch.no_grad()
 def copy_weights(source: Sequence[torch.nn.Module], target: Sequence[torch.nn.Module]) -> None:
-    """Copy one model's parameters into those of another of the same layout, one after the other."""
+    """Copy a model's parameters into another model of the same layout, one after the other."""
     for from_chunk, to_chunk in zip(source, target, strict=True):
         pairs = zip(unwrap(from_chunk).named_parameters(), unwrap(to_chunk).named_parameters(), strict=True)
         for (name, value), (same_name, place) in pairs:
@@ -38,7 +46,7 @@ def copy_weights(source: Sequence[torch.nn.Module], target: Sequence[torch.nn.Mo
 
 
 def offload(chunks: Sequence[PackedGPTModel], platform: Platform) -> None:
-    """Move the parameters to the host's memory, and have them brought to the device whenever a chunk runs."""
+    """Move the parameters to the host's memory, and bring them to the device whenever a chunk runs."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = platform.host_copy(parameter.data)
@@ -56,11 +64,11 @@ class _OffloadedPart:
         self._has_arrived: Any = None
 
     def fetch(self, queue: Any) -> None:
-        """Begin to copy to the device, unless that has begun."""
+        """Begin the copy to the device, unless it has begun."""
         if self._copies:
             return
         platform = self._platform
-        # The memory belongs to the current queue: the copy waits until that queue no longer computes in it.
+        # The memory belongs to the current queue. The copy waits until that queue no longer computes with it.
         self._copies = [torch.empty_like(values, device=platform.device()) for values in self._host]
         queue.wait_stream(platform.current_stream())
         with platform.on(queue):
@@ -70,7 +78,7 @@ class _OffloadedPart:
             self._has_arrived.record(queue)
 
     def place(self) -> None:
-        """Point the parameters at the copies, once these have arrived."""
+        """Point the parameters at the copies, once the copies have arrived."""
         self._platform.current_stream().wait_event(self._has_arrived)
         for parameter, copy in zip(self.parameters, self._copies, strict=True):
             parameter.data = copy
@@ -83,7 +91,7 @@ class _OffloadedPart:
 
 
 class _OffloadedChunk:
-    """The parts of a chunk in the order in which they compute; hooks on its modules bring them."""
+    """The parts of a chunk in the order in which they compute; hooks on its modules fetch them."""
 
     def __init__(self, chunk: PackedGPTModel, platform: Platform):
         self._queue = platform.stream()

@@ -1,7 +1,7 @@
-"""Building the model: megatron-core's GPTModel, fed with packs and answering with log-probabilities.
+"""The model: megatron-core's GPTModel, which takes packs and answers with log-probs.
 
-Letters: T tokens of the pack, R rows of it that this rank computes, N targets, M of them that these rows predict, E
-hidden size.
+Letters: T tokens of the pack, R of its rows, which this rank computes, N targets, M targets that these rows predict,
+E hidden size.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ class PackedGPTModel(GPTModel):
         self.take_packs(architecture)
 
     def take_packs(self, architecture: Architecture) -> None:
-        """Set what a GPTModel needs besides its own parts to run `forward`."""
+        """Set the attributes that `forward` needs besides a GPTModel's own."""
         self.architecture = architecture
         # Not a buffer: mixed precision would round it.
         frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
         self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
-        # Megatron's own angles are those of rows, cached for 32 lengths: they are not used here.
+        # Megatron computes the angles of rows, cached for 32 lengths. They are not used here.
         self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(  # type: ignore[override]
@@ -47,7 +47,7 @@ class PackedGPTModel(GPTModel):
     ) -> torch.Tensor:
         """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
 
-        `with_entropies` gives [N, 2]: beside each log-prob the entropy of the distribution that it is of.
+        With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         return super().forward(
@@ -58,22 +58,22 @@ class PackedGPTModel(GPTModel):
         )
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        """Replace Megatron's rotary angles, which are those of rows, by those of the pack's positions."""
+        """Replace Megatron's rotary angles, which follow rows, by angles that follow the pack's positions."""
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if decoder_input is not None:
-            # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row: slower
-            # than all rows at once, and rounded differently from the same weight when it is trained.
+            # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row. That
+            # is slower than all rows at once, and rounded differently from the same weight when it is trained.
             decoder_input = decoder_input.squeeze(1).unsqueeze(1)
         return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
-        """Apply the output layer to the rows that predict something, and return their targets' log-probs."""
+        """Apply the output layer to the rows that predict targets, and return the targets' log-probs."""
         if not self.post_process:
             return hidden_states
         pack = packed_seq_params.pack
         assert pack is not None
         if self.config.sequence_parallel:
-            # Every rank goes on with its own part of the vocabulary, so gradients are summed in the backward pass.
+            # Each rank continues with its own part of the vocabulary, so the backward pass sums gradients.
             hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
             )
@@ -95,7 +95,7 @@ class PackedGPTModel(GPTModel):
     def _log_probs(
         self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
     ) -> torch.Tensor:
-        # Rows repeat (a prompt's last one): index_select adds their gradients in a fixed order, indexing does not.
+        # Rows repeat, as a prompt's last one does: index_select adds gradients in a fixed order, and indexing does not.
         hidden_ME = hidden_RE.index_select(0, rows_M)
         weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
@@ -123,8 +123,8 @@ def build_chunks(
     attention_backend: str = "naive",
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
-    """Build this rank's pipeline stages: one, or one per virtual stage. Weights are allocated, not initialized."""
-    # Megatron allocates some parameters on the host, a router's weights for one, and moves whole models later.
+    """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
+    # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
     with device or contextlib.nullcontext():
         return _build_stages(config, architecture, vocab_divisible_by, attention_backend)
 
@@ -159,7 +159,7 @@ def _build_stages(
 def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
     """Wrap each chunk in mixed precision, then in gradient buffers and their reduction."""
     config = chunks[0].config
-    # Megatron writes the size of buckets into it.
+    # A copy, because Megatron writes the size of buckets into it.
     ddp_config = copy.copy(ddp_config)
     settle_bucket_size(ddp_config, sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters()))
     is_half = config.bf16 or config.fp16
@@ -171,8 +171,8 @@ def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig
 
 
 def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters: int) -> None:
-    """Turn a number of buckets into their size, as Megatron's own training does: its core knows sizes alone."""
-    # From 0.18 on.
+    """Turn the number of buckets into their size, as Megatron's training does: its core knows only the size."""
+    # The field exists from 0.18 on.
     num_buckets = getattr(ddp_config, "num_buckets", None)
     if num_buckets is not None:
         ddp_config.bucket_size = num_parameters // num_buckets
@@ -223,7 +223,7 @@ def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
         else:
             continue
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):
-            # Megatron's own function asserts that there are no marks yet, and its scripts mark every weight as whole.
+            # Megatron's own function asserts that a weight has no marks, and its scripts mark every weight as whole.
             for mark, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
                 setattr(weight, mark, value)
     for parameter in chunk.parameters():
@@ -231,9 +231,9 @@ def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
 
 
 def build_model(settings: Settings) -> list[PackedGPTModel]:
-    """Build this rank's stages of the model; their weights are not filled yet."""
+    """Build this rank's chunks of the model. Their weights are not filled yet."""
     return build_chunks(
-        # Megatron stores the functions that its schedules call in the configuration, and they differ between models.
+        # A copy, because Megatron stores the functions that its schedules call in it, and they differ between models.
         copy.copy(settings.transformer),
         settings.architecture,
         settings.model.make_vocab_size_divisible_by,

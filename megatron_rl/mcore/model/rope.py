@@ -8,7 +8,7 @@ from megatron_rl.types import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Compute one frequency for each pair of a head's dimensions, fp32; on the host, so that all devices have these."""
+    """Compute a frequency for each pair of a head's dimensions, in fp32, and on the host: all devices get the same."""
     with torch.device("cpu"):
         return _inverse_frequencies(rope, head_dim)
 
@@ -26,7 +26,7 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return the factor of queries and keys, besides the rotation: 1 for all kinds but yarn."""
+    """Return the factor that queries and keys get besides the rotation: 1 for all kinds but yarn."""
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:
@@ -56,7 +56,7 @@ def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Ramp over the dimensions from kept to slowed waves, placed by how often each wave fits the original length."""
+    """Ramp over the dimensions from kept to slowed waves, placed by each wave's rotations in the original length."""
     assert rope.original_max_positions is not None
     original = rope.original_max_positions
 

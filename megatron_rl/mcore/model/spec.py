@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
+"""The modules that a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -35,7 +35,7 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
         normalization=config.normalization,
     )
     if config.num_moe_experts:
-        # Checkpoints name the norm before experts as it is; the local spec would name it after a dense layer's fc1.
+        # Checkpoints keep the name of the norm before experts. The local spec would name it after a dense layer's fc1.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:

@@ -1,4 +1,4 @@
-"""A Megatron model's weights from and to Hugging Face's form: folders, streams, fingerprints."""
+"""A Megatron model's weights in Hugging Face's form: loaded, saved, streamed and fingerprinted."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from megatron_rl.weights.fingerprint import compute_fingerprint
 from megatron_rl.weights.mapping import Mapping, TensorSpec
 from megatron_rl.weights.shards import Bucket, Digests, Put, Shard, StageRank, WeightStream, export, map_shards
 
-# Files beside the weights that engines and users need, copied as they are.
+# Files beside the weights, which engines and users need. They are copied unchanged.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -36,7 +36,7 @@ class ModelWeights:
         self.mapping = Mapping(self.architecture)
         self._session = session
         self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
-        """The dtype of the parameters; the architecture's is that of the Hugging Face folder."""
+        """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
@@ -46,11 +46,11 @@ class ModelWeights:
 
     @property
     def is_written_here(self) -> bool:
-        """Whether this rank writes any of the tensors; copies of them in other replicas are not written."""
+        """Whether this rank writes any of the tensors. Only one replica's copy of a tensor is written."""
         return any(shard.map.owned for shard in self.shards)
 
     def load_hf(self, folder: Path | str) -> None:
-        """Fill the model from a Hugging Face folder. Everything is checked on every rank before anything is changed."""
+        """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
             self._session.run_or_raise_everywhere(lambda: self._load(checkpoint))
 
@@ -59,12 +59,12 @@ class ModelWeights:
             shard.load(checkpoint)
 
     def zero_padding(self) -> None:
-        """Zero the rows that pad the vocabulary: a checkpoint with other padding leaves them as they were."""
+        """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
         for shard in self.shards:
             shard.zero_padding()
 
     def fingerprint(self, dtype: str | None = None) -> str:
-        """Compute the fingerprint of these weights as they would be exported."""
+        """Compute the fingerprint that these weights would have after an export."""
         digests = self._digest(dtype)
         return compute_fingerprint(self.mapping.manifest(dtype), digests)
 
@@ -75,11 +75,10 @@ class ModelWeights:
         dtype: str | None = None,
         ends: Sequence[int] = (),
     ) -> str:
-        """Write a folder that transformers and vLLM load, and return the fingerprint of what it holds.
+        """Write a folder that transformers and vLLM load, and return the fingerprint of its weights.
 
-        Configuration and tokenizer are copied from the folder `source`; rank 0's `ends` are listed as tokens that end
-        a response. All ranks that write must write to one file system; the folder gets its name only when it is
-        complete.
+        Configuration and tokenizer are copied from the folder `source`. Rank 0's `ends` are listed as tokens that end a
+        response. All ranks that write must write to the same file system. The folder gets its name when it is complete.
         """
         folder = Path(folder)
         staged = folder.with_name(f".{folder.name}.partial")
@@ -109,9 +108,9 @@ class ModelWeights:
     ) -> "FilesBegun":
         """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
 
-        The rest is written in the context of what this returns. If the folder is read early, `arrival.Arrival` tells
-        readers what is there. `instead_of` is a folder that an earlier call wrote with that dtype: it is renamed and
-        its files overwritten.
+        The tensors are written in the context that this returns. If the folder is read early, `arrival.Arrival` tells
+        readers which tensors have arrived. `instead_of` is a folder that an earlier call wrote with the same dtype: it
+        is renamed, and its files are overwritten.
         """
         plan = files.FilePlan(self.mapping.manifest(dtype))
         digests, session = self._digest(dtype), self._session
@@ -120,7 +119,7 @@ class ModelWeights:
 
         def begin() -> None:
             staged = folder.with_name(f".{folder.name}.partial")
-            # The folder may be gone: people who tidy a machine clear folders in memory too.
+            # A user may have removed the folder, since it takes memory.
             if instead_of is not None and instead_of.is_dir():
                 instead_of.rename(staged)
             else:
@@ -147,7 +146,7 @@ class ModelWeights:
         return digests.combine(self._session.control_group)
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
-        """Yield the tensors of this rank's stage, in buckets, on the stage's first rank; other ranks get empty ones."""
+        """Yield the tensors of this rank's stage in buckets, which are empty on all but the stage's first rank."""
         return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
 
     def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
@@ -174,9 +173,9 @@ class ModelWeights:
         )
 
     def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put], in_order: bool = False) -> None:
-        """Write what this rank owns, and hand it to `puts` too."""
+        """Write the tensors that this rank owns, and hand them to `puts` too."""
         coordinates = self._session.coordinates
-        # Ranks that begin at different files do not wait for each other, but the first tensors are not whole first.
+        # Ranks that begin at different files do not wait for each other. But then the first tensors do not come first.
         first = 0 if in_order else len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
         # A rank that writes nothing may be on a host that does not have the folder.
         if not self.is_written_here:
@@ -202,7 +201,7 @@ class ModelWeights:
 
 
 class FilesBegun:
-    """Files whose tensors are still to be written, by all ranks; rank 0 removes them if that fails."""
+    """Files whose tensors all ranks have yet to write; rank 0 removes the files if that fails."""
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ class FilesBegun:
         writers: Sequence[int],
         opened: contextlib.ExitStack,
     ):
-        """`writers` are the ranks whose writing is counted; `opened` ends once all have written."""
+        """Count what the ranks `writers` write, and close `opened` when all ranks have written."""
         self.fingerprint = fingerprint
         self._weights = weights
         self._session = session
@@ -254,7 +253,7 @@ def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
 def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
-    # A run that was killed while it wrote may have left one.
+    # A run that was killed while it wrote may have left such a folder.
     shutil.rmtree(staged, ignore_errors=True)
     try:
         files.create(staged, plan, private)
