@@ -81,7 +81,7 @@ def test_every_layout_answers_a_probe_with_the_log_probs_of_transformers(folders
             )
             ours = torch.from_numpy(decode_log_probs(answer.log_probs).copy())
             assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
-    assert "replica 1 is not replica 0: with version 3" in found["error", "DP2+distopt"]
+    assert "replica 1 differs from replica 0: with version 3" in found["error", "DP2+distopt"]
 
 
 def test_a_probe_follows_from_its_version_stays_in_the_vocabulary_and_is_longer_for_experts():

@@ -80,7 +80,7 @@ def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_re
     (hosts[1] / "shared" / "run").mkdir(parents=True)
     for _, _, message in run_ranks(publish, 2, "TP2", model, hosts, 1):
         assert message.startswith("rank 1 on ")
-        assert f"does not find {hosts[1]}/shared/run" in message
+        assert f"does not find rank 0's folder {hosts[1]}/shared/run" in message
         assert "--rollout-transport nccl or hccl" in message
     # One host, and nothing of the search stays.
     (_, names, message), _ = run_ranks(publish, 2, "TP2", model, hosts_of(tmp_path, "first", "first"), 1)

@@ -165,8 +165,8 @@ def test_a_stream_that_engines_do_not_take_is_an_error_by_name_within_its_deadli
     (said,) = run_ranks(faults, 1, folders["qwen3"])
     assert said["refused"] == "engine e1 is gone"
     assert said["broken off"] == "engine e2 is gone"
-    assert "2 workers of engines did not come to 127.0.0.1:" in said["absent"]
-    assert said["silent"] == "version 3 was not taken by the engines within 2 s"
+    assert "2 workers of engines did not connect to 127.0.0.1:" in said["absent"]
+    assert said["silent"] == "the engines did not receive version 3 within 2 s"
 
 
 def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:

@@ -1,1 +1,1 @@
-"""The trainer's half of a publish."""
+"""The trainer's half of a publish, through files or from device to device."""

@@ -1,4 +1,4 @@
-"""The policy's own log-probs of a version's probe: engines that hold the version must give the same."""
+"""The policy's own log-probs of a version's probe, which engines that hold the version must match."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,13 +23,13 @@ class ReplicasDiffer(MegatronRLError):
 
 
 class AnswerReceiver(Protocol):
-    """Passes the answer on to the sidecar, which compares the engines with it: the rollout client."""
+    """The rollout client, which hands the answer to the sidecar; the sidecar compares the engines with it."""
 
     def probed(self, answer: ProbeAnswer) -> None: ...
 
 
 class Probe:
-    """Computes a version's probe with the version itself, in one pass of the schedule. Every rank takes part."""
+    """Computes the probe of a version with its weights, in one pass of the schedule. Every rank takes part."""
 
     def __init__(
         self,
@@ -41,9 +41,11 @@ class Probe:
         bound: float | None = None,
         agreement: float | None = None,
     ):
-        """`chunks` are not wrapped: parameters that are gathered late must have been gathered. `longest` is the most
-        tokens of a sequence. `bound` limits the mean difference of log-probs from an engine's, `agreement` that between
-        engines; if None, they follow from precisions."""
+        """Compute with `chunks` that are not wrapped: parameters that are gathered late must have been gathered.
+
+        `longest` is the most tokens of a sequence. `bound` limits the mean difference between the policy's log-probs
+        and an engine's, `agreement` the mean difference between engines'. None derives a limit from the precisions.
+        """
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
@@ -61,7 +63,7 @@ class Probe:
         return encode_tokens(self._tokens(version))
 
     def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
-        """Compute the log-probs and have rank 0, which has the receiver, send them."""
+        """Compute the log-probs, and have rank 0, which has the receiver, send them."""
         by_replica = self._log_probs(version)
         self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
 
@@ -72,7 +74,7 @@ class Probe:
         """Compute the log-probs of each replica."""
         config = get_model_config(self._chunks[0])
         pack = pack_sequences([self._tokens(version)], self._multiple_of).to(self._session.device)
-        # An interleaved schedule wants as many micro-batches as there are stages.
+        # An interleaved schedule requires a micro-batch for each stage.
         is_interleaved = len(self._chunks) > 1
         count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
         # The parameters are already gathered: the pass must not gather them again.
@@ -93,9 +95,9 @@ class Probe:
             found = probe.measure_difference(log_probs, first)
             if not found.mean <= bound:
                 raise ReplicasDiffer(
-                    f"replica {replica} is not replica 0: with version {version} their log-probs of the same tokens "
-                    f"differ by {found.mean:.3g} on average, beyond {bound:g}. Nothing was published: start the run "
-                    "again from its checkpoint, and look at the ranks' devices and reductions"
+                    f"replica {replica} differs from replica 0: with version {version} their log-probs of the same "
+                    f"tokens differ by {found.mean:.3g} on average, and {bound:g} is the limit. Nothing was published: "
+                    "start the run again from its checkpoint, and check the ranks' devices and reductions"
                 )
         if self._session.rank == 0:
             assert receiver is not None

@@ -1,8 +1,8 @@
 """The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
 
-In memory, engines load the first tensors while the last are written: what is announced is the fingerprint, which is
-computed before. Once all engines hold version v, the files of v-1 are reused for v+1. Memory that the run keeps need
-not be found and cleared again at every publish.
+From files in memory, engines load the first tensors while the last ones are written. This is possible because the
+fingerprint, which is announced to them, is computed before. Once all engines hold version v, the files of v-1 are
+reused for v+1: the system need not find and clear new memory at every publish.
 """
 
 import datetime
@@ -35,14 +35,14 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: int) -> str:
-        """Return the fingerprint of what all engines now sample with."""
+        """Publish the weights to all engines, and return their fingerprint."""
         ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """What takes a version to the engines: the rollout client."""
+    """The rollout client, which hands a version to the engines."""
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
 
@@ -52,8 +52,8 @@ class Receiver(Protocol):
 class SharedMemoryPublisher:
     """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
 
-    Rank 0 speaks with the sidecar. Ranks that write a part of the weights must find rank 0's folder; copies of what
-    others write need none.
+    Rank 0 talks to the sidecar. A rank that writes a part of the weights must find rank 0's folder. A rank that holds
+    only copies of other ranks' parts need not.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SharedMemoryPublisher:
         probe: Probe | None = None,
         proof: Proof = "digests",
     ):
-        """Without a `probe` the engines' log-probs are compared only with each other."""
+        """Compare the engines' log-probs with `probe`; without it, only with each other."""
         self.answer = PublishAnswer()
         self._probe = probe
         self._proof: Proof = proof
@@ -79,16 +79,16 @@ class SharedMemoryPublisher:
         self._dtype = dtype
         self._deadline = deadline
         self._folder = folder
-        # The folder of the version that engines sample with, and one that no engine reads any more.
+        # The folder of the version that engines sample with, and a folder that no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
         self._begin()
 
     def publish(self, version: int) -> str:
-        """Return the fingerprint of what all engines now sample with."""
+        """Publish the weights to all engines, and return their fingerprint."""
         folder = self._folder / f"version-{version}"
         if self._session.rank == 0:
-            # Left by an attempt that failed.
+            # A failed attempt may have left the folder.
             shutil.rmtree(folder, ignore_errors=True)
         spare, self._spare = self._spare, None
         begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early)
@@ -110,11 +110,11 @@ class SharedMemoryPublisher:
             begun.write()
         if not self._is_read_early:
             told = in_background(lambda: self._send(message))
-        # Engines load while the probe is computed here.
+        # Engines load while this rank computes the probe.
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
-        # An engine that is restarted loads the current version: nobody reads the previous one again.
+        # A restarted engine loads the current version, so no engine reads the previous one again.
         if self._current != folder:
             self._spare = self._current
         self._current = folder
@@ -126,14 +126,14 @@ class SharedMemoryPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self) -> None:
-        """Make the folder, and see that every rank which writes weights finds it there."""
+        """Make the folder, and check that every rank that writes weights finds it."""
         session, folder = self._session, self._folder
         session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
-        # Another host may have a folder of this name too.
+        # The mark tells this folder from one of the same name on another host.
         mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
         session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
         session.run_or_raise_everywhere(lambda: _find(mark, session.rank) if self._weights.is_written_here else None)
-        # Only there does every process see at once what another one writes.
+        # Only in memory does every process see at once what another process writes.
         self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
         if session.rank == 0:
             mark.unlink()
@@ -146,9 +146,9 @@ class SharedMemoryPublisher:
 
 
 def _own_folder(folder: Path) -> None:
-    """Make the folder and its parent for this user alone; refuse one that somebody else made first.
+    """Make the folder and its parent for this user alone; refuse a folder that another user made first.
 
-    Remove what the run left there when it was killed: nobody else would.
+    Remove the files that the run left there when it was killed, because nothing else removes them.
     """
     shutil.rmtree(folder, ignore_errors=True)
     for path in (folder.parent, folder):
@@ -156,22 +156,22 @@ def _own_folder(folder: Path) -> None:
         status = path.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PlatformError(
-                f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: "
-                f"it must be this user's with mode 700; remove it or choose another folder"
+                f"{path} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}: "
+                f"it must belong to this user and have mode 700; remove it, or choose another folder"
             )
 
 
 def _find(mark: Path, rank: int) -> None:
     if not mark.exists():
         raise PlatformError(
-            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find {mark.parent}, "
-            "which rank 0 made on its own host: stream the weights (--rollout-transport nccl or hccl), name a "
-            "--publish-folder that all hosts share, or have one host hold a whole replica"
+            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
+            f"{mark.parent}. Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all "
+            "hosts share, or have one host hold a whole replica"
         )
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
-    """Run it in a daemon thread: a wait for a dead peer cannot be called off, and must not keep the process alive."""
+    """Run the action in a daemon thread: a wait for a dead peer has no end, and must not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
 """The trainer's half of a publish that streams: rank 0 sends the tensors to the engines' devices while they load them.
 
-The sidecar tells the engines to join the sender's group and to receive; rank 0 sends with the library of the engines,
-so both ends speak the same protocol. Every publish makes a group of its own: an engine that was restarted has no place
-in an old one.
+The sidecar tells the engines to join the sender's group and to receive. Rank 0 sends with the engines' library, so both
+ends speak the same protocol. Every publish makes a group of its own, because a restarted engine is not a member of an
+old one.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ _REASON_SECONDS = 5.0
 
 
 class StreamReceiver(Protocol):
-    """What tells the engines to receive: the rollout client."""
+    """The rollout client, which tells the engines to receive."""
 
     endpoint: str
 
@@ -55,9 +55,9 @@ class Sender(Protocol):
 
 
 class WholeModel:
-    """The tensors of all stages, one stage after the other. A pass yields them on rank 0, and nothing on other ranks.
+    """The tensors of all stages, stage after stage. Iterating yields them on rank 0, and nothing on other ranks.
 
-    A pass is a collective of all ranks.
+    Every iteration over them is a collective of all ranks.
     """
 
     def __init__(self, weights: ModelWeights, session: Session, dtype: str | None, bucket_bytes: int = 1 << 28):
@@ -72,7 +72,7 @@ class WholeModel:
 
     @property
     def manifest(self) -> list[TensorSpec]:
-        """What a pass yields on rank 0."""
+        """The specs of the tensors that rank 0 gets, in order."""
         return [spec for stage in self._specs for bucket in stage for spec in bucket]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,10 +95,10 @@ class WholeModel:
 
 
 def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that may be read on the stream that is current when each is taken.
+    """Yield tensors that may be read on the stream that is current when each tensor is taken.
 
-    vLLM's sender changes its stream whenever it has packed enough, in the middle of a bucket. The policy's parameters
-    themselves are in order on any stream: their fingerprint was read on the host before.
+    vLLM's sender changes its stream in the middle of a bucket, whenever it has filled a buffer. The policy's parameters
+    themselves may be read on any stream, since the host has read their fingerprint before.
     """
     if platform.device_type == "cpu":
         yield from bucket
@@ -108,17 +108,17 @@ def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.
     for name, tensor in bucket:
         reading = platform.current_stream()
         reading.wait_event(made)
-        # The sender lets go of a tensor before its stream has read it: its memory must not be given out before that.
+        # The sender drops a tensor before its stream has read it. The memory must not be reused before that.
         tensor.record_stream(reading)
         yield name, tensor
 
 
 MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
-"""Takes the transport, the address and port to listen on, the group's size and what to send; waits for the workers."""
+"""The function that opens a sender, from transport, address, port, group size and model; it waits for the workers."""
 
 
 class StreamPublisher:
-    """Publishes from device to device. Rank 0 speaks with the sidecar and sends."""
+    """Publishes from device to device. Rank 0 talks to the sidecar, and sends."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class StreamPublisher:
         probe: Probe | None = None,
         proof: Proof = "digests",
     ):
-        """Without a `probe` the engines' log-probs are compared only with each other."""
+        """Compare the engines' log-probs with `probe`; without it, only with each other."""
         self.answer = PublishAnswer()
         self._probe = probe
         self._proof: Proof = proof
@@ -148,7 +148,7 @@ class StreamPublisher:
         self._model = WholeModel(weights, session, dtype)
 
     def publish(self, version: int) -> str:
-        """Return the fingerprint of what all engines now sample with."""
+        """Publish the weights to all engines, and return their fingerprint."""
         fingerprint = self._weights.fingerprint(self._dtype)
         joined = self._session.run_or_raise_everywhere(lambda: self._join(version, fingerprint))
         if joined is None:
@@ -157,7 +157,7 @@ class StreamPublisher:
         else:
             self._send(version, *joined)
         self._session.barrier()
-        # The engines have all weights and wait for this: nothing of the sending is left on the device's queues.
+        # The engines have all weights and wait for the probe. No work of the sender is left on the device's queues.
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         taken = self._session.gather_or_raise_everywhere(
@@ -168,10 +168,10 @@ class StreamPublisher:
         return fingerprint
 
     def close(self) -> None:
-        """Nothing is kept between versions."""
+        """Do nothing, since this publisher keeps nothing between versions."""
 
     def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[PublishAnswer]] | None:
-        """Have the engines told, and wait until their workers are in the group."""
+        """Have the engines told to receive, and wait until their workers are in the group."""
         if self._session.rank != 0:
             return None
         assert self._receiver is not None
@@ -180,7 +180,7 @@ class StreamPublisher:
             try:
                 return self._try_to_join(version, fingerprint, deadline)
             except OtherWorkers:
-                # An engine came or went since they were counted.
+                # An engine started or ended after the workers were counted.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY_SECONDS)
@@ -213,21 +213,21 @@ class StreamPublisher:
             told.result()
         if not opened.done():
             raise RolloutError(
-                f"version {version} was not published: {world_size - 1} workers of engines did not come to "
-                f"{message.location} within {self._deadline:g} s; see whether the engines' hosts reach this one"
+                f"version {version} was not published: {world_size - 1} workers of engines did not connect to "
+                f"{message.location} within {self._deadline:g} s; check that the engines' hosts reach this host"
             )
         return opened.result(), told
 
     def _send(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> None:
-        """Send all tensors and return when that is done; raise what the sidecar says if the engines fail."""
+        """Send all tensors and wait for the end; if the engines fail, raise the sidecar's error."""
         sent = self._on_device(sender.send_weights)
         futures: list[Future[Any]] = [sent, told]
         concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
         if told.done() and not told.exception():
-            # The engines may have taken everything before the sending thread reports that it is done.
+            # The engines may have received everything before the sending thread reports its end.
             concurrent.futures.wait([sent], _REASON_SECONDS)
         if sent.done() and sent.exception() is not None:
-            # The sidecar's reason for a failure says more than the error that follows from it here.
+            # The sidecar's reason for a failure says more than the error that it causes here.
             concurrent.futures.wait([told], _REASON_SECONDS)
         if told.done():
             told.result()
@@ -254,15 +254,15 @@ class StreamPublisher:
 
 
 def _not_taken(version: int, seconds: float) -> RolloutError:
-    return RolloutError(f"version {version} was not taken by the engines within {seconds:g} s")
+    return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Return the address at which engines beside that sidecar reach this host, and a free port."""
+    """Return the address at which the sidecar's engines reach this host, and a free port."""
     host = urlsplit(endpoint).hostname or "127.0.0.1"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the system only says which source address it would use.
+        # No packet is sent: the system only tells which source address it would use.
         probe.connect((host, 9))
         own = probe.getsockname()[0]
     with socket.socket(family) as listener:
