@@ -79,7 +79,7 @@ def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders
     ("files", "message"),
     [
         ({}, "holds no checkpoint"),
-        ({"latest_checkpointed_iteration.txt": "soon"}, "which must be a number or `release`"),
+        ({"latest_checkpointed_iteration.txt": "soon"}, "must hold a number or `release`, not 'soon'"),
         ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012 must be a distributed checkpoint"),
         ({"latest_checkpointed_iteration.txt": "release"}, "release must be a distributed checkpoint"),
     ],

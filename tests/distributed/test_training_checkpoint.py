@@ -447,12 +447,12 @@ def test_an_hf_folder_that_a_kill_left_out_is_written_when_its_checkpoint_is_loa
 
 def test_a_checkpoint_that_cannot_be_loaded_is_an_error_that_says_what_to_do(on_two_ranks: list) -> None:
     expected = {
-        "other folder": "holds checkpoints already: write --load",
+        "other folder": "holds checkpoints already: add --load",
         "nothing": "None",
         "missing": "holds no checkpoint",
         "step": "iter_0000007 must be a distributed checkpoint",
-        "no optimizer": "holds no optimizer: write --no-load-optim to start with a new one, or --finetune",
-        "pretrained": "was not written by this package: write --finetune to begin at version 0",
+        "no optimizer": "holds no optimizer: write --no-load-optim to start with a new optimizer, or --finetune",
+        "pretrained": "was not written by megatron_rl: write --finetune to begin at version 0",
         "weights only": "1 a-run 1 0",
         "finetune": "0 {} True",
         "own folder": "whole holds checkpoints up to iteration 1, and this run begins at iteration 0",
@@ -462,7 +462,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error_that_says_what_to_do(on_
         "metadata": "it is incomplete, copy it again",
         "schedule": "another schedule than the flags give: --lr 0.02 (the checkpoint's is 0.01), counted in updates",
         "distopt": "was written without --use-distributed-optimizer: drop it, or write --no-load-optim",
-        "other model": "the flags must describe the model that was saved",
+        "other model": "the flags must describe the saved model",
         "overridden": "True",
     }
     for told, _ in on_two_ranks:

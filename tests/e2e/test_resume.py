@@ -150,9 +150,9 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
     source = folder / "save" / f"iter_{ITERATIONS:07d}"
     assert (
         f"{source} was saved with another schedule than the flags give: --train-iters {ITERATIONS + 1} (the "
-        f"checkpoint's is {ITERATIONS}), counted in updates. Write --override-opt-param-scheduler to go on with the "
-        "flags' schedule from the update that was reached. Or write --use-checkpoint-opt-param-scheduler to go on with "
-        "the checkpoint's: it keeps its last value once it is over"
+        f"checkpoint's is {ITERATIONS}), counted in updates. Write --override-opt-param-scheduler to continue with "
+        "the flags' schedule from the checkpoint's update. Or write --use-checkpoint-opt-param-scheduler to continue "
+        "with the checkpoint's, which keeps its last value after its end"
     ) in ranks.text()
     assert not (folder / "run" / "sidecar.log").exists()
     resumed(world, folder, 1, override_opt_param_scheduler=True, **longer)

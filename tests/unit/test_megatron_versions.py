@@ -153,7 +153,7 @@ def test_a_rank_that_has_nothing_to_write_writes_nothing():
 
 def test_a_writer_that_is_not_known_is_an_error():
     with pytest.raises(
-        PlatformError, match="a checkpoint is written by .*, expected one of write_preloaded_data_multi"
+        PlatformError, match="checkpoints are written by .*, and must be written by one of write_preloaded_data_multi"
     ):
         serialization._in_one_process(AsyncRequest(functools.partial(print), (), []))
 

@@ -1,5 +1,5 @@
 """Megatron's distributed checkpoints: `checkpointer` saves and loads what a run trains.
 
-`state_dict` says what a checkpoint holds, `serialization` how it is written and read, `folders` where it lies, and
-`training.saver` when a run saves.
+`state_dict` decides the content of a checkpoint, `serialization` how it is written and read, `folders` where it lies,
+and `training.saver` when a run saves.
 """

@@ -1,4 +1,4 @@
-"""Saves what a run trains, while training goes on if that is asked for, and loads it again.
+"""The state that a run trains, saved and loaded. With --async-save, training continues during a save.
 
 The trainer's own state besides model and optimizer (data position, version, identities) is passed as `extra`, a
 dictionary that JSON can hold.
@@ -23,16 +23,16 @@ from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
 
 EXTRA = "megatron_rl"
-"""Where the trainer's own state lies in a checkpoint."""
-# The version of the policy that the saved reference's weights are of, if they were saved.
+"""The key of the trainer's own state in a checkpoint."""
+# The version of the policy that had the saved reference's weights, if they were saved.
 _REFERENCE_VERSION = "megatron_rl_reference"
-# Settings of strictness with which the model keeps what the checkpoint lacks.
+# Settings of strictness with which the model keeps its own values where the checkpoint has none.
 _LENIENT = ("log_all", "return_all", "ignore_all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a run goes on from: the iterations it has done, the `extra` that was saved, and notes to print once."""
+    """The state that a run resumes from: its finished iterations, the saved `extra`, and notes to print once."""
 
     version: int
     extra: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Checkpointer:
         reference: Reference | None = None,
         recipe: Recipe = STAND_ALONE,
     ):
-        """A `reference` is saved only after it has moved."""
+        """Save a `reference` only after it has moved."""
         self._config = settings.checkpoint
         self._schedule = settings.schedule
         self._session = session
@@ -60,13 +60,13 @@ class Checkpointer:
         self._recipe = recipe
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
-        # The iteration in the --save folder that this run went on from, if it did.
+        # The iteration in the --save folder that this run resumed from, if it did.
         self._loaded: int | None = None
 
     def save(self, version: int, extra: Mapping[str, Any]) -> None:
-        """Write the current state; with --async-save in the background: call `poll`, and `finish` in the end.
+        """Write the current state, with rank 0's `extra`.
 
-        Rank 0's `extra` is saved.
+        With --async-save it is written in the background: call `poll` meanwhile, and `finish` in the end.
         """
         folder = self._config.save
         assert folder is not None
@@ -89,28 +89,28 @@ class Checkpointer:
             self._prune(version)
 
     def poll(self) -> None:
-        """Make the checkpoint that is being written the newest if it is complete; do not wait for it."""
+        """Make the checkpoint that is being written the newest if it is complete, without waiting for it."""
         self._finalize(is_waiting=False)
 
     def finish(self) -> None:
-        """Wait until nothing is being written any more."""
+        """Wait until no checkpoint is being written."""
         self._finalize(is_waiting=True)
 
     def load(self) -> Loaded | None:
-        """Take over what --load holds; return None if there is nothing to load, and the run begins as it was built."""
+        """Load the checkpoint of --load. Without one, return None and leave the state as it was built."""
         config = self._config
         self._session.run_or_raise_everywhere(self._check_folders)
         if config.load is None:
             return None
         folder = config.load
-        is_there = self._session.run_or_raise_everywhere(
+        holds_one = self._session.run_or_raise_everywhere(
             lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder)
         )
-        if not is_there and not config.exit_on_missing_checkpoint:
+        if not holds_one and not config.exit_on_missing_checkpoint:
             return None
         found, source = self._session.run_or_raise_everywhere(lambda: serialization.find(folder, config.ckpt_step))
         version = 0 if config.finetune else found
-        self._loaded = self._session.run_or_raise_everywhere(lambda: self._goes_on_from(version, source))
+        self._loaded = self._session.run_or_raise_everywhere(lambda: self._find_resumed(version, source))
         return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:
@@ -120,7 +120,7 @@ class Checkpointer:
         )
         if EXTRA not in common and not config.finetune:
             raise InputError(
-                f"{source} was not written by this package: write --finetune to begin at version 0 with its weights"
+                f"{source} was not written by megatron_rl: write --finetune to begin at version 0 with its weights"
             )
         content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
@@ -158,7 +158,7 @@ class Checkpointer:
         return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
 
     def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Collect the state under Megatron's names, except for our own."""
+        """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
         state |= self._recipe.saved
         reference = self._reference
@@ -219,12 +219,12 @@ class Checkpointer:
             return
         if load is None or load.resolve() != save.resolve():
             raise InputError(
-                f"--save {save} holds checkpoints already: write --load {save} too to go on from them, or choose "
-                f"another folder"
+                f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another "
+                f"folder"
             )
 
-    def _goes_on_from(self, version: int, source: Path) -> int | None:
-        """Return the version if it was loaded from the folder that is saved to: newer ones there may be replaced."""
+    def _find_resumed(self, version: int, source: Path) -> int | None:
+        """Return the version if it was loaded from the --save folder, where newer checkpoints may then be replaced."""
         save = self._config.save
         if save is None:
             return None
@@ -241,7 +241,7 @@ class Checkpointer:
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
         if "optimizer" not in common or SAVED not in common:
             raise InputError(
-                f"{source} holds no optimizer: write --no-load-optim to start with a new one, or --finetune"
+                f"{source} holds no optimizer: write --no-load-optim to start with a new optimizer, or --finetune"
             )
         own = {name: value for name, value in self._policy.scheduler.state_dict().items() if name != "num_steps"}
         check_schedule(own, common[SAVED], self._schedule, source)
@@ -250,8 +250,8 @@ class Checkpointer:
             size = "above 1" if has_several else "of 1"
             raise InputError(
                 f"{source} was written with --expert-model-parallel-size {size}, where experts have "
-                f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: write one such, or "
-                f"--no-load-optim"
+                f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: use a size {size}, or "
+                f"write --no-load-optim"
             )
         is_sharded = self._is_distributed(common["optimizer"])
         is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
@@ -264,17 +264,17 @@ class Checkpointer:
 
     @staticmethod
     def _is_distributed(optimizer: Any) -> bool:
-        # If experts have an optimizer of their own, optimizers are numbered.
+        # Optimizers are numbered if experts have an optimizer of their own.
         one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
         return "param_state_sharding_type" in one
 
     def _notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
         notes = []
         if not has_optimizer:
-            notes.append(f"weights only were taken from {source}: optimizer and schedule begin anew")
+            notes.append(f"only weights were loaded from {source}: optimizer and schedule start from the beginning")
         if is_rng_new:
             notes.append(
-                f"{source} has no random numbers for this layout: they are drawn anew from --seed "
-                f"(write --no-load-rng to say that you know)"
+                f"{source} has no random state for this layout: random numbers start from --seed again (write "
+                f"--no-load-rng to hide this note)"
             )
         return tuple(notes)

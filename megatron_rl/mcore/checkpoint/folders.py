@@ -1,9 +1,9 @@
-"""Where checkpoints lie, and in which order files appear and vanish, so that the one that is named is always complete.
+"""The folders of checkpoints, and the order in which files appear and vanish: the named checkpoint is always complete.
 
 Invariants, at every moment at which a writer may be killed:
 - `latest_checkpointed_iteration.txt` names a complete checkpoint, or does not exist;
 - a folder that is being written or removed has a name that starts with a dot, unlike any checkpoint's;
-- no two saves write to the same folder, not even if the writer of one outlives the run that began it.
+- no two saves write to the same folder, even if a writer outlives the run that started it.
 """
 
 import os
@@ -20,29 +20,31 @@ _UNFINISHED = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
 
 
 def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
-    """Return the iteration, and the folder with the shards, of the newest checkpoint or of the one asked for."""
+    """Return the iteration, and the folder with the shards, of the newest or the given iteration's checkpoint."""
     if (folder / "metadata.json").exists():
         return 0, folder
     tracker = folder / TRACKER
     if iteration is None:
         if not tracker.exists():
-            raise InputError(f"{folder} holds no checkpoint: there is neither {TRACKER} nor metadata.json in it")
+            raise InputError(f"{folder} holds no checkpoint: it has neither {TRACKER} nor metadata.json")
         text = tracker.read_text().strip()
         if text == "release":
             return 0, _existing(folder / "release")
         if not text.isdigit():
-            raise InputError(f"{tracker} says {text!r}, which must be a number or `release`: name one with --ckpt-step")
+            raise InputError(
+                f"{tracker} must hold a number or `release`, not {text!r}: name an iteration with --ckpt-step"
+            )
         iteration = int(text)
     return iteration, _existing(iteration_folder(folder, iteration))
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether there is a checkpoint that `find` would return without being told which."""
+    """Check whether `find` would find a checkpoint without a given iteration."""
     return (folder / TRACKER).exists() or (folder / "metadata.json").exists()
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Return the folder of an iteration, under Megatron's name."""
+    """Return the folder of an iteration, by Megatron's name."""
     return folder / f"iter_{iteration:07d}"
 
 
@@ -54,9 +56,9 @@ def latest_iteration(folder: Path) -> int | None:
 
 
 def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
-    """Make an empty folder to write to, after removing what killed runs left behind.
+    """Make an empty folder to write to, after removing the remains of killed runs.
 
-    `loaded` is the iteration in this folder that the run went on from.
+    `loaded` is the iteration in this folder that the run resumed from.
     """
     target = iteration_folder(folder, iteration)
     _check_replaceable(folder, iteration, loaded)
@@ -71,11 +73,11 @@ def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
 
 
 def put_in_place(staged: Path, folder: Path, iteration: int, loaded: int | None = None) -> Path:
-    """Make what was written the newest checkpoint; until the last step the previous one stays the newest.
+    """Make the written checkpoint the newest; until the last step, the previous one stays the newest.
 
-    A folder of that iteration that is not the newest is replaced: it was left by a run that was killed here, or that
-    went on from an earlier iteration. The newest itself is replaced only if this run went on from an earlier one, which
-    is the newest meanwhile.
+    A folder of that iteration that is not the newest is replaced: a run left it that was killed here, or that resumed
+    from an earlier iteration. The newest itself is replaced only if this run resumed from an earlier one, which is the
+    newest meanwhile.
     """
     target = iteration_folder(folder, iteration)
     _check_replaceable(folder, iteration, loaded)
@@ -111,7 +113,7 @@ def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int
 
 
 def withdraw(target: Path) -> None:
-    """Remove an iteration's folder that is to be written again, and what killed runs left beside it."""
+    """Remove the folder of an iteration that will be written again, and the remains of killed runs beside it."""
     if target.exists():
         _remove(target)
     if target.parent.exists():
@@ -119,7 +121,7 @@ def withdraw(target: Path) -> None:
 
 
 def discard(staged: Path) -> None:
-    """Remove what was written for a save that failed."""
+    """Remove the files of a save that failed."""
     shutil.rmtree(staged, ignore_errors=True)
 
 
@@ -155,7 +157,7 @@ def _clear(folder: Path) -> None:
 
 
 def _remove(target: Path) -> None:
-    """Rename the folder, so that it is not a checkpoint any more, and then remove it."""
+    """Rename the folder, so that it is no longer a checkpoint, and then remove it."""
     hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.removed")
     target.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

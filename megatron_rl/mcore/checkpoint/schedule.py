@@ -1,4 +1,4 @@
-"""Checks, before anything is loaded, that a run and its checkpoint have the same schedule."""
+"""Checks, before loading, that a run and its checkpoint have the same schedule."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ SAVED = "opt_param_scheduler"
 
 
 def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
-    """Raise an InputError if the checkpoint that --load names has another schedule than the flags give."""
+    """Raise an InputError if the checkpoint that --load names has another schedule than the flags."""
     config = settings.checkpoint
     if config.load is None or config.finetune or config.no_load_optim:
         return
@@ -26,7 +26,7 @@ def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
 
 
 def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: ScheduleConfig, source: Path) -> None:
-    """Raise an InputError that names the flags by which the two differ, unless a flag says which of them counts.
+    """Raise an InputError that names the flags by which the schedules differ, unless a flag decides for one of them.
 
     Both use the scheduler's names. Values that the checkpoint lacks are not compared.
     """
@@ -41,14 +41,14 @@ def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: Sch
     if differences:
         raise InputError(
             f"{source} was saved with another schedule than the flags give: {', '.join(differences)}, counted in "
-            f"updates. Write --override-opt-param-scheduler to go on with the flags' schedule from the update that was "
-            f"reached. Or write --use-checkpoint-opt-param-scheduler to go on with the checkpoint's: it keeps its last "
-            f"value once it is over"
+            f"updates. Write --override-opt-param-scheduler to continue with the flags' schedule from the "
+            f"checkpoint's update. Or write --use-checkpoint-opt-param-scheduler to continue with the checkpoint's, "
+            f"which keeps its last value after its end"
         )
 
 
 def _flag(name: str, config: ScheduleConfig) -> str:
-    """Name the flag that decides a value."""
+    """Return the flag that decides a value."""
     if name == "lr_decay_steps":
         return "--train-iters" if config.lr_decay_iters is None else "--lr-decay-iters"
     if name == "lr_warmup_steps":

@@ -1,4 +1,4 @@
-"""State dicts to files and back, with Megatron's dist_checkpointing: every layout reads what any layout wrote."""
+"""State dicts written and read with Megatron's dist_checkpointing: every layout reads the files of any layout."""
 
 import concurrent.futures
 import dataclasses
@@ -46,20 +46,20 @@ from megatron_rl.platforms.megatron_patches import unknown_megatron
 __all__ = ["find", "load_model", "save_model"]
 
 T = TypeVar("T")
-# Errors that Megatron and torch raise about files; any other is a bug.
+# Errors that Megatron and torch raise about files. Any other error is a bug.
 _OF_FILES = (CheckpointingException, CheckpointException, OSError, RuntimeError)
-# The function that writes a rank's files: its name from 0.17 on, and its name in 0.16.
+# The names of the function that writes a rank's files: from 0.17 on, and in 0.16.
 _WRITERS = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
-# Everything but tensors lies in a file of its own up to 0.18, and under a key among the shards from 0.19 on.
+# Everything but tensors has a file of its own up to 0.18, and a key among the shards from 0.19 on.
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/"
-# Seconds that a rank which failed waits for the others, which may still write.
+# Seconds that a failed rank waits for the others, which may still write.
 _PATIENCE_SECONDS = 60.0
 # Torch's CheckpointException is not an Exception.
 _ANY = (Exception, CheckpointException)
 
 
 def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, session: Session) -> Path:
-    """Write the weights where Megatron looks for those of that iteration, and return that folder."""
+    """Write the weights to the folder that Megatron expects for the iteration, and return that folder."""
     state = session.run_or_raise_everywhere(lambda: build_model_state(chunks, CONTENT))
     prepared = prepare(lambda: state, folder, iteration, session)
     finish(session, prepared, prepared.write_now)
@@ -68,13 +68,13 @@ def save_model(chunks: list[PackedGPTModel], folder: Path, iteration: int, sessi
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A checkpoint that is planned, and the folder that it is written to until it is complete."""
+    """A planned checkpoint, and the folder that it is written to until it is complete."""
 
     request: AsyncRequest
     staged: Path
 
     def write_now(self) -> None:
-        """Write in this process, for which the host holds one tensor a file at a time; every rank calls it."""
+        """Write in this process, with one tensor for each file in host memory at a time; every rank calls it."""
         self.request._replace(preload_fn=None).execute_sync()
 
 
@@ -97,10 +97,10 @@ def prepare(
     fully_parallel: bool = False,
     loaded: int | None = None,
 ) -> Prepared:
-    """Plan a checkpoint of what `build` returns. Executing the request writes it and finally makes it the newest.
+    """Plan a checkpoint of the state that `build` returns. The request writes it, and then makes it the newest.
 
-    `loaded` is the iteration in `folder` that the run went on from. `build` must not wait for other ranks; all parts of
-    the request but the writing itself do. Every rank raises if one does.
+    `loaded` is the iteration in `folder` that the run resumed from. `build` must not wait for other ranks. All parts of
+    the request except the writing itself do wait. Every rank raises if one rank does.
     """
     state = session.run_or_raise_everywhere(build)
     created = session.run_or_raise_everywhere(
@@ -126,7 +126,7 @@ def prepare(
 
 
 def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
-    """Run `action`, which writes or ends writing; if it fails, remove what was written, which may fill the disk."""
+    """Run `action`, which writes or ends writing; if it fails, remove the files, which may fill the disk."""
     try:
         return run_together(session, action, unwritable(prepared.staged.parent))
     except BaseException:
@@ -138,8 +138,8 @@ def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
 def run_together(session: Session, action: Callable[[], T], explain: Callable[[BaseException], MegatronRLError]) -> T:
     """Run an action that itself waits for other ranks; if it raises on one, raise on every rank with the same text.
 
-    `explain` says what an error about files means. Ranks may wait for a failed one in a collective of `action`, and
-    would until it times out: the failed one waits for them a while only, and then ends, which ends them.
+    `explain` turns an error about files into one for users. Other ranks may wait for a failed rank in a collective of
+    `action`, until it times out. So the failed rank waits for them for a limited time, and then ends, which ends them.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -148,7 +148,7 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
         result = action()
     except _ANY as caught:
         failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
-        # Torch tells its first rank what happened, and the others only that something did.
+        # Torch gives the reason only to its first rank. The others learn only that something failed.
         is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
     all_arrived = session.all_arrive(0.0 if failure is None else _PATIENCE_SECONDS)
     if failure is not None and not all_arrived:
@@ -167,7 +167,7 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
 
 
 def unwritable(place: Path) -> Callable[[BaseException], MegatronRLError]:
-    """Explain an error to somebody who wanted to save."""
+    """Return the explanation of an error of a save."""
 
     def explain(error: BaseException) -> MegatronRLError:
         cause = _cause(error)
@@ -178,12 +178,12 @@ def unwritable(place: Path) -> Callable[[BaseException], MegatronRLError]:
 
 
 def unreadable(source: Path) -> Callable[[BaseException], InputError]:
-    """Explain an error to somebody who wanted to load."""
-    return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): it is incomplete, copy it again")
+    """Return the explanation of an error of a load."""
+    return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): if it is incomplete, copy it again")
 
 
 def read_common(source: Path) -> dict[str, Any]:
-    """Read all of the checkpoint that is not tensors."""
+    """Read everything in the checkpoint but its tensors."""
     try:
         return dist_checkpointing.load_common_state_dict(str(source))
     except _ANY as error:
@@ -192,13 +192,13 @@ def read_common(source: Path) -> dict[str, Any]:
         if is_file and any(key.startswith(_COMMON_KEY) for key in read_metadata(source)):
             raise InputError(
                 f"{source} was written by megatron-core 0.19 or newer, which megatron-core "
-                f"{versions.describe_megatron()} cannot read: go on with 0.19"
+                f"{versions.describe_megatron()} cannot read: use 0.19"
             ) from None
         raise unreadable(source)(error) from None
 
 
 def read_metadata(source: Path) -> dict[str, Any]:
-    """Read what the checkpoint holds, by name: shapes of tensors, and objects."""
+    """Read the checkpoint's entries by name: shapes of tensors, and objects."""
     try:
         return load_sharded_metadata(str(source))
     except _ANY as error:
@@ -206,27 +206,26 @@ def read_metadata(source: Path) -> dict[str, Any]:
 
 
 def get_content(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the checkpoint's parts are divided: what Megatron recorded, or else its defaults."""
+    """Return the form of the checkpoint's parts, as Megatron recorded it, or else its defaults."""
     return dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {})
 
 
 def check(state: dict[str, Any], found: Mapping[str, Any], source: Path) -> None:
-    """Compare names and shapes first: loading writes into the model before it finds that something is missing."""
+    """Compare names and shapes before a load, which would write into the model before it finds a missing name."""
     apply_factories(state)
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor):
             continue
         if tensor.key not in found:
             raise InputError(
-                f"{source} does not hold {tensor.key}, which the model has: the flags must describe the model that "
-                f"was saved"
+                f"{source} does not hold {tensor.key}, which the model has: the flags must describe the saved model"
             )
         shape = tuple(found[tensor.key].global_shape)
-        # Only the padding of a vocabulary may differ.
+        # Only the padding of a vocabulary may make shapes differ.
         if shape != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
             raise InputError(
                 f"{tensor.key} has shape {list(shape)} in {source} and {list(tensor.global_shape)} in the model: "
-                f"the flags must describe the model that was saved"
+                f"the flags must describe the saved model"
             )
 
 
@@ -244,7 +243,7 @@ def read(
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
         loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
-        # With some settings of strictness it also returns the names that differ.
+        # With some settings of strictness, Megatron also returns the names that differ.
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
     return run_together(session, load, unreadable(source))
@@ -255,7 +254,7 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
     strategy = None
     if fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas())
-    # From 0.17 on the default for an asynchronous save is nvidia-resiliency-ext.
+    # From 0.17 on, an asynchronous save uses nvidia-resiliency-ext by default.
     said = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
     return dist_checkpointing.save(
         state, str(staged), strategy, async_sharded_save=True, content_metadata=dict(CONTENT), **said
@@ -263,9 +262,9 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
 
 
 def _share_memory(state: dict[str, Any]) -> None:
-    """Keep the writer from copying what lies in the host's memory: it does where a tensor is a part of a larger one.
+    """Keep the writer from copying tensors in the host's memory, which it does if a tensor is a part of a larger one.
 
-    A writer in the background is a fork, which has the memory as it was. Pinned memory is the exception: it is shared.
+    A writer in the background is a fork, which sees the memory as it was. Pinned memory is the exception: it is shared.
     """
     apply_factories(state)
     for part in nested_values(state):
@@ -275,7 +274,7 @@ def _share_memory(state: dict[str, Any]) -> None:
         if data.is_pinned():
             part.data = data.clone()
         elif data.is_contiguous():
-            # Bytes, because numpy does not have every dtype.
+            # As bytes, because numpy does not have every dtype.
             own = torch.from_numpy(data.reshape(-1).view(torch.uint8).numpy())
             part.data = own.view(data.dtype).view(data.shape)
 
@@ -283,7 +282,7 @@ def _share_memory(state: dict[str, Any]) -> None:
 def _in_one_process(request: AsyncRequest) -> AsyncRequest:
     """Replace Megatron's writer by one that starts no processes and reports errors.
 
-    The writer of 0.16 starts further processes, and waits forever if one is killed. Later ones start threads, and lose
+    The writer of 0.16 starts more processes, and waits forever if one is killed. Later writers start threads, and lose
     their errors.
     """
     write = request.async_fn
@@ -291,13 +290,15 @@ def _in_one_process(request: AsyncRequest) -> AsyncRequest:
         return request
     writers = [getattr(FileSystemWriterAsync, name, None) for name in _WRITERS]
     if not isinstance(write, functools.partial) or write.func not in writers:
-        raise unknown_megatron(f"a checkpoint is written by {write}, expected one of {', '.join(_WRITERS)}")
+        raise unknown_megatron(
+            f"checkpoints are written by {write}, and must be written by one of {', '.join(_WRITERS)}"
+        )
     transforms = write.args[0]
     return request._replace(async_fn=functools.partial(_write, transforms))
 
 
 def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -> None:
-    """Write a rank's files, one thread per file; an error is returned as a result, so that all ranks are told of it."""
+    """Write a rank's files, one thread per file; return an error as a result, so that all ranks learn of it."""
 
     def write_one(index: int) -> Any:
         written: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -320,7 +321,7 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
 
 @dataclasses.dataclass(frozen=True)
 class _OnHost:
-    """Tensors with what they are for, each copied to the host when it is asked for."""
+    """Tensors with the items that they belong to, each copied to the host when it is taken."""
 
     pairs: list[tuple[Any, torch.Tensor]]
 
@@ -345,7 +346,7 @@ def _num_bytes(state: dict[str, Any]) -> int:
 
 
 def _check_room(staged: Path, num_bytes: int) -> None:
-    """Check, before any rank writes, that this one can: one that cannot would leave the others waiting."""
+    """Check that this rank can write, before any rank writes: the others would wait for one that cannot."""
     if not os.access(staged, os.W_OK):
         raise InputError(
             f"{staged} cannot be written from this host: every rank that writes must reach the same folder"
@@ -365,7 +366,7 @@ def _report(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError
 
 
 def _cause(error: BaseException) -> str:
-    """Say what happened on the first rank that failed, if this one was told."""
+    """Return the reason of the first rank that failed, if this rank knows it."""
     if not isinstance(error, CheckpointException):
         return str(error) or type(error).__name__
     text = str(next(iter(error.failures.values()))[0]) if error.failures else ""

@@ -1,8 +1,8 @@
-"""The state of Megatron's distributed optimizer as shards of whole parameters, which lie where the optimizer has them.
+"""The state of Megatron's distributed optimizer as shards of whole parameters, in the optimizer's own memory.
 
 A data-parallel rank keeps a range of each parameter's elements, in row-major order. Such a range consists of boxes: the
-rest of a row, whole rows, the beginning of a row. Each box is a shard of the whole parameter's tensor. So nothing is
-gathered to save it, and a load reads a rank's own elements alone, into their place. The files are those of Megatron's
+rest of a row, whole rows, the beginning of a row. Each box is a shard of the whole parameter's tensor. So a save
+gathers nothing, and a load reads only a rank's own elements, into their place. The files have Megatron's
 `fully_reshardable` form, with more shards: each tensor whole, under its parameter's name, which every layout reads.
 """
 
@@ -21,10 +21,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_rl.platforms.megatron_patches import expect_parameters, unknown_megatron
 
 Shape = tuple[int, ...]
-# Of each parameter, by its number: of each tensor, by its key: the boxes, in the order of their elements.
+# The boxes of each tensor, in the order of their elements: by the parameter's number, the tensor's key, and a count.
 State = dict[int, dict[str, dict[int, Any]]]
 _PREFIX = "optimizer.state"
-# What Adam keeps; from 0.19 on the optimizer says it.
+# The tensors that Adam keeps. From 0.19 on, the optimizer names them itself.
 _KEYS = ("exp_avg", "exp_avg_sq")
 _DESCRIBE, _LOAD = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
 
@@ -32,7 +32,7 @@ _DESCRIBE, _LOAD = "sharded_param_state_fully_reshardable", "load_parameter_stat
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut elements `start` to `end` of a tensor, in row-major order, into boxes: yield the offset and size of each.
 
-    Boxes come in the order of their elements, and each is contiguous. Every axis but the last adds two at most.
+    Boxes come in the order of their elements, and each is contiguous. Every axis except the last adds at most two.
     """
     if start >= end:
         return
@@ -98,14 +98,14 @@ class _Load:
                 for key, pieces in state[index].items()
             }
             optimizer._set_main_param_and_optimizer_states(parameter, tensors)
-        # The optimizer whose state lies on the host keeps a second list of it.
+        # An optimizer with its state on the host keeps a second list of the state.
         synchronize = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
         if synchronize is not None:
             synchronize()
 
 
 def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, range]]:
-    """Yield each parameter of which this rank has a part: its number among all, and the part's elements."""
+    """Yield each parameter that this rank has a part of, with its number among all and the part's elements."""
     number = 0
     for buffer, of_dtypes in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         own = {
@@ -121,7 +121,7 @@ def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parame
 
 
 def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of what is kept of a parameter, in single precision: its own memory if it has that."""
+    """Return this rank's part of a parameter's state, in single precision; without a copy if it has that already."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     return {key: tensors[key].detach().float() for key in ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))}
 
@@ -133,11 +133,11 @@ def _shards(
     values: torch.Tensor,
     optimizer: DistributedOptimizer,
 ) -> Iterator[ShardedTensor]:
-    """Yield `values`, the elements `place` of what `part` describes, as shards under the parameter's name and `key`."""
-    # Data-parallel ranks have no replicas of each other: the model's third number counts them.
+    """Yield `values`, the elements `place` of the tensor of `part`, as shards under the parameter's name and `key`."""
+    # Data-parallel ranks have no copies of each other's parts. The model's third number counts such copies.
     replica = (*part.replica_id[:2], optimizer.distributed_optimizer_instance_id)
     for whole in _in_order(part, f"{_PREFIX}.{key}.{part.key}", replica):
-        # Where it begins in the parameter, and which of its elements are of this rank.
+        # Where the tensor begins in the parameter, and which of its elements this rank has.
         begin = whole.data.storage_offset()
         start, end = max(place.start - begin, 0), min(place.stop - begin, whole.data.numel())
         at = begin + start - place.start
@@ -151,16 +151,16 @@ def _shards(
                 data=data,
                 local_shape=(*new_axes, *size),
                 global_offset=tuple(map(sum, zip(whole.global_offset, (*(0 for _ in new_axes), *offset), strict=True))),
-                # Boxes are of many sizes.
+                # Boxes have many sizes.
                 axis_fragmentations=None,
                 prepend_axis_num=0,
             )
 
 
 def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Shape) -> list[ShardedTensor]:
-    """Describe the parameter's tensors in the checkpoint, with views of a probe as data, in the order they have in it.
+    """Describe the parameter's tensors in the checkpoint, in the parameter's order, with views of a probe as data.
 
-    There are several where the model fuses what the checkpoint has apart: gate and up of an MLP.
+    A parameter has several if the model fuses tensors that the checkpoint keeps apart: gate and up of an MLP.
     """
     probe = torch.empty(part.data.shape, dtype=torch.float32, device="meta")
     named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **_of_dtype(part))
@@ -168,7 +168,9 @@ def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Sha
     for whole in wholes:
         is_view = whole.data is probe or whole.data._base is probe
         if not isinstance(whole, ShardedTensor) or not is_view or not whole.data.is_contiguous():
-            raise unknown_megatron(f"{part.key} is saved as something else than contiguous parts of the parameter")
+            raise unknown_megatron(
+                f"{part.key} must be saved as contiguous parts of the parameter, and is saved otherwise"
+            )
     return sorted(wholes, key=lambda whole: whole.data.storage_offset())
 
 

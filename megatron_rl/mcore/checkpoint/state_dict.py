@@ -1,4 +1,4 @@
-"""What a checkpoint holds: model, optimizer, schedule and random numbers as Megatron's sharded state dicts."""
+"""The content of a checkpoint: model, optimizer, schedule and random state as Megatron's sharded state dicts."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from megatron_rl.platforms.megatron_patches import allocate_adam_state
 
 RNG = "rng_state"
 _REFERENCE = "reference."
-# What bounds the schedules of a group of parameters.
+# The bounds of the schedules of a group of parameters.
 _BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
-# The one form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write:
-# each tensor whole, under its parameter's name.
+# The only form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write.
+# Each tensor is whole, under its parameter's name.
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -40,7 +40,7 @@ def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTMo
 
 
 def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the weights as shards of the whole model's."""
+    """Describe the weights as shards of the whole model's weights."""
     return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
 
 
@@ -58,7 +58,7 @@ def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str
 def build_optimizer_state(
     policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """Describe optimizer and schedule; of the distributed optimizer each rank describes its own slices."""
+    """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer."""
     if not is_loading:
         _allocate(policy.optimizer)
     with in_slices(policy.optimizer):
@@ -67,12 +67,12 @@ def build_optimizer_state(
 
 
 def get_rng_state(platform: Platform) -> dict[str, Any]:
-    """Describe the state of random numbers of this rank's place in the model; replicas have the same."""
+    """Describe the random state of this rank's place in the model, which is the same in all replicas."""
     of_numpy: Any = np.random.get_state()
     version, keys, *rest = of_numpy
     states = {
         "random_rng_state": random.getstate(),
-        # Lists and numbers only: torch.load takes arrays only with more permissions than it needs for tensors.
+        # Lists and numbers only, because torch.load needs more permissions for arrays than for tensors.
         "np_rng_state": (version, keys.tolist(), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": platform.rng_state(),
@@ -84,13 +84,13 @@ def get_rng_state(platform: Platform) -> dict[str, Any]:
 
 
 def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint was written by as many tensor and pipeline ranks."""
+    """Check whether the same number of tensor and pipeline ranks wrote the checkpoint."""
     shape, offset = _place()
     return ShardedObject(RNG, None, shape, offset).unique_key in found
 
 
 def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
-    """Take over optimizer and schedule from what was loaded."""
+    """Apply the loaded optimizer and schedule."""
     optimizer, scheduler = policy.optimizer, policy.scheduler
     bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
     if is_overriding:
@@ -100,7 +100,7 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
         optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
     if is_overriding:
-        # The loaded groups have the bounds that they were saved with.
+        # The loaded groups have the bounds of the save.
         for group, own in zip(optimizer.param_groups, bounds, strict=True):
             group.update(own)
     scheduler.num_steps = 0
@@ -108,25 +108,25 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
     except AssertionError as error:
         raise InputError(
-            f"the schedule of the checkpoint is not that of the flags ({error}): write "
-            f"--override-opt-param-scheduler to take the flags', --use-checkpoint-opt-param-scheduler for the other"
+            f"the checkpoint's schedule differs from the flags' ({error}): write --override-opt-param-scheduler to use "
+            f"the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
         ) from None
 
 
 def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
-    """Take over the weights from what was loaded."""
+    """Apply the loaded weights."""
     for name, chunk in name_chunks(policy.chunks):
         chunk.load_state_dict(loaded[name], strict=strict)
 
 
 def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
-    """Take over the reference's weights from what was loaded."""
+    """Apply the loaded weights to the reference."""
     for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
 
 
 def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
-    """Take over the state of random numbers from what was loaded."""
+    """Apply the loaded random state."""
     (states,) = loaded[RNG]
     random.setstate(states["random_rng_state"])
     np.random.set_state(states["np_rng_state"])
@@ -147,13 +147,13 @@ def _place() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Allocate the optimizer's state: before its first step it has none, and loading expects one."""
+    """Allocate the optimizer's state, which it does not have before its first step, and which a load expects."""
     for inner in _torch_adams(optimizer):
         allocate_adam_state(inner)
 
 
 def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]) -> None:
-    """Give saved groups the bounds of this run's: from 0.19 on, Megatron finds a saved group by its bounds too."""
+    """Give saved groups this run's bounds: from 0.19 on, Megatron also uses bounds to find a saved group."""
     first, *others = bounds
     if any(own != first for own in others):
         return
@@ -163,7 +163,7 @@ def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]
 
 
 def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Add the step where it is missing: Megatron does not save a zero step, and torch's Adam requires one."""
+    """Add a missing step: Megatron does not save a step of zero, and torch's Adam requires a step."""
     if not _torch_adams(optimizer):
         return
     for one in loaded.values() if 0 in loaded else [loaded]:
@@ -174,7 +174,7 @@ def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
 
 
 def _allocate_steps(optimizer: MegatronOptimizer) -> None:
-    """Set steps that were not saved to zero: the distributed optimizer loads without them, but cannot step."""
+    """Set steps that were not saved to zero: the distributed optimizer loads without them, but cannot update."""
     for inner in _torch_adams(optimizer):
         for values in inner.state.values():
             values.setdefault("step", torch.tensor(0.0))
