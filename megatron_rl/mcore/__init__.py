@@ -1,1 +1,1 @@
-"""Everything that touches megatron-core: session, model, configuration."""
+"""All code that touches megatron-core: session, model, step, publishing, checkpoints, configuration."""

@@ -1,4 +1,4 @@
-"""megatron-core's own configurations, imported only when asked for: the platform must be installed before."""
+"""megatron-core's own configurations, imported only when needed: the platform must be installed first."""
 
 
 def find_megatron_version() -> str:
@@ -9,7 +9,7 @@ def find_megatron_version() -> str:
 
 
 def import_configs() -> dict[str, type]:
-    """Import megatron-core's dataclasses, under the names that flags' targets use."""
+    """Import megatron-core's dataclasses, and return them by the names that the targets of flags use."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -1,9 +1,10 @@
-"""How much memory a rank takes, counted before there is one.
+"""The memory that a rank will take, counted before the rank exists.
 
-A rank of each pipeline stage is built in this process, on tensors without memory and with process groups that reach
-nobody. The largest micro-batch goes through it, and what its backward pass would need is added up.
+A rank of each pipeline stage is built in this process, on tensors without memory, and with process groups that reach no
+other process. The largest micro-batch goes through it, and the tensors that its backward pass needs are added up.
 
-Attention and experts are stood in for. Attention keeps what a fused kernel keeps, experts get equal shares of tokens.
+Stand-ins replace attention and experts. Attention keeps what a fused kernel keeps, and experts get equal shares of
+tokens.
 """
 
 import contextlib
@@ -29,31 +30,31 @@ from megatron_rl.mcore.session import make_groups
 from megatron_rl.types import ParallelSizes
 from megatron_rl.weights.fingerprint import DTYPES
 
-# Of a tensor that is gathered for engines, twice: one bucket is sent while the next one is filled.
+# Two buckets of tensors that are gathered for engines: one is sent while the next one is filled.
 _STREAM_BYTES = 2 << 28
-# In shared memory lie the version that engines sample with, and the one before or after it.
+# The versions in shared memory: the one that engines sample with, and the one before or after it.
 _VERSIONS_SHARED = 2
-# Logits of a block of the vocabulary, and their gradient, in float32 (`ops/log_probs.py`).
+# The logits of a block of the vocabulary, and their gradient, in float32 (`ops/log_probs.py`).
 _LOGITS_BYTES = 2 << 26
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a rank is to compute with."""
+    """The work of a rank, as far as it decides how much memory the rank takes."""
 
     world_size: int
     lengths: Sequence[tuple[int, Sequence[int]]]
-    """Of the largest micro-batch: the tokens of each group's prompt, and of its responses."""
+    """The number of tokens of each prompt and its responses in the largest micro-batch."""
     multiple_of: int
     num_micro_batches: int
-    """Of one run of the schedule."""
+    """The number of micro-batches in one run of the schedule."""
     num_updates: int
-    """Of an iteration."""
+    """The number of updates in an iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes of a rank of a pipeline stage, by what they are for."""
+    """The bytes of a rank of a pipeline stage, by purpose."""
 
     stage: int
     num_parameters: int
@@ -62,7 +63,7 @@ class Footprint:
 
 
 def count(settings: Settings, work: Workload) -> list[Footprint]:
-    """Count what a rank of each pipeline stage takes; no process group may exist."""
+    """Count the memory of a rank of each pipeline stage; no process group may exist."""
     sizes = settings.parallel_sizes
     groups = [([0] * prompt, [[0] * length for length in responses]) for prompt, responses in work.lengths]
     pack = pack_groups(groups, work.multiple_of).divided(sizes.context)
@@ -97,7 +98,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_published and is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
-        # In the background, from a copy of all that the rank writes.
+        # A save in the background writes from a copy of everything that the rank writes.
         "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
     }
     return Footprint(stage, num_parameters, device, host)
@@ -105,12 +106,12 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
 
 @contextlib.contextmanager
 def _alone(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
-    """Be the first rank of a pipeline stage, among ranks that are not there."""
+    """Be the first rank of a pipeline stage, among ranks that do not exist."""
     rank = stage * (world_size // sizes.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         make_groups(sizes, create_gloo_process_groups=False)
-        # A tracker that draws nothing: states of a generator cannot be compared here.
+        # This tracker draws no numbers, because states of a generator cannot be compared here.
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
         yield
     finally:
@@ -120,13 +121,13 @@ def _alone(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Bytes:
-    """What a rank keeps of its parameters."""
+    """The bytes that a rank keeps for its parameters."""
 
     weights: int
     gradients: int
     optimizer: int
     offloaded: int
-    """The optimizer's part on the host."""
+    """The bytes of the optimizer's state on the host."""
 
     @classmethod
     def of(cls, settings: Settings, parameters: Sequence[torch.nn.Parameter]) -> "_Bytes":
@@ -149,11 +150,11 @@ class _Bytes:
 
 
 def _count_state(settings: Settings) -> int:
-    """Count the bytes that the optimizer keeps of a parameter: moments, and a copy if the model has half precision."""
+    """Count the bytes that the optimizer keeps for a parameter: moments, and a copy if the model has half precision."""
     config = settings.optimizer
     num_moments = 2 if config.optimizer == "adam" else 1
     if config.use_precision_aware_optimizer:
-        # Of a copy in two bytes, the weight itself is the upper half.
+        # If the copy has two bytes, the weight itself is its upper half.
         moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[:num_moments]
         return config.main_params_dtype.itemsize + sum(dtype.itemsize for dtype in moments)
     has_copy = settings.transformer.params_dtype != torch.float32
@@ -161,14 +162,14 @@ def _count_state(settings: Settings) -> int:
 
 
 def _count_frozen(settings: Settings, num_updates: int) -> int:
-    """How many models are kept beside the policy."""
+    """Count the models that are kept beside the policy."""
     has_reference = settings.algorithm.kl_beta > 0
     has_old = num_updates > 1 and settings.loop.tri_model != "separate"
     return has_reference + has_old
 
 
 def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:
-    """Count the micro-batches, of one chunk each, that a stage keeps at once: it is ahead of the stages behind it."""
+    """Count the micro-batches, of one chunk each, that a stage keeps at once, since it runs ahead of later stages."""
     sizes = settings.parallel_sizes
     ahead = sizes.pipeline - stage - 1
     virtual = sizes.virtual_pipeline
@@ -179,7 +180,7 @@ def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:
 
 
 def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
-    """Count the bytes that autograd keeps of a micro-batch, weights aside."""
+    """Count the bytes that autograd keeps for a micro-batch, without weights."""
     _stand_in(chunk)
     own = {parameter.untyped_storage()._cdata for parameter in chunk.parameters()}
     # The tensors are kept, so that no two storages have the same address.
@@ -199,7 +200,7 @@ def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
 
 
 def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
-    """Count what a layer keeps if nothing is recomputed; its backward pass has the gradients of as much, one by one."""
+    """Count the bytes that a layer keeps without recomputation; in its backward pass, gradients take the same."""
     config: TransformerConfig = chunk.config
     changed = config.recompute_granularity
     num_layers = max(1, len(chunk.decoder.layers))
@@ -211,7 +212,7 @@ def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
 
 
 def _make_input(chunk: PackedGPTModel, pack: Pack) -> torch.Tensor:
-    """What the stage before would send."""
+    """Make the input that the previous stage would send."""
     config = chunk.config
     rows = pack.num_tokens // config.context_parallel_size
     rows //= config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -219,7 +220,7 @@ def _make_input(chunk: PackedGPTModel, pack: Pack) -> torch.Tensor:
 
 
 def _stand_in(chunk: PackedGPTModel) -> None:
-    """Replace what needs the numbers that tensors without memory lack: attention's kernels, and the way to experts."""
+    """Replace the modules that read numbers, which tensors without memory lack: attention, and routed experts."""
     for module in list(chunk.modules()):
         for name, child in module.named_children():
             if isinstance(child, SharedPromptAttention):
@@ -229,7 +230,7 @@ def _stand_in(chunk: PackedGPTModel) -> None:
 
 
 class _Attention(torch.nn.Module):
-    """Keeps what a kernel keeps: queries, keys, values, the result, and a number for each query and head."""
+    """A stand-in for attention. It keeps queries, keys, values, the result, and a number for each query and head."""
 
     def __init__(self, context_group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -244,7 +245,7 @@ class _Attention(torch.nn.Module):
 
 
 class _Experts(torch.nn.Module):
-    """Keeps of an equal share of tokens what Megatron's dispatcher and experts keep."""
+    """A stand-in for experts. It keeps what Megatron's dispatcher and experts keep for an equal share of tokens."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ class _Experts(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         config = self.config
         num_rows, size = hidden_states.numel() // config.hidden_size, config.expert_tensor_parallel_size or 1
-        # Every tensor-parallel rank of an expert has all of its tokens, and a part of its columns.
+        # Every tensor-parallel rank of an expert has all of its tokens, and some of its columns.
         routed, columns = num_rows * config.moe_router_topk * size, config.moe_ffn_hidden_size // size
         like, wide = hidden_states, config.hidden_size
         # In experts' order, and on their rank; the gated layer's halves, and the steps to their product; the way back.
@@ -272,4 +273,4 @@ class _Keeps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("what is counted is not trained")
+        raise NotImplementedError("a model that is counted is not trained")

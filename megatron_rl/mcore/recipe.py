@@ -1,4 +1,4 @@
-"""What a run takes from the recipe that started it, if one did."""
+"""The parts that a run takes from the Megatron recipe that started it, if one did."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,16 @@ from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The parts in which a recipe of Megatron's differs from a run that stands alone."""
+    """The parts in which a run of a Megatron recipe differs from a run that stands alone."""
 
     build_model: Callable[[Settings], list[PackedGPTModel]] = build_model
-    """This rank's stages of a model, their weights not yet filled. It is called once for each model of a run."""
+    """The builder of this rank's chunks of a model, with unfilled weights; called once for each model of a run."""
     saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What Megatron looks for in a checkpoint beside model and optimizer: the recipe's arguments."""
+    """The recipe's arguments, which Megatron expects in a checkpoint beside model and optimizer."""
     open_sinks: Callable[[], Sequence[Any]] | None = None
-    """Opens the recipe's own writers, which take the metrics on rank 0 in place of those that our flags open."""
+    """The opener of the recipe's own writers, which get rank 0's metrics in place of our flags' writers."""
     finish_iteration: Callable[[int], None] = lambda version: None
-    """Called by every rank when the iteration of a version is over."""
+    """A function that every rank calls at the end of a version's iteration."""
 
 
 STAND_ALONE = Recipe()

@@ -1,14 +1,14 @@
-"""The slots of an iteration, from the one rank of a replica that fetches them to all of its ranks.
+"""The relay of an iteration's slots from the one rank of a replica that fetches them to all ranks of the replica.
 
-The fetching rank sends each slot's bytes as they come, undecoded, and says at the end that it sends no more.
+The fetching rank sends each slot's bytes as they come, undecoded, and announces the end.
 Invariants:
 
-- a group of its own carries them, and one thread of each rank uses it: no collective of the schedule comes between;
-- receiving ranks are always ready to receive: the fetching rank waits for their threads, never for what they compute;
-- the fetching rank asks for a slot no later than any other rank needs it: it is of the first pipeline stage, whose
+- a group of its own carries the slots, and one thread of each rank uses it: the schedule's collectives do not;
+- receiving ranks are always ready to receive: the fetching rank waits for their threads, never for their computations;
+- the fetching rank asks for a slot no later than any other rank needs it. It belongs to the first pipeline stage, whose
   forward pass of a micro-batch comes before those of all other stages. So a schedule that would end if every rank
-  fetched its own slots ends with these too;
-- what the sidecar refuses is raised on every rank with the same words.
+  fetched its own slots also ends with the relay;
+- a refusal of the sidecar is raised on every rank with the same text.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ import torch.distributed as dist
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore.session import ReplicaGroup
 
-# A rank that fails tells all ranks why, and they end (`training/watch.py`): what its silence causes is said later.
+# A rank that fails tells all ranks why, and they end (`training/watch.py`). The wait lets that reason come first.
 _REASON_SECONDS = 60.0
 
 
 class SlotsLost(RuntimeError):
-    """Another rank of the replica is gone, or has left the iteration; that rank says why."""
+    """Another rank of the replica has ended, or has left the iteration; that rank reports why."""
 
 
 class Relay(Protocol):
-    """One rank's side of an iteration. One thread makes all calls."""
+    """One rank's end of the relay in an iteration. One thread makes all calls."""
 
     def fetch(self, ask: Callable[[], bytes]) -> bytes:
-        """Return the next slot; `ask` gets it from the sidecar."""
+        """Return the next slot, which `ask` gets from the sidecar."""
         ...
 
     def leave(self) -> None:
-        """Take no more slots; every rank of the replica returns when the fetching one has left too."""
+        """Take no more slots, and return when the fetching rank has left too."""
         ...
 
 
@@ -51,7 +51,7 @@ class _Kind(IntEnum):
 
 
 class LoneRank:
-    """A replica of one rank."""
+    """The only rank of a replica."""
 
     def fetch(self, ask: Callable[[], bytes]) -> bytes:
         return ask()
@@ -61,7 +61,7 @@ class LoneRank:
 
 
 class FetchingRank:
-    """Asks, and sends the answers."""
+    """The rank that asks the sidecar, and sends the answers to the others."""
 
     def __init__(self, group: ReplicaGroup):
         self._group = group
@@ -90,7 +90,7 @@ class FetchingRank:
         if self._has_ended:
             return
         self._has_ended = True
-        # Somebody who is gone need not be told.
+        # A rank that has ended need not be told.
         with contextlib.suppress(RuntimeError):
             self._send(kind, data)
 
@@ -102,7 +102,7 @@ class FetchingRank:
 
 
 class ReceivingRank:
-    """Receives what the fetching rank sends."""
+    """A rank that receives slots from the fetching rank."""
 
     def __init__(self, group: ReplicaGroup):
         self._group = group
@@ -112,7 +112,7 @@ class ReceivingRank:
         try:
             kind, data = self._receive()
         except RuntimeError as error:
-            raise _wait_for_the_reason("is gone") from error
+            raise _wait_for_the_reason("has ended") from error
         if kind == _Kind.FAILURE:
             failure, text = pickle.loads(data)
             raise failure(text)
@@ -121,13 +121,13 @@ class ReceivingRank:
         return data
 
     def leave(self) -> None:
-        # The fetching rank may be gone without a word, and nobody here waits for it.
+        # The fetching rank may have ended without a message. No process waits for this loop then.
         with contextlib.suppress(RuntimeError):
             while not self._has_ended:
                 self._receive()
 
     def _receive(self) -> tuple[int, bytes]:
-        # Only a slot leaves something to receive.
+        # Only a slot is followed by another message.
         has_ended, self._has_ended = self._has_ended, True
         assert not has_ended, "the fetching rank sends no more"
         source, group = self._group.first, self._group.group
@@ -142,7 +142,7 @@ class ReceivingRank:
 
 
 def open_relay(group: ReplicaGroup | None, rank: int) -> Relay:
-    """Begin an iteration on this rank; `group` is its replica's, None for a replica of one rank."""
+    """Open this rank's relay for an iteration; `group` is its replica's, or None for a replica of one rank."""
     if group is None:
         return LoneRank()
     return FetchingRank(group) if rank == group.first else ReceivingRank(group)
@@ -150,4 +150,4 @@ def open_relay(group: ReplicaGroup | None, rank: int) -> Relay:
 
 def _wait_for_the_reason(what: str) -> SlotsLost:
     time.sleep(_REASON_SECONDS)
-    return SlotsLost(f"a rank of this replica {what}, and has not said why for {_REASON_SECONDS:g} s")
+    return SlotsLost(f"a rank of this replica {what}, and has not reported why for {_REASON_SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""The process groups of a run, started once and ended once, and a rank's place in them, which decides its shards."""
+"""The process groups of a run, started once and ended once, and a rank's place in them, which determines its shards."""
 
 import dataclasses
 import datetime
@@ -19,7 +19,7 @@ from megatron_rl.weights.mapping import Coordinates
 
 T = TypeVar("T")
 U = TypeVar("U")
-# Meets the other ranks in a store, within the time that is given.
+# A function that meets the other ranks in a store, within the given time.
 Meet = Callable[[datetime.timedelta], dist.Store]
 _ARRIVALS = "megatron_rl/arrivals"
 _POLL_SECONDS = 0.1
@@ -27,10 +27,10 @@ _POLL_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaGroup:
-    """The ranks of one replica, over the host; only the thread that takes the replica's slots uses it."""
+    """The ranks of one replica, connected over the host; only the thread that takes slots uses the group."""
 
     first: int
-    """The rank with the first place in every dimension: it is of the first pipeline stage."""
+    """The rank with the first place in every dimension, and so in the first pipeline stage."""
     group: dist.ProcessGroup
 
 
@@ -79,7 +79,7 @@ class Session:
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
             create_gloo_process_groups=True,
         )
-        # All but tensors (errors, digests, agreement) goes over the host, whatever the platform.
+        # Everything but tensors (errors, digests, agreement) travels over the host, on every platform.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
         self.stage_group = self._new_stage_group(timeout)
         self.replica_group = self._new_replica_group(timeout)
@@ -107,12 +107,12 @@ class Session:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel copies of the model."""
+        """The number of data-parallel copies of the model."""
         return parallel_state.get_data_parallel_world_size()
 
     @property
     def replica(self) -> int:
-        """The copy that this rank belongs to."""
+        """The number of the copy that this rank belongs to."""
         return parallel_state.get_data_parallel_rank()
 
     @property
@@ -137,9 +137,10 @@ class Session:
         dist.barrier(group=self.control_group)
 
     def all_arrive(self, seconds: float = 0.0) -> bool:
-        """Note that this rank has come so far, and return whether every rank has within `seconds`.
+        """Note that this rank has arrived here, and return whether every rank arrives within `seconds`.
 
-        Every rank calls it. It does not use a collective, in which a failed rank would wait for those it holds up.
+        Every rank calls it. It uses no collective, because a failed rank would wait there for the ranks that wait for
+        it.
         """
         self._num_arrivals += 1
         key = f"{_ARRIVALS}/{self._num_arrivals}"
@@ -151,7 +152,7 @@ class Session:
         return num_there >= self.world_size
 
     def run_or_raise_everywhere(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; if it fails on any, raise the same error on all, so that none waits for another.
+        """Run `action` on every rank; if it fails on one, raise the same error on all, so that none waits for another.
 
         `action` must not wait for other ranks itself.
         """
@@ -182,7 +183,7 @@ class Session:
         return result, [shared for _, shared in outcomes]
 
     def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        """The ranks of this rank's pipeline stage, over all replicas."""
+        """Make the group of this rank's pipeline stage, over all replicas."""
         own = None
         per_stage = self.world_size // self.sizes.pipeline
         for stage in range(self.sizes.pipeline):
@@ -194,7 +195,7 @@ class Session:
         return own
 
     def _new_replica_group(self, timeout: datetime.timedelta) -> ReplicaGroup | None:
-        """The ranks of this rank's replica; None if it is alone."""
+        """Make the group of this rank's replica; return None if the rank is alone in it."""
         if self.sizes.model == 1:
             return None
         replicas = self.gather(self.replica)
@@ -209,7 +210,7 @@ class Session:
 
 
 def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError], str] | None:
-    """Return what the other ranks are told of an error."""
+    """Return the error that the other ranks raise for this rank's error."""
     if error is None:
         return None
     if isinstance(error, MegatronRLError):
@@ -220,7 +221,7 @@ def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError],
 def _start_distributed(
     platform: Platform, timeout: datetime.timedelta, waiting: datetime.timedelta, meet: Meet
 ) -> bool:
-    """Join the ranks that the environment names, or be alone; return False if that was done before."""
+    """Join the ranks that the environment names, or be alone; return False if torch.distributed has started before."""
     if dist.is_initialized():
         return False
     platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -232,8 +233,8 @@ def _start_distributed(
             store = meet(timeout)
         except (dist.DistError, TimeoutError) as error:
             raise PlatformError(
-                f"rank {rank} has not met the others within {timeout.total_seconds():g} s ({error}): see whether all "
-                f"{world_size} ranks were started, and reach MASTER_ADDR"
+                f"rank {rank} has not met the others within {timeout.total_seconds():g} s ({error}): check that all "
+                f"{world_size} ranks were started, and that they reach MASTER_ADDR"
             ) from None
     store.set_timeout(timeout + waiting)
     dist.init_process_group(
@@ -263,7 +264,7 @@ def _coordinates() -> Coordinates:
 def start_session(
     settings: Settings, waiting: datetime.timedelta = datetime.timedelta(), meet: Meet | None = None
 ) -> Session:
-    """Start the process groups that the settings ask for; a rank may wait `waiting` longer for other processes."""
+    """Start the process groups that the settings describe; a rank may wait `waiting` longer for other processes."""
     timeout = datetime.timedelta(minutes=settings.distributed.distributed_timeout_minutes)
     platform = select(settings.platform)
     if settings.transformer.deterministic_mode:
