@@ -1,1 +1,1 @@
-"""Tensor operations with a naive twin each: shared-prompt attention, vocabulary-parallel log-probs."""
+"""Tensor operations, each with a naive twin: shared-prompt attention, and vocabulary-parallel log-probs."""

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from hidden states: the output layer and its softmax, fused.
+"""Log-probs of given tokens from hidden states: the output layer and its softmax, fused.
 
-The vocabulary may be divided over ranks. A rank goes through its part in blocks of columns and keeps a few numbers per
-row; the backward pass computes each block's logits again. Neither pass ever holds an array of all logits.
+The vocabulary may be divided over ranks. A rank processes its part in blocks of columns, and keeps a few numbers for
+each row. The backward pass computes each block's logits again. Neither pass ever holds an array of all logits.
 
 Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
@@ -15,22 +15,22 @@ import torch.distributed as dist
 
 # A block's logits: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
-# With narrower blocks, most time goes into adding to the hidden states' gradient.
+# With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
 _LEAST_BLOCK_COLUMNS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyShard:
-    """Which columns of the vocabulary this rank holds."""
+    """The columns of the vocabulary that this rank holds."""
 
     first: int
     vocab_size: int
-    """The real size: columns from here on are padding and belong to no token."""
+    """The number of tokens. Columns from here on are padding."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the vocabulary; None if this rank holds all of it."""
 
     def num_real(self, num_columns: int) -> int:
-        """How many of this rank's columns are tokens; they come first."""
+        """Return the number of this rank's columns that belong to tokens; they come first."""
         return max(0, min(num_columns, self.vocab_size - self.first))
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -51,11 +51,12 @@ def output_log_probs(
 ) -> torch.Tensor:
     """Compute log softmax(hidden @ weight.T / temperature) at each row's target, in fp32, without padded columns.
 
-    `with_entropies` gives [N, 2]: beside them the entropy of each row's distribution, over the whole vocabulary.
+    With `with_entropies`, return [N, 2]: the second column is the entropy of each row's distribution over the whole
+    vocabulary.
 
-    The gradient of the hidden states is the part of this rank's columns, to be summed over the ranks. A target outside
-    the vocabulary gives NaN, since it has no probability. `block_columns` is for tests; it changes results only by
-    rounding.
+    The gradient of the hidden states comes from this rank's columns alone, and must be summed over the ranks. A target
+    outside the vocabulary gives NaN, since it has no probability. `block_columns` is for tests, and changes results
+    only by rounding.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
@@ -69,11 +70,11 @@ def output_log_probs(
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """This rank's real columns, block by block. Padded ones are never computed."""
+    """This rank's columns of tokens, block by block. Columns of padding are never computed."""
 
     shard: VocabularyShard
     local_targets_N: torch.Tensor
-    """Targets counted from this rank's first column; those that other ranks hold lie outside its columns."""
+    """Targets, counted from this rank's first column. Targets that other ranks hold lie outside its columns."""
     num_real: int
     block_columns: int
     temperature: float
@@ -83,32 +84,32 @@ class _Columns:
             yield slice(first, min(first + self.block_columns, self.num_real))
 
     def scaled_logits(self, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, block: slice) -> torch.Tensor:
-        """Compute a block's logits over the temperature, in at least 32 bits; the caller may overwrite the result."""
+        """Compute a block's logits, divided by the temperature, in at least 32 bits. The caller may overwrite them."""
         logits_NC = torch.nn.functional.linear(hidden_NE, weight_VE[block])
         return logits_NC.to(_statistics_dtype(hidden_NE)).div_(self.temperature)
 
     def targets_in(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's target as a column of the block, [N, 1], or 0, and whether the block has it."""
+        """Return each row's target as a column of the block, [N, 1], and whether the block has it; without it, 0."""
         is_here_N1 = ((self.local_targets_N >= block.start) & (self.local_targets_N < block.stop))[:, None]
         return (self.local_targets_N[:, None] - block.start).where(is_here_N1, 0), is_here_N1
 
 
 class _Statistics:
-    """Statistics of the columns added so far, each one number per row."""
+    """Statistics of the columns that were added so far, each with one number for each row."""
 
     def __init__(self, like_NE: torch.Tensor, with_entropies: bool) -> None:
         dtype = _statistics_dtype(like_NE)
-        # Finite, so that a rank without a real column contributes zeros and not NaN.
+        # Finite, so that a rank without columns of tokens contributes zeros and not NaN.
         self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
         # The sum over columns of exp(logit - max).
         self.sum_N = torch.zeros_like(self.max_N)
         self.chosen_N = torch.zeros_like(self.max_N)
         self.num_holders_N = torch.zeros_like(self.max_N)
-        # The sum over columns of (logit - max) exp(logit - max), where entropies are asked for.
+        # The sum over columns of (logit - max) exp(logit - max); None without entropies.
         self.moment_N = torch.zeros_like(self.max_N) if with_entropies else None
 
     def add(self, scaled_NC: torch.Tensor, columns_N1: torch.Tensor, is_here_N1: torch.Tensor) -> None:
-        """Add a block's columns; overwrites the block."""
+        """Add a block's columns, and overwrite the block."""
         self.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
         self.num_holders_N += is_here_N1[:, 0]
         self._raise_max(torch.maximum(self.max_N, scaled_NC.amax(dim=1)))
@@ -121,9 +122,9 @@ class _Statistics:
         self.moment_N += parts_NC.mul_(scaled_NC).sum(dim=1)
 
     def reduce(self, shard: VocabularyShard) -> None:
-        """Add the columns of all ranks, with two reductions however many blocks there were."""
+        """Add the columns of all ranks, with two reductions for any number of blocks."""
         self._raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
-        # A target that no rank holds would look like the likeliest token, so the ranks that hold it are counted.
+        # A target that no rank holds would look like the most likely token. So the ranks that hold it are counted.
         moments = [] if self.moment_N is None else [self.moment_N]
         sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N, *moments))
         self.sum_N, self.chosen_N, self.num_holders_N, *moments = shard.all_reduce(sums).unbind()
@@ -162,10 +163,10 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        """Go through blocks of columns: each gives the whole gradient of its rows of the weight.
+        """Compute gradients in blocks of columns. Each block gives the whole gradient of its rows of the weight.
 
-        That gradient is written once, in the weight's dtype; blocks of targets would need a sum of the weight's size in
-        float32. Summed over blocks, in float32, is only the much smaller gradient of the hidden states.
+        That gradient is written once, in the weight's dtype. Blocks of targets would need a sum of the weight's size in
+        float32. Only the gradient of the hidden states, which is much smaller, is summed over blocks in float32.
         """
         hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
         columns = ctx.columns
@@ -193,7 +194,7 @@ class _LogProbs(torch.autograd.Function):
                 grad_hidden_NE += grad_NC @ weight_VE[block]
             if grad_weight_VE is not None:
                 torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
-            # Otherwise it would stay in memory while the next block is computed.
+            # Otherwise the gradient would stay in memory while the next block is computed.
             del grad_NC
         if grad_weight_VE is not None:
             grad_weight_VE[columns.num_real :] = 0

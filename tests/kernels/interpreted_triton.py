@@ -151,5 +151,5 @@ def test_results_do_not_depend_on_the_order_of_programs() -> None:
 
 def test_heads_above_the_widest_supported_are_refused() -> None:
     case = Case.draw(Layout((3,), (-1,)), (1, 1), 257, torch.float32)
-    with pytest.raises(ValueError, match="heads of 257: --shared-prompt-backend triton has room for 256"):
+    with pytest.raises(ValueError, match="heads must be at most 256 wide for --shared-prompt-backend triton, not 257"):
         case.run(attention)

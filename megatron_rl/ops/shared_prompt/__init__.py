@@ -26,7 +26,7 @@ __all__ = [
     "shared_prompt_attention",
 ]
 
-# `auto` takes the first that can run; they are ordered by the times on a CPU in docs/attention.md.
+# `auto` takes the first backend that can run. They are ordered by their times on a CPU in docs/attention.md.
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
@@ -35,27 +35,27 @@ BACKENDS: dict[str, Backend] = {
     "flex": Backend(flex.attention, flex.prepare, flex.refusal),
     "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
-# Where `auto` takes them in another order: by the times on an H200 in docs/attention.md. `flash` is not timed yet.
+# Other orders of `auto`, by the times on an H200 in docs/attention.md. `flash` has not been timed.
 _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The name of a backend that can run, and notes on how `auto` chose it."""
+    """A backend that can run, by its name, and notes on the choice of `auto`."""
 
     name: str
     notes: tuple[str, ...] = ()
 
 
 def find_backend(name: str) -> Backend:
-    """Return the backend of that name."""
+    """Return the backend with this name."""
     if name not in BACKENDS:
         raise UsageError(f"--shared-prompt-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
 def choose_backend(name: str, conditions: Conditions) -> Choice:
-    """Choose the backend that was asked for, or with `auto` the fastest; raise UsageError if it cannot run."""
+    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run."""
     if name == "auto":
         return _find_fastest(conditions)
     refusal = find_backend(name).refusal(conditions)
@@ -76,12 +76,12 @@ def shared_prompt_attention(
 ) -> torch.Tensor:
     """Compute attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
     if q_THD.shape[0] != layout.num_tokens:
-        raise ValueError(f"{q_THD.shape[0]} rows must be as many as the layout's {layout.num_tokens} tokens")
+        raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {q_THD.shape[0]}")
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
 
 
 def _find_fastest(conditions: Conditions) -> Choice:
-    """Return the first that can run, with the reason why it is not an earlier one."""
+    """Return the first backend that can run, with the reasons against the earlier ones."""
     refusals: list[str] = []
     for name in _ORDERS.get(conditions.device, tuple(BACKENDS)):
         refusal = BACKENDS[name].refusal(conditions)

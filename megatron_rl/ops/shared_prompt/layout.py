@@ -1,8 +1,8 @@
-"""How the tokens of one packed buffer see each other.
+"""The layout of a packed buffer, which decides which of its tokens see each other.
 
 A buffer is a row of segments. Each segment has at most one parent, which stands before it. A token sees its own segment
-up to itself, and all tokens of every ancestor. A prompt is a root and its K responses are its children; a plain
-sequence is a root alone; the turns of a conversation are a chain that may branch at the end of any segment. Positions
+up to itself, and all tokens of every ancestor. A prompt is a root, and its K responses are its children. A plain
+sequence is a root alone. The turns of a conversation are a chain that may branch at the end of any segment. Positions
 are counted along the chain, as if each path from root to leaf stood alone.
 """
 
@@ -24,12 +24,14 @@ class Layout:
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
-    """The index of each segment's parent, always a smaller one; ROOT for none."""
+    """The index of each segment's parent, always smaller than the segment's own; ROOT for none."""
     _kept: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.parents):
-            raise ValueError(f"{len(self.lengths)} lengths must be as many as the {len(self.parents)} parents")
+            raise ValueError(
+                f"there must be one parent for each length: {len(self.parents)} parents, {len(self.lengths)} lengths"
+            )
         for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
             if length < 0:
                 raise ValueError(f"the length of segment {segment} must be at least 0, not {length}")
@@ -38,7 +40,7 @@ class Layout:
 
     @classmethod
     def of_groups(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> "Layout":
-        """Lay out one group after the other; each is a prompt's length and its responses' lengths."""
+        """Lay out groups one after the other, each given as a prompt's length and its responses' lengths."""
         lengths: list[int] = []
         parents: list[int] = []
         for prompt_length, response_lengths in groups:
@@ -48,7 +50,7 @@ class Layout:
         return cls(tuple(lengths), tuple(parents))
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """Return `make(layout, *arguments)`, called once and kept: every layer of every pass asks for the same."""
+        """Return `make(layout, *arguments)`, called once and kept, because every layer asks for the same."""
         key = (make, *arguments)
         if key not in self._kept:
             self._kept[key] = make(self, *arguments)
@@ -56,7 +58,7 @@ class Layout:
 
     @property
     def num_segments(self) -> int:
-        """How many segments there are, empty ones too."""
+        """The number of segments, including empty ones."""
         return len(self.lengths)
 
     @functools.cached_property
@@ -66,7 +68,7 @@ class Layout:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Where each segment begins in the buffer; the last entry is the buffer's length."""
+        """The first row of each segment; the last entry is the buffer's length."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
     @functools.cached_property
@@ -91,7 +93,7 @@ class Layout:
 
     @functools.cached_property
     def ancestors(self) -> np.ndarray:
-        """ancestors[i, j]: whether segment j is i itself or one of its ancestors."""
+        """The matrix [i, j] that tells whether segment j is segment i itself, or one of its ancestors."""
         matrix = np.eye(self.num_segments, dtype=bool)
         for segment, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -99,17 +101,20 @@ class Layout:
         return matrix
 
     def visible(self, window: int | None = None) -> np.ndarray:
-        """visible[i, j]: whether token i sees token j; with a window, only the last `window` positions."""
+        """Compute the matrix [i, j] that tells whether token i sees token j.
+
+        With a window, a token sees the last `window` positions only.
+        """
         segments, tokens = self.segment_of_token, np.arange(self.num_tokens)
         mask = self.ancestors[segments[:, None], segments[None, :]]
-        # Ancestors stand earlier in the buffer, so one comparison serves for their tokens and for the segment's own.
+        # Ancestors stand earlier in the buffer, so one comparison is enough for their tokens and the segment's own.
         mask &= tokens[None, :] <= tokens[:, None]
         if window is not None:
             mask &= self.positions[:, None] - self.positions[None, :] < window
         return mask
 
     def last_row(self, segment: int) -> int | None:
-        """Return the row that predicts what follows a segment: its last token, or its nearest ancestor's; else None."""
+        """Return the row that predicts the token after a segment: its own or its nearest ancestor's last; else None."""
         while segment != ROOT:
             if self.lengths[segment]:
                 return int(self.starts[segment + 1]) - 1
@@ -125,7 +130,7 @@ class Rows(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return self.end - self.start
 
 
@@ -134,11 +139,11 @@ class Strand(NamedTuple):
 
     rows: Rows
     above: tuple[Rows, ...]
-    """The ranges that all of its rows see besides the strand itself, the earliest position first."""
+    """The ranges that all rows of the strand see besides the strand itself, the earliest position first."""
 
     @property
     def num_keys(self) -> int:
-        """How many rows its last row sees."""
+        """The number of rows that the strand's last row sees."""
         return self.rows.length + sum(rows.length for rows in self.above)
 
 
@@ -148,9 +153,9 @@ def find_strands(layout: Layout) -> list[Strand]:
     first_rows: list[int] = []
     end_rows: list[int] = []
     above: list[tuple[Rows, ...]] = []
-    # For each segment, where its children attach: the strand, and the row behind the last row of it that they see.
+    # For each segment, the place where its children attach: the strand, and the end of its rows that they see.
     tips: list[tuple[int, int] | None] = []
-    # For each such place, the ranges seen from it: the same for all of a prompt's responses.
+    # For each such place, the ranges that are seen from it. They are the same for all responses to a prompt.
     seen_from: dict[tuple[int, int] | None, tuple[Rows, ...]] = {None: ()}
     for start, end, parent in zip(starts, starts[1:], layout.parents, strict=False):
         tip = tips[parent] if parent != ROOT else None

@@ -1,4 +1,4 @@
-"""A backend tried on a small pack before it trains: forward and gradients beside the definition in float64."""
+"""The trial of a backend on a small pack before training: output and gradients against the definition in float64."""
 
 import torch
 
@@ -6,8 +6,8 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.ops.shared_prompt import BACKENDS, find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-# A kernel may be so many times as far from the truth as the definition in the same precision, plus some units in the
-# last place of the largest value: it adds up in another order.
+# A kernel sums in another order. So its distance from the truth may be this factor times the distance of the definition
+# in the same precision, plus these units in the last place of the largest value.
 _FACTOR, _UNITS = 3, 2
 # Prompts and responses that end within blocks, and on their edges.
 _GROUPS = ((70, (9, 128, 1)), (3, (5,)), (64, (64, 200)))
@@ -22,10 +22,10 @@ def check_backend(
     head_dim: int,
     window: int | None = None,
 ) -> None:
-    """Raise a PlatformError if the backend computes something else than attention on this device."""
+    """Raise a PlatformError if the backend does not compute attention on this device."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = Layout.of_groups(_GROUPS).num_tokens
-    # One head of keys and values with its queries: kernels compute them one by one.
+    # One head of keys and values with its queries, since kernels compute such heads one by one.
     heads = (num_heads // num_groups, 1, 1)
     inputs = [torch.randn(num_tokens, of, head_dim, generator=generator).to(dtype) for of in heads]
     weights = torch.randn(num_tokens, heads[0], head_dim, generator=generator).to(dtype)
@@ -34,18 +34,22 @@ def check_backend(
     plain = _compute("naive", inputs, weights, host, dtype, window)
     found = _compute(name, inputs, weights, device, dtype, window)
     for what, of_truth, of_plain, of_backend in zip(
-        ("its output", "the gradient of queries", "of keys", "of values"), truth, plain, found, strict=True
+        ("its output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
+        truth,
+        plain,
+        found,
+        strict=True,
     ):
         largest = of_truth.abs().max().item()
         bound = _FACTOR * _distance(of_plain, of_truth) + _UNITS * torch.finfo(dtype).eps * largest
         distance = _distance(of_backend, of_truth)
-        # Written so that NaN is a fault.
+        # Written so that NaN raises too.
         if not distance <= bound:
             others = ", ".join(other for other in BACKENDS if other != name)
             raise PlatformError(
-                f"--shared-prompt-backend {name} computes something else than attention on {device.type}: {what} is "
-                f"off by {distance:g} where {bound:g} is rounding (heads of {head_dim}, {dtype}): write another one of "
-                f"{others}, and please report this with what megatron-rl doctor prints"
+                f"--shared-prompt-backend {name} does not compute attention on {device.type}: {what} is off by "
+                f"{distance:g}, and rounding explains {bound:g} (heads of {head_dim}, {dtype}). Write one of {others} "
+                f"instead, and please report this with the output of megatron-rl doctor"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a backend of shared-prompt attention is, and when it can run. Each backend is a module beside this one."""
+"""The parts of a backend of shared-prompt attention, and its conditions. Each backend is a module in this folder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,31 +15,31 @@ class Conditions:
     """The conditions that a backend must run under."""
 
     device: str
-    """The type of a torch.device."""
+    """The type of a torch.device, such as `cuda`."""
     dtype: torch.dtype
     window: int | None = None
     head_dim: int | None = None
-    """The width of a head; None for one that every backend has room for."""
+    """The width of a head; None for a width that every backend supports."""
 
     @property
     def is_half(self) -> bool:
-        """Whether the dtype is one that flash kernels are written for."""
+        """Whether flash kernels are written for the dtype."""
         return self.dtype in (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation."""
+    """One implementation of shared-prompt attention."""
 
     attention: Attention
     prepare: Callable[[Layout, torch.device], object]
-    """Prepares what `attention` looks up of a layout; it is kept with the layout, so only the first call costs time."""
+    """The function that prepares a layout for `attention`. The layout keeps the result, so later calls take no time."""
     refusal: Callable[[Conditions], str | None]
-    """Why it cannot run; None if it can."""
+    """The function that returns why the backend cannot run, or None if it can."""
 
 
 def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-    """Return attention over no tokens: empty like its queries, and part of the autograd graph of all three inputs."""
+    """Return attention over no tokens: empty as the queries, and in the autograd graph of all three inputs."""
     return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
 
 

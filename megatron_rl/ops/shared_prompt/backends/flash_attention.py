@@ -1,7 +1,7 @@
-"""Shared-prompt attention by merging, as `merge` does, on the kernels of the package flash-attn.
+"""Shared-prompt attention by merging, as in `merge`, with the kernels of the package flash-attn.
 
-Its public functions drop the gradient of the softmax's denominator. The private ones that they call accept the merged
-denominator, and are called here.
+The package's public functions drop the gradient of the softmax's denominator. The private functions that they call
+accept the merged denominator, so they are called here.
 
 Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
 """
@@ -15,12 +15,12 @@ from megatron_rl.ops.shared_prompt.backends import Conditions, merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-# The kernels take this for "no window", on either side.
+# The value with which the kernels have no window, on either side.
 _ALL = -1
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse what `merge` refuses, and a missing package."""
+    """Refuse the conditions that `merge` refuses, other devices than CUDA, and a missing package."""
     if conditions.device != "cuda":
         return f"flash-attn has no kernels for {conditions.device}"
     if importlib.util.find_spec("flash_attn") is None:
@@ -29,7 +29,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> VarlenFlash:
-    """Return the calls that compute the layout."""
+    """Return the calls that compute attention over the layout."""
     return layout.once(VarlenFlash.of, device, KERNELS)
 
 
@@ -41,7 +41,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `naive.attention`, without a window."""
+    """Compute the same as `naive.attention`, without a window."""
     assert window is None
     return merge.merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
 
@@ -83,7 +83,7 @@ def gradients(
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Compute gradients of queries, keys and values; sums are always taken in the same order."""
+    """Compute gradients of queries, keys and values, with sums in a fixed order."""
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q_NHD, k_MGD, v_MGD)]
     _interface()._flash_attn_varlen_backward(
         grad_out_NHD,

@@ -1,7 +1,7 @@
-"""The calls that compute a layout on the CPU, with torch's flash operators.
+"""The calls that compute attention over a layout on the CPU, with torch's flash operators.
 
-The operators compute 512 keys at a time, masked or not: for a causal call, up to twice what is needed. So a long one is
-cut into tiles: causal ones on the diagonal, and unmasked ones below it.
+The operators compute 512 keys at a time, masked or not. In a causal call, that is up to twice the work. So a long
+causal call is cut into tiles: causal tiles on the diagonal, and unmasked tiles below it.
 
 Letters: T tokens, H heads, D head dimension, B sequences of a call, R rows of each; G key-value heads.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
-# Few enough rows that what a call returns is merged while still in the cache.
+# So few rows that the results of a call are merged while they are in the cache.
 MOST_ROWS = 2048
 TILE = 128
 
@@ -31,7 +31,7 @@ class RowRanges(NamedTuple):
     stride: int = 0
 
     def of(self, tensor_TH: torch.Tensor) -> torch.Tensor:
-        """From [T, H, ...] to [B, R, H, ...], a view."""
+        """View a tensor [T, H, ...] as [B, R, H, ...]."""
         assert self.start + (self.number - 1) * self.stride + self.length <= tensor_TH.shape[0]
         row, *rest = tensor_TH.stride()
         return tensor_TH.as_strided(
@@ -45,14 +45,14 @@ class RowRanges(NamedTuple):
         return RowRanges(self.start + start, end - start, self.number, self.stride)
 
     def cut(self, length: int) -> list["RowRanges"]:
-        """Cut each range in two after `length` rows; adjacent halves are given as one RowRanges with twice as many."""
+        """Cut each range in two after `length` rows; return adjacent halves as one RowRanges with twice the number."""
         if self.length == 2 * length and (self.number == 1 or self.stride == self.length):
             return [RowRanges(self.start, length, 2 * self.number, length)]
         return [self.part(0, length), self.part(length, self.length)]
 
 
 class FlashCall(NamedTuple):
-    """Some rows attend to some rows: causally to themselves, or to all of others."""
+    """A call in which rows attend causally to themselves, or to all of some other rows."""
 
     queries: RowRanges
     keys: RowRanges
@@ -64,11 +64,11 @@ class FlashCall(NamedTuple):
 
     @property
     def is_tile(self) -> bool:
-        """Whether one call of the operator computes it, without cutting."""
+        """Whether one call of the operator computes this call, without cutting."""
         return not self.is_causal or self.queries.length <= 1.5 * TILE
 
     def tiles(self) -> Iterator["FlashCall"]:
-        """Yield the tiles that compute it. The causal tiles have every row once, before any other tile has that row."""
+        """Yield the tiles of this call. The causal tiles have every row once, before any other tile has the row."""
         if self.is_tile:
             yield self
             return
@@ -89,12 +89,15 @@ class CpuFlash:
     """Attention in several calls, each row's results merged."""
 
     calls: tuple[FlashCall, ...]
-    """First the causal calls, which have every row once, and then those to rows above."""
+    """The causal calls first, which have every row once, and then the calls to rows above."""
 
     @classmethod
     def of(cls, layout: Layout) -> "CpuFlash":
-        """Plan the calls: strands of equal length that follow each other share a causal call, and strands that follow
-        each other and see the same rows share a call to these."""
+        """Plan the calls.
+
+        Consecutive strands of equal length share a causal call. Consecutive strands that see the same rows share a call
+        to these rows.
+        """
         batches: list[list[int]] = []
         below: dict[Rows, list[list[int]]] = {}
         first, length, count = 0, 0, 0
@@ -111,7 +114,7 @@ class CpuFlash:
                 else:
                     ranges.append([start, end])
         batches.append([first, length, count])
-        # The first entry is the empty start of the search.
+        # The first entry is empty: the search starts with it.
         causal = (RowRanges(first, length, count, length) for first, length, count in batches[1:])
         calls = [FlashCall(sequences, sequences) for sequences in causal]
         calls += [
@@ -124,7 +127,7 @@ class CpuFlash:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a single call of the operator computes everything."""
+        """Whether one call of the operator computes everything."""
         return len(self.calls) == 1 and self.calls[0].is_tile
 
     def tiles(self) -> Iterator[FlashCall]:
@@ -132,7 +135,7 @@ class CpuFlash:
         return itertools.chain.from_iterable(call.tiles() for call in self.calls)
 
     def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
-        """Make the only call, which torch differentiates itself, since nothing is merged."""
+        """Make the only call, which torch differentiates itself, since no results are merged."""
         (call,) = self.calls
         q_BHRD, k_BGRD, v_BGRD = (
             tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
@@ -155,7 +158,7 @@ class CpuFlash:
         out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.tiles():
-            # Parts are not given names, so that the next call reuses their memory while it is in the cache.
+            # Parts have no names here, so that the next call reuses their memory while it is in the cache.
             _merge(call, call.queries.of(out_THD), call.queries.of(lse_TH), *_attend(call, inputs, scale))
         return out_THD.to(q_THD.dtype), lse_TH
 
@@ -179,7 +182,7 @@ class CpuFlash:
 
 
 def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the call's queries alone, [B, R, H, ...]. `inputs` are queries, keys and values of the buffer."""
+    """Attend with the call's queries, [B, R, H, ...]. `inputs` are queries, keys and values of the whole buffer."""
     out_BHRD, lse_BHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *call.views(inputs), 0.0, call.is_causal, scale=scale
     )
@@ -203,7 +206,7 @@ def _gradients(
 def _merge(
     call: FlashCall, out_BRHD: torch.Tensor, lse_BRH: torch.Tensor, part_BRHD: torch.Tensor, part_lse_BRH: torch.Tensor
 ) -> None:
-    """Average, weighted by shares of the denominator; every row's first call is the causal one."""
+    """Average results, weighted by shares of the denominator; every row's first call is the causal one."""
     if call.is_causal:
         out_BRHD.copy_(part_BRHD)
         lse_BRH.copy_(part_lse_BRH)
@@ -222,5 +225,5 @@ def _add(call: FlashCall, sums: Sequence[torch.Tensor], parts: Sequence[torch.Te
 
 
 def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Convert to at least fp32: in half precision the operator rounds sums over queries after each block of them."""
+    """Convert to at least fp32: in half precision the operator rounds sums over queries after each block of queries."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

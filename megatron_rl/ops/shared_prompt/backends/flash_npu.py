@@ -1,9 +1,9 @@
 """The NPU's fused attention for sequences of varying length: torch_npu's operators in their TND layout.
 
 They return the greatest score and the sum of exponentials of each row and head, each written eight times. The tensor's
-shape is [rows, heads, 8], but its memory order is another: each sequence's part lies as [heads, its rows, 8]. The
-gradient takes them in that order too. It is given the logarithm of the denominator as the greatest score, and 1 as the
-sum, which is the same softmax.
+shape is [rows, heads, 8], but its memory order differs: each sequence's part lies as [heads, its rows, 8]. The gradient
+operator takes them in that order too. Here it gets the logarithm of the denominator as the greatest score, and 1 as the
+sum: that is the same softmax.
 
 Letters: N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
 """
@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets
 
-# How often the operators write each statistic, and the side of the square mask that stands for any causal mask.
+# The copies of each statistic that the operators write, and the side of the square mask for all causal masks.
 _COPIES = 8
 _MASK_SIDE = 2048
 _BOTTOM_RIGHT = 3
@@ -58,7 +58,7 @@ def gradients(
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Gradients of queries, keys and values."""
+    """Compute gradients of queries, keys and values."""
     num_rows, num_heads = q_NHD.shape[:2]
     lse = torch.empty(num_rows * num_heads, dtype=torch.float32, device=q_NHD.device)
     lse[_places_HN(queries, num_heads)] = lse_HN
@@ -98,12 +98,12 @@ def _mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    """Make the mask of hidden keys; the operators align it to the bottom right of each sequence, however long."""
+    """Make the mask of hidden keys, which the operators align to the bottom right of each sequence."""
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
 def _places_HN(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
-    """Find where the operators keep each head and row: a sequence's heads follow each other, each with all its rows."""
+    """Find the operators' place of each head and row: a sequence's heads follow each other, each with all its rows."""
     offsets_S = queries.offsets_S.long()
     lengths_S = offsets_S.diff()
     num_rows = queries.num_rows

@@ -1,7 +1,7 @@
-"""The calls that compute a layout on accelerators, with torch's flash operators for sequences of varying length.
+"""The calls that compute attention over a layout on accelerators, with flash operators for sequences of any length.
 
-One causal call has all strands. A second call has the first range above each of them, a third the second ranges, and so
-on: each of these has a row at most once.
+One causal call has all strands. A second call has the first range above each of them, a third call has the second
+ranges, and so on. Each of these calls has a row at most once.
 
 Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension, S sequences.
 """
@@ -20,16 +20,16 @@ OPERATORS = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOffsets:
-    """Where sequences begin in a buffer; the last offset is the buffer's length."""
+    """The offsets at which sequences begin in a buffer; the last offset is the buffer's length."""
 
     offsets_S: torch.Tensor
     ends: list[int]
-    """The offsets without the first, on the host."""
+    """The offsets without the first one, on the host."""
     longest: int
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "SequenceOffsets":
-        """Lay out sequences of those lengths, one behind the other."""
+        """Lay out sequences of these lengths, one after the other."""
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
 
@@ -40,7 +40,7 @@ class SequenceOffsets:
 
 
 class Kernels(NamedTuple):
-    """The functions that compute a call: `attend` and `gradients` as below."""
+    """The two functions that compute a call, with the signatures of `attend` and `gradients` below."""
 
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gradients: Callable[..., list[torch.Tensor]]
@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Rows that each see a whole range of rows above them; rows that see the same range form one sequence."""
+    """Rows that each see a whole range of rows above them. Rows that see the same range are one sequence."""
 
     query_rows_N: torch.Tensor
     key_rows_M: torch.Tensor
@@ -58,7 +58,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class VarlenFlash:
-    """Attention in one call per level, each row's results merged."""
+    """Attention with one causal call and one call for each level, whose results are merged row by row."""
 
     strands: SequenceOffsets
     levels: tuple[Level, ...]
@@ -66,7 +66,7 @@ class VarlenFlash:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
-        """Plan the calls, with index tensors on the device; use torch's own operators if no others are given."""
+        """Plan the calls, with index tensors on the device. Without `kernels`, use torch's own operators."""
         found = find_strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
@@ -139,7 +139,7 @@ class VarlenFlash:
                 scale,
             )
             for total, part, rows in zip(sums, parts, (rows_N, keys_M, keys_M), strict=True):
-                # A row of queries is in a level once; a row of keys may be in several ranges that end differently.
+                # A level has a row of queries once. A row of keys may be in several ranges, with different ends.
                 total.index_add_(0, rows, part.float())
         return [total.to(q_THD.dtype) for total in sums]
 
@@ -182,8 +182,8 @@ def gradients(
     is_causal: bool,
     scale: float,
 ) -> list[torch.Tensor]:
-    """Gradients of queries, keys and values."""
-    # The operator wants the random state of dropout, and there is no dropout.
+    """Compute gradients of queries, keys and values."""
+    # The operator requires the random state of dropout, which is not used.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
     found = OPERATORS._flash_attention_backward(
         grad_out_NHD,

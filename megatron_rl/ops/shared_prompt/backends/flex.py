@@ -1,7 +1,7 @@
-"""Shared-prompt attention by torch's FlexAttention, compiled: comparing three numbers tells which token sees which.
+"""Shared-prompt attention by torch's FlexAttention, compiled: a rule compares three numbers of two tokens.
 
-Tokens are renumbered in the order of a depth-first walk of the forest: a token, then all tokens that see it, then the
-others. So a token is seen exactly by the tokens numbered from its own number up to the end of those that see it.
+Tokens are numbered in the order of a depth-first walk of the forest: a token, then all tokens that see it, then the
+others. So the tokens that see a token are exactly those from its own number up to an end.
 
 Letters: T tokens, B blocks of the buffer, H query heads, G key-value heads, D head dimension.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-# How many kinds of inputs torch compiles it for. A run has up to nine: one token, one block, more blocks; each with
-# gradients, without, and in another memory layout. torch's own bound is eight, for all that a process compiles of it.
+# The number of kinds of inputs that torch compiles FlexAttention for. A run has up to nine: one token, one block, and
+# more blocks, each with gradients, without, and in another memory layout. torch's own limit for a process is eight.
 KINDS = 64
 
 
@@ -45,7 +45,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `naive.attention`."""
+    """Compute the same as `naive.attention`."""
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_1HTD = _flex_attention()(
@@ -58,7 +58,7 @@ def attention(
 
 
 def build_block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":
-    """Say which blocks see each other entirely and which may in part, and give the rule for tokens."""
+    """Build the mask: the blocks that see each other entirely, those that may in part, and the rule for tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     entered_T, left_T = _numbers(layout)
@@ -74,13 +74,13 @@ def build_block_mask(layout: Layout, device: torch.device, window: int | None) -
 
 
 def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's number, and the end of the numbers of those that see it."""
+    """Return each token's number, and the end of the numbers of tokens that see it."""
     sizes = list(layout.lengths)
     for segment in reversed(range(layout.num_segments)):
         if layout.parents[segment] != ROOT:
             sizes[layout.parents[segment]] += sizes[segment]
     firsts: list[int] = []
-    # For each segment, the number that its next child begins with; the last entry is for roots.
+    # For each segment, the first number of its next child; the last entry is for roots.
     free = [0] * (layout.num_segments + 1)
     for segment, parent in enumerate(layout.parents):
         firsts.append(free[parent])
@@ -95,7 +95,7 @@ def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 def _blocks(
     entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find which blocks of queries see blocks of keys entirely, and which others may see part of them."""
+    """Find the blocks of queries that see blocks of keys entirely, and the others that may see a part."""
     starts = np.arange(0, len(entered_T), BLOCK)
     (first_B, last_B), (_, end_B), (lowest_B, highest_B) = (
         (np.minimum.reduceat(numbers_T, starts), np.maximum.reduceat(numbers_T, starts))
@@ -108,13 +108,13 @@ def _blocks(
         is_whole_BB &= highest_B[:, None] - lowest_B < window
         may_see_BB &= lowest_B[:, None] - highest_B < window
     if len(entered_T) % BLOCK:
-        # The last block has rows beyond the buffer's end, so the rule has to be applied token by token.
+        # The last block has rows beyond the buffer's end, so the rule must be applied token by token.
         is_whole_BB[-1] = is_whole_BB[:, -1] = False
     return is_whole_BB, may_see_BB & ~is_whole_BB
 
 
 def _listed(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many blocks each block sees, and all blocks ordered with these first."""
+    """Return the number of blocks that each block sees, and all blocks with these first."""
     order_BB = np.argsort(~is_seen_BB, axis=1, kind="stable")
     numbers = (is_seen_BB.sum(axis=1), order_BB)
     num_B, blocks_BB = (torch.from_numpy(number.astype(np.int32))[None, None] for number in numbers)
@@ -147,7 +147,7 @@ def _flex_attention() -> Callable[..., Any]:
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Every micro-batch has another length. Beyond the bound torch would compute all scores at once, uncompiled: 50 GiB
+    # Micro-batches have different lengths. Beyond the limit, torch would compute all scores at once, uncompiled: 50 GiB
     # for 20,480 tokens and 32 heads. `fullgraph` makes that an error.
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return config.patch(cache_size_limit=KINDS)(compiled)

@@ -1,8 +1,8 @@
 """Shared-prompt attention by public functions only: each strand's keys are gathered, and it attends as if alone.
 
-A strand's rows are the last ones of its keys, so the diagonal of its causal mask ends at the bottom right. On an
-accelerator, in half precision, all strands are one call for sequences of varying length; elsewhere each strand is a
-call with a mask.
+A strand's rows are the last rows of its keys, so the diagonal of its causal mask ends at the bottom right. On an
+accelerator in half precision, one call for sequences of varying length has all strands. Otherwise each strand is a call
+with a mask.
 
 Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query heads, G key-value heads, D head dimension.
 """
@@ -48,7 +48,7 @@ class Gathered:
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse other devices, and what the NPU's way cannot do: a window, or full precision."""
+    """Refuse unknown devices, and on an NPU a window or full precision."""
     if conditions.device not in ("cpu", "cuda", "npu"):
         return f"it is not known to work on {conditions.device}"
     if conditions.device == "npu" and conditions.window is not None:
@@ -59,7 +59,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> Gathered:
-    """Which rows are gathered."""
+    """Return the rows to gather for the layout."""
     return layout.once(Gathered.of, device)
 
 
@@ -71,7 +71,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `naive.attention`."""
+    """Compute the same as `naive.attention`."""
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     gathered = prepare(layout, q_THD.device)
@@ -105,7 +105,7 @@ def _in_one_call(
         queries.longest,
         keys.longest,
         scale=scale,
-        # The window counts only the tokens to the left of a token; -1 means all.
+        # The number of visible tokens to the left of a token; -1 means all.
         window_size=(-1 if window is None else window - 1, 0),
         **grouping(varlen_attn, q_THD, k_NGD),
     )
@@ -114,7 +114,7 @@ def _in_one_call(
 
 
 def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
-    """Tell torch that keys have fewer heads; torch 2.11 has no such argument, and takes them as they are."""
+    """Tell torch that keys have fewer heads. torch 2.11 has no such argument, and accepts fewer heads without it."""
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return {}
     return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
@@ -137,7 +137,7 @@ def _strand_by_strand(
     window: int | None,
 ) -> torch.Tensor:
     outs = []
-    # One split instead of slices: the gradient of each slice would be as large as the buffer.
+    # One split instead of slices, because the gradient of each slice would have the size of the buffer.
     for q_LHD, k_MGD, v_MGD in zip(
         q_THD.split(gathered.query_lengths),
         k_NGD.split(gathered.key_lengths),
@@ -161,6 +161,6 @@ def _strand_by_strand(
 
 
 def _mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each row of a strand sees: up to its own, and with a window only the last ones of these."""
+    """Make the mask of the keys that each row of a strand sees: up to its own, and the last ones with a window."""
     mask_LM = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(num_keys - length)
     return mask_LM if window is None else mask_LM.triu(num_keys - length - window + 1)

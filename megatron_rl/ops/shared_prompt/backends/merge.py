@@ -1,8 +1,8 @@
 """Shared-prompt attention by flash operators, torch's own or torch_npu's: several calls, whose results are merged.
 
 Each strand attends causally to itself, and to all of each range above it. A row's results are averaged, weighted by
-their shares of the full softmax's denominator. If a call's backward is given the merged results and denominator in
-place of its own, it computes its part of the full gradients, so the parts only have to be added.
+their shares of the full softmax's denominator. A call's backward gets the merged results and denominator in place of
+its own. Then it computes its part of the full gradients, and the parts are added.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -19,7 +19,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse windows, since the operators take none that begins above a strand, and fp32 on accelerators."""
+    """Refuse windows, which the operators do not support above a strand, and fp32 on accelerators."""
     if conditions.window is not None:
         return "it has no sliding window"
     if conditions.device not in ("cpu", "cuda", "npu"):
@@ -30,7 +30,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> CpuFlash | VarlenFlash:
-    """Return the calls that compute the layout."""
+    """Return the calls that compute attention over the layout."""
     if device.type == "cpu":
         return layout.once(CpuFlash.of)
     return layout.once(VarlenFlash.of, device, flash_npu.KERNELS if device.type == "npu" else None)
@@ -44,7 +44,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `naive.attention`, without a window."""
+    """Compute the same as `naive.attention`, without a window."""
     assert window is None
     return merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
 
@@ -57,7 +57,7 @@ def merged(
     scale: float,
     prepare: Callable[[Layout, torch.device], CpuFlash | VarlenFlash],
 ) -> torch.Tensor:
-    """Compute attention by the calls that `prepare` makes of the layout."""
+    """Compute attention by the calls that `prepare` returns for the layout."""
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     flash = prepare(layout, q_THD.device)

@@ -12,7 +12,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class MaskTables:
-    """What the mask is made of. The mask itself is made anew for each layer: it would stay with the layout."""
+    """The tensors that the mask is computed from. Each layer computes the mask again: the layout would keep it."""
 
     segments_T: torch.Tensor
     positions_T: torch.Tensor
@@ -20,7 +20,7 @@ class MaskTables:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "MaskTables":
-        """Copy them to the device."""
+        """Copy the tables to the device."""
         arrays = (layout.segment_of_token, layout.positions, layout.ancestors)
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
@@ -34,7 +34,7 @@ class MaskTables:
 
 
 def prepare(layout: Layout, device: torch.device) -> MaskTables:
-    """Return the tables that the mask is made of."""
+    """Return the tables that the mask is computed from."""
     return layout.once(MaskTables.of, device)
 
 
@@ -46,7 +46,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Average, for each token, the values of the tokens it sees; the softmax is taken in fp32 or better."""
+    """Average, for each token, the values of the tokens that it sees; compute the softmax in fp32 or better."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_groups = k_TGD.shape[1]
     mask_TT = prepare(layout, q_THD.device).visible(window)

@@ -1,7 +1,7 @@
 """Shared-prompt attention by our own Triton kernels: each token attends once, to all tokens that it sees.
 
-One kernel computes attention, one the gradient of queries, one those of keys and values. A fourth adds up, in a fixed
-order, what several programs found for the same keys: the same inputs give the same bits.
+One kernel computes attention, one the gradient of queries, and one the gradients of keys and values. A fourth kernel
+sums the results of several programs for the same keys, in a fixed order: the same inputs give the same bits.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -19,20 +19,23 @@ from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 NARROWEST, WIDEST = 16, 256
-# Rows of one program of the summing kernel.
+# The rows of a program of the summing kernel.
 SUMMED = 16
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse all but CUDA; on the CPU only Triton's interpreter runs it, in seconds where others take milliseconds."""
+    """Refuse windows, other dtypes, wide heads, and devices other than CUDA.
+
+    On the CPU only Triton's interpreter runs it, in seconds instead of milliseconds.
+    """
     if conditions.window is not None:
         return "it has no sliding window"
     if conditions.device not in ("cuda", "cpu"):
         return f"it is not known to work on {conditions.device}"
     if conditions.dtype != torch.float32 and not conditions.is_half:
-        return "it is for fp32, fp16 and bf16"
+        return "it supports fp32, fp16 and bf16 only"
     if conditions.head_dim is not None and conditions.head_dim > WIDEST:
-        return f"it has room for heads of {WIDEST}, and the model's are {conditions.head_dim} wide"
+        return f"heads must be at most {WIDEST} wide, and the model's are {conditions.head_dim} wide"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if conditions.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -41,7 +44,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device) -> TileTables:
-    """Return the tables of which rows each program computes."""
+    """Return the tables of the rows that each program computes."""
     return layout.once(TileTables.of, device)
 
 
@@ -53,10 +56,12 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `naive.attention`, without a window."""
+    """Compute the same as `naive.attention`, without a window."""
     assert window is None
     if q_THD.shape[-1] > WIDEST:
-        raise ValueError(f"heads of {q_THD.shape[-1]}: --shared-prompt-backend triton has room for {WIDEST}")
+        raise ValueError(
+            f"heads must be at most {WIDEST} wide for --shared-prompt-backend triton, not {q_THD.shape[-1]}"
+        )
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
@@ -64,7 +69,7 @@ def attention(
 
 
 def compute_width(head_dim: int) -> int:
-    """Return the columns that a head takes in a block: a power of two, and enough for a product of blocks."""
+    """Return the columns of a head in a block: a power of two, and enough for a product of blocks."""
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
 
 
@@ -88,7 +93,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Launcher:
-    """Calls the kernels with the arguments that all of them take."""
+    """Calls the kernels with the arguments that they share."""
 
     def __init__(self, tables: TileTables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
         q_THD, k_TGD, _ = inputs
@@ -114,7 +119,7 @@ class _Launcher:
     def differentiate(
         self, grad_out_THD: torch.Tensor, out_THD: torch.Tensor, log_totals_HT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of queries, keys and values."""
+        """Compute gradients of queries, keys and values."""
         from megatron_rl.ops.shared_prompt.backends.triton_kernels import (
             key_gradients_kernel,
             query_gradients_kernel,

@@ -1,9 +1,9 @@
 """The kernels of the `triton` backend. Importing this imports Triton, and decides whether it compiles or interprets.
 
-A program of the first two kernels has a block of queries of one head and goes through the keys that they see. A program
-of the third has a block of keys of one key-value head and goes through queries of all heads of its group. Rows are rows
-of the buffer. A query never sees a key behind itself, so `key <= query` and the ends of ranges are the only masks.
-Logarithms and exponentials are to base 2. `triton_tables` says what the tables hold.
+A program of the first two kernels has a block of queries of one head, and loops over the keys that they see. A program
+of the third kernel has a block of keys of one key-value head, and loops over queries of all heads of its group. Rows
+are rows of the buffer. A query never sees a later key, so `key <= query` and the ends of ranges are the only masks.
+Logarithms and exponentials are to base 2. `triton_tables` describes the tables.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension (padded with zeros to WIDTH, a power of two),
 M queries of a block, N keys of a block.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Before Triton 3.4 the environment alone says it.
+# Before Triton 3.4, only the environment tells it.
 IS_INTERPRETED = tl.constexpr(
     triton.knobs.runtime.interpret if hasattr(triton, "knobs") else os.environ.get("TRITON_INTERPRET") == "1"
 )
@@ -104,7 +104,7 @@ def query_gradients_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Compute the gradient of queries, stored densely, and for the next kernel each row's output times its gradient."""
+    """Compute the gradient of queries, stored densely, and each row's output times its gradient for the next kernel."""
     head = tl.program_id(1)
     group = head // heads_per_group
     first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
@@ -172,10 +172,10 @@ def key_gradients_kernel(
     first_key = tl.load(item) + offset
     end_key = tl.load(item) + tl.load(item + 1)
     start = tl.maximum(tl.load(item + 2), first_key)
-    # Behind the last key of a short tile there is nothing to do.
+    # After the last key of a short tile, no work is left.
     end = tl.where(first_key < end_key, tl.load(item + 3), start)
     slot = tl.load(item + 4)
-    # From here on, queries lie behind all keys of the block.
+    # From here on, queries come after all keys of the block.
     edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
     keys_N = first_key + tl.arange(0, KEYS)
     k_ND = _block(k_TGD + group * K_STRIDE_G, K_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
@@ -203,7 +203,7 @@ def key_gradients_kernel(
         _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
         _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
     else:
-        # Rows of keys beyond the end were computed with the item's queries all the same.
+        # Rows of keys beyond the end were computed with the item's queries too.
         is_seen_N1 = (keys_N < end_key)[:, None]
         first = ((slot * num_groups + group) * TILE + offset).to(tl.int64) * WIDTH
         within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -223,7 +223,7 @@ def sum_kernel(
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Add up what the items of a tile found, slot after slot."""
+    """Sum the results of a tile's items, slot after slot."""
     group = tl.program_id(1)
     num_groups = tl.num_programs(1)
     record = sums + tl.program_id(0) // (TILE // KEYS) * 4
@@ -252,7 +252,7 @@ def _query_block(
     first = tl.load(tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
     strand_end = tl.load(tile + 2)
     first_range = tl.load(tile + 3)
-    # The strand itself is one more range; behind the last row of a short tile there is nothing to do.
+    # The strand itself is one more range. After the last row of a short tile, no work is left.
     end_range = tl.where(first < strand_end, tl.load(tile + 4) + 1, first_range)
     return first, tl.load(tile + 1), strand_end, first_range, end_range
 
@@ -268,7 +268,7 @@ def _key_range(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Load start and end of a range of keys, and the edge between them up to which all queries see whole blocks."""
+    """Load a range's start and end, and the edge between them: up to it, all queries see whole blocks of keys."""
     is_above = index < end_range - 1
     start = tl.load(ranges + 2 * index, mask=is_above, other=strand_start)
     end = tl.load(ranges + 2 * index + 1, mask=is_above, other=tl.minimum(first + QUERIES, strand_end))
@@ -331,7 +331,7 @@ def _query_gradients(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tl.tensor:
-    """Add what a range of keys contributes to the gradient of queries, without the scale."""
+    """Add the contribution of a range of keys to the gradient of queries, without the scale."""
     for first in tl.range(start, end, KEYS):
         k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
         v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
@@ -364,10 +364,10 @@ def _key_gradients(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Add what a range of queries of one head contributes to gradients of keys, without the scale, and of values."""
+    """Add a range of queries of one head to the gradients of keys, without the scale, and of values."""
     for first in tl.range(start, end, QUERIES):
         rows_M = first + tl.arange(0, QUERIES)
-        # Behind the end, rows are read as zeros, which add nothing.
+        # Rows after the end are read as zeros, which add nothing.
         q_MD = _block(q_TD, Q_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
         grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
         log_totals_M = tl.load(log_totals_T + rows_M, mask=rows_M < end, other=0.0)
@@ -398,7 +398,7 @@ def _block(
     HEAD_DIM: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tl.tensor:
-    """Load rows of one head, from `first` on; columns from HEAD_DIM on are zeros, and at an edge rows from `end` on."""
+    """Load rows of one head from `first` on. Columns from HEAD_DIM on are zeros, and at an edge rows from `end` on."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     pointers = rows_TD + tl.cast(first, tl.int64) * stride_T + (rows[:, None] * stride_T + columns[None, :])
@@ -432,7 +432,7 @@ def _store(
 
 @triton.jit
 def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
-    """Multiply two blocks, fp32 without rounding; the interpreter would multiply the bits of bf16 as integers."""
+    """Multiply two blocks, fp32 without rounding. The interpreter would multiply the bits of bf16 as integers."""
     if IS_INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     # Before 3.4, Triton does not take None for a block.
@@ -441,7 +441,7 @@ def _dot(a: tl.tensor, b: tl.tensor, added: tl.tensor = None) -> tl.tensor:
 
 @triton.jit
 def _rounded(block: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round to the nearest; the interpreter would truncate to bf16 instead."""
+    """Round to the nearest value. The interpreter would truncate to bf16 instead."""
     if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = block.to(tl.uint32, bitcast=True)
         block = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)

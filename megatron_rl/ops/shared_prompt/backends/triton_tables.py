@@ -1,9 +1,9 @@
-"""What the kernels of `triton_kernels` look up of a layout: which rows each program computes, and from which rows.
+"""The tables that `triton_kernels` look up for a layout: the rows that each program computes, and the rows it reads.
 
-Each strand is cut into tiles of TILE rows, fewer at its end. The queries of a tile attend to the ranges above their
-strand, and to their strand up to themselves. The keys of a tile are seen by ranges of queries; each range is an item,
-or several if it is long. What items find for the same keys is summed in the order of the items, whichever of them is
-computed first.
+Each strand is cut into tiles of TILE rows, with fewer rows at its end. The queries of a tile attend to the ranges above
+their strand, and to their strand up to themselves. Ranges of queries see the keys of a tile. Each such range is an
+item, or several items if it is long. The results of items for the same keys are summed in the order of the items,
+whichever of them is computed first.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
-# The same for all precisions and head dimensions: if a program has room for fewer rows, several share a tile.
+# The same for all precisions and head dimensions: if programs have room for fewer rows, several share a tile.
 TILE = 128
-# An item is at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short anyway.
+# An item has at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short.
 MOST_PARTS = 256
 SHORT_ITEM = 1024
-# In int32s: tables begin at multiples of 16 bytes, since Triton compiles again for pointers that do not.
+# In int32s: tables begin at multiples of 16 bytes, since Triton compiles again for other pointers.
 ALIGNMENT = 4
 
 
@@ -29,13 +29,13 @@ class TileTables:
     """Tables of int32, the longest work first. Rows are rows of the buffer, and an end is exclusive."""
 
     query_tiles: torch.Tensor
-    """The first row; its strand's start and end; the index of the first range above, and of the one behind the last."""
+    """The first row; its strand's start and end; the first index and the end of its ranges above."""
     ranges: torch.Tensor
-    """Start and end of each range."""
+    """The start and end of each range."""
     key_items: torch.Tensor
-    """First key and number of keys; the queries' start and end; the slot of a partial sum, -1 if an item is alone."""
+    """The first key and number of keys; the queries' start and end; the slot of a partial sum, -1 for a lone item."""
     sums: torch.Tensor
-    """First key and number of keys of a tile with several items; the start and end of their slots."""
+    """The first key and number of keys of a tile with several items; the start and end of their slots."""
     num_slots: int
     tile: int
 
@@ -98,7 +98,7 @@ def _query_tiles(cut: _Cut) -> np.ndarray:
 
 
 def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Make the tables of items and of sums; also return the number of slots."""
+    """Make the tables of items and of sums, and count the slots."""
     tile_I, start_I, end_I, end_key_I = _split(*_views(cut), cut.tile, short_item)
     num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
     is_partial_I = num_items_N[tile_I] > 1
@@ -114,21 +114,21 @@ def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]
 
 
 def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """List for each tile the ranges of queries that see its keys, up to some key: tile, start, end, the keys' end."""
+    """List the ranges of queries that see keys of each tile, up to some key: tile, start, end, the keys' end."""
     viewer_A = np.repeat(np.arange(len(cut.starts_S)), np.diff(cut.first_range_S))
-    # A range begins where its strand does.
+    # A range begins at its strand's start.
     strand_A = np.searchsorted(cut.starts_S, cut.ranges[:, 0])
     first_tile_S = np.cumsum(cut.num_tiles_S) - cut.num_tiles_S
     range_V, number_V = _each(_ceil_divide(cut.ranges[:, 1] - cut.ranges[:, 0], cut.tile))
     tile_V = first_tile_S[strand_A[range_V]] + number_V
-    # Its own strand sees a tile first, and then strands in the order of their rows, as ranges have it.
+    # A tile's own strand comes first, and then the other strands that see it, in the order of their rows.
     tiles = np.concatenate([np.arange(len(cut.first_row_N)), tile_V])
     starts = np.concatenate([cut.first_row_N, cut.starts_S[viewer_A[range_V]]])
     ends = np.concatenate([cut.ends_S[cut.strand_N], cut.ends_S[viewer_A[range_V]]])
     end_keys = np.concatenate([cut.end_row_N, np.minimum(cut.end_row_N[tile_V], cut.ranges[range_V, 1])])
     order = np.argsort(tiles, kind="stable")
     tiles, starts, ends, end_keys = (values[order] for values in (tiles, starts, ends, end_keys))
-    # Neighbours that see the same keys are one range.
+    # Adjacent strands that see the same keys are one range.
     is_next = (tiles[1:] != tiles[:-1]) | (starts[1:] != ends[:-1]) | (end_keys[1:] != end_keys[:-1])
     firsts = np.flatnonzero(np.concatenate(([True], is_next))[: len(tiles)])
     lasts = np.append(firsts[1:], len(tiles))[: len(firsts)] - 1
@@ -138,7 +138,7 @@ def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def _split(
     tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray, tile: int, short_item: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split long ranges into equal parts; each part but the last is made of whole tiles."""
+    """Split long ranges into equal parts. Each part except the last consists of whole tiles."""
     lengths = ends - starts
     longest = max(short_item, _ceil_divide(int(lengths.sum()), MOST_PARTS))
     steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
@@ -148,7 +148,7 @@ def _split(
 
 
 def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number all counted things: for each, its owner, and how many of that owner's come before it."""
+    """Number all counted items: return each one's owner, and the number of the owner's items before it."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
