@@ -71,7 +71,7 @@ def count(settings: Settings, work: Workload) -> list[Footprint]:
 
 
 def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> Footprint:
-    with _alone(settings.parallel_sizes, work.world_size, stage), FakeTensorMode(allow_non_fake_inputs=True):
+    with _be_one_rank(settings.parallel_sizes, work.world_size, stage), FakeTensorMode(allow_non_fake_inputs=True):
         config = copy.copy(settings.transformer)
         chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -105,7 +105,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
 
 
 @contextlib.contextmanager
-def _alone(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
+def _be_one_rank(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
     """Be the first rank of a pipeline stage, among ranks that do not exist."""
     rank = stage * (world_size // sizes.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

@@ -84,7 +84,7 @@ class Session:
         self.stage_group = self._new_stage_group(timeout)
         self.replica_group = self._new_replica_group(timeout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self.coordinates = _coordinates()
+        self.coordinates = _get_coordinates()
         self.all_coordinates: list[Coordinates] = [self.coordinates] * self.world_size
         dist.all_gather_object(self.all_coordinates, self.coordinates, group=self.control_group)
 
@@ -171,7 +171,7 @@ class Session:
             result = action()
         except Exception as caught:
             error = caught
-        outcome = (_failure(error, self.rank), None if error is not None else share(result))
+        outcome = (_describe_failure(error, self.rank), None if error is not None else share(result))
         outcomes: list[tuple[tuple[type[MegatronRLError], str] | None, Any]] = [outcome] * self.world_size
         dist.all_gather_object(outcomes, outcome, group=self.control_group)
         if error is not None:
@@ -209,7 +209,7 @@ class Session:
         return own
 
 
-def _failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError], str] | None:
+def _describe_failure(error: Exception | None, rank: int) -> tuple[type[MegatronRLError], str] | None:
     """Return the error that the other ranks raise for this rank's error."""
     if error is None:
         return None
@@ -247,7 +247,7 @@ def _meet(timeout: datetime.timedelta) -> dist.Store:
     return next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
-def _coordinates() -> Coordinates:
+def _get_coordinates() -> Coordinates:
     return Coordinates(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),

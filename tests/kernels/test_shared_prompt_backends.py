@@ -96,7 +96,7 @@ def test_a_backward_with_unmerged_results_would_be_found(monkeypatch: pytest.Mon
         grad_out_THD, *merged = outputs
         own = [tensor.clone() for tensor in merged]
         for tensor, part in zip(own, flash_cpu._attend(call, inputs, scale), strict=True):
-            call.queries.of(tensor).copy_(part)
+            call.queries.view(tensor).copy_(part)
         return true_gradients(call, inputs, (grad_out_THD, *own), scale)
 
     monkeypatch.setattr(flash_cpu, "_gradients", of_its_own_results)
@@ -130,8 +130,8 @@ def test_tiles_cover_each_pair_of_a_causal_call_once(length: int, count: int) ->
     seen = torch.zeros(count * length, count * length, dtype=torch.int8)
     for tile in FlashCall(sequences, sequences).tiles():
         if not tile.is_causal:
-            assert all(seen[row, row] for row in tile.queries.of(rows).flatten()), "a causal one comes first"
-        for queries, keys in zip(tile.queries.of(rows), tile.keys.of(rows), strict=True):
+            assert all(seen[row, row] for row in tile.queries.view(rows).flatten()), "a causal one comes first"
+        for queries, keys in zip(tile.queries.view(rows), tile.keys.view(rows), strict=True):
             seen[queries[0] : queries[-1] + 1, keys[0] : keys[-1] + 1] += (
                 (queries[:, None] >= keys).to(torch.int8) if tile.is_causal else 1
             )

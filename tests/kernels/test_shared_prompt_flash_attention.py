@@ -82,7 +82,7 @@ class Interface:
 def test_merging_calls_of_flash_attention_is_as_near_to_the_truth_as_the_definition(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(flash_attention, "_interface", Interface)
+    monkeypatch.setattr(flash_attention, "_import_interface", Interface)
     case = Case.draw(layout, (4, 2), 64, dtype)
     exact = case.exact()
     naive = errors(case.run(BACKENDS["naive"].attention), exact)

@@ -43,7 +43,7 @@ def test_gathered_keys_take_one_call_of_the_npu(operators: NpuOperators) -> None
     ) -> torch.Tensor:
         gathered = gather.prepare(layout, q_THD.device)
         k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
-        return gather._in_one_call_of_npu(q_THD, k_NGD, v_NGD, gathered, scale)
+        return gather._attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)
 
     exact = case.exact()
     naive = errors(case.run(BACKENDS["naive"].attention), exact)
@@ -58,7 +58,7 @@ def test_reading_the_npus_statistics_in_another_order_would_be_found(
     def as_shaped(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
         return torch.arange(queries.num_rows * num_heads).view(-1, num_heads).T
 
-    monkeypatch.setattr(flash_npu, "_places_HN", as_shaped)
+    monkeypatch.setattr(flash_npu, "_find_places_HN", as_shaped)
     case = Case.draw(RAGGED, (4, 2), 64, torch.bfloat16)
     exact = case.exact()
     assert max(errors(case.run(merge.attention), exact).values()) > 0.1

@@ -52,7 +52,7 @@ def test_gathered_keys_take_one_causal_call_with_the_window_as_torch_counts_it(m
     gathered = gather.prepare(case.layout, torch.device("cpu"))
     k_NGD = case.k_TGD.index_select(0, gathered.rows_N)
     for window, expected in ((None, (-1, 0)), (7, (6, 0))):
-        gather._in_one_call(case.q_THD, k_NGD, k_NGD, gathered, 0.3, window)
+        gather._attend_in_one_call(case.q_THD, k_NGD, k_NGD, gathered, 0.3, window)
         assert calls[-1]["window_size"] == expected
     assert calls[0]["cu_q"].tolist() == [0, 25, 34, 38]
     assert calls[0]["cu_k"].tolist() == [0, 25, 25 + 29, 25 + 29 + 24]
@@ -61,6 +61,6 @@ def test_gathered_keys_take_one_causal_call_with_the_window_as_torch_counts_it(m
 
 def test_enable_gqa_is_passed_only_to_a_torch_that_takes_it() -> None:
     q_THD, k_TGD = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    assert gather.grouping(lambda q, k, v: q, q_THD, k_TGD) == {}
-    assert gather.grouping(lambda q, k, v, enable_gqa=False: q, q_THD, k_TGD) == {"enable_gqa": True}
-    assert gather.grouping(lambda q, k, v, enable_gqa=False: q, q_THD, q_THD) == {"enable_gqa": False}
+    assert gather.declare_grouping(lambda q, k, v: q, q_THD, k_TGD) == {}
+    assert gather.declare_grouping(lambda q, k, v, enable_gqa=False: q, q_THD, k_TGD) == {"enable_gqa": True}
+    assert gather.declare_grouping(lambda q, k, v, enable_gqa=False: q, q_THD, q_THD) == {"enable_gqa": False}

@@ -52,7 +52,7 @@ class RehearsedPlatform(Platform):
         device.prepare()
         # What a group's backend is asked for goes by the device that tensors say they lie on.
         dist.Backend.backend_capability["gloo"].append("npu")
-        flash_npu._operators = _operators
+        flash_npu._import_operators = _operators
         _replace_methods()
         replace_import(cpu_torch.build_import_function(REPLACEMENTS))
 

@@ -85,7 +85,7 @@ class _SummedInHalf(torch.autograd.Function):
 def _gather_as_on_cuda(q_THD, k_TGD, v_TGD, layout, scale, window=None):
     gathered = gather.prepare(layout, q_THD.device)
     k_NGD, v_NGD = (_SummedInHalf.apply(tensor, gathered).float() for tensor in (k_TGD, v_TGD))
-    return gather._strand_by_strand(q_THD.float(), k_NGD, v_NGD, gathered, scale, window).to(q_THD.dtype)
+    return gather._attend_by_strand(q_THD.float(), k_NGD, v_NGD, gathered, scale, window).to(q_THD.dtype)
 
 
 def test_gradients_that_are_summed_in_half_precision_pass_though_one_draw_has_more_than_twice_the_largest_error() -> (

@@ -74,7 +74,7 @@ class Checkpointer:
         self._policy.synchronize()
         noted = self._session.broadcast(json.loads(json.dumps(extra)))
         prepared = serialization.prepare(
-            lambda: self._with_optimizer(self._without_optimizer(version, noted)),
+            lambda: self._add_optimizer(self._collect_without_optimizer(version, noted)),
             folder,
             version,
             self._session,
@@ -137,7 +137,9 @@ class Checkpointer:
             )
 
         wanted = serialization.run_together(
-            session, lambda: self._wanted(reference, content, has_optimizer, has_rng), serialization.unreadable(source)
+            session,
+            lambda: self._describe_wanted(reference, content, has_optimizer, has_rng),
+            serialization.unreadable(source),
         )
         parallel = config.ckpt_fully_parallel_load
         loaded = serialization.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
@@ -154,10 +156,10 @@ class Checkpointer:
             assert moved is not None
             state_dict.apply_reference(reference.models, loaded, strict=not is_lenient)
             reference.resume(moved)
-        notes = self._notes(has_optimizer, wants_rng and not has_rng, source)
+        notes = self._make_notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
 
-    def _without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect_without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
         state |= self._recipe.saved
@@ -175,13 +177,13 @@ class Checkpointer:
         state = state_dict.build_model_state(self._policy.chunks, content)
         return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
 
-    def _with_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _add_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._config.no_save_optim:
             return state
         model = {name: state[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
         return state | state_dict.build_optimizer_state(self._policy, model, CONTENT, is_loading=False)
 
-    def _wanted(
+    def _describe_wanted(
         self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
     ) -> dict[str, Any]:
         wanted = self._weights(reference, content)
@@ -268,7 +270,7 @@ class Checkpointer:
         one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
         return "param_state_sharding_type" in one
 
-    def _notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
+    def _make_notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
         notes = []
         if not has_optimizer:
             notes.append(f"only weights were loaded from {source}: optimizer and schedule start from the beginning")

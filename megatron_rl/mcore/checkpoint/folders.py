@@ -29,13 +29,13 @@ def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
             raise InputError(f"{folder} holds no checkpoint: it has neither {TRACKER} nor metadata.json")
         text = tracker.read_text().strip()
         if text == "release":
-            return 0, _existing(folder / "release")
+            return 0, _check_complete(folder / "release")
         if not text.isdigit():
             raise InputError(
                 f"{tracker} must hold a number or `release`, not {text!r}: name an iteration with --ckpt-step"
             )
         iteration = int(text)
-    return iteration, _existing(iteration_folder(folder, iteration))
+    return iteration, _check_complete(iteration_folder(folder, iteration))
 
 
 def holds_checkpoint(folder: Path) -> bool:
@@ -125,7 +125,7 @@ def discard(staged: Path) -> None:
     shutil.rmtree(staged, ignore_errors=True)
 
 
-def _existing(folder: Path) -> Path:
+def _check_complete(folder: Path) -> Path:
     if not (folder / "metadata.json").exists():
         raise InputError(
             f"{folder} must be a distributed checkpoint (metadata.json is missing): "

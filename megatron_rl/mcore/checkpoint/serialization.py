@@ -109,7 +109,7 @@ def prepare(
     staged = session.broadcast(created)
     assert staged is not None
     try:
-        sizes = session.gather(_num_bytes(state))
+        sizes = session.gather(_count_bytes(state))
         session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
         request = run_together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
     except BaseException:
@@ -155,7 +155,7 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
         raise failure
     reports = [
         report
-        for report in session.gather(None if failure is None else _report(failure, is_told))
+        for report in session.gather(None if failure is None else _describe_failure(failure, is_told))
         if report is not None
     ]
     if not reports:
@@ -170,7 +170,7 @@ def unwritable(place: Path) -> Callable[[BaseException], MegatronRLError]:
     """Return the explanation of an error of a save."""
 
     def explain(error: BaseException) -> MegatronRLError:
-        cause = _cause(error)
+        cause = _find_cause(error)
         no_room = find_no_room(error, place) or find_no_room(cause, place)
         return no_room or InputError(f"{place} cannot be written ({cause}): make room there, or choose another --save")
 
@@ -179,7 +179,7 @@ def unwritable(place: Path) -> Callable[[BaseException], MegatronRLError]:
 
 def unreadable(source: Path) -> Callable[[BaseException], InputError]:
     """Return the explanation of an error of a load."""
-    return lambda error: InputError(f"{source} cannot be read ({_cause(error)}): if it is incomplete, copy it again")
+    return lambda error: InputError(f"{source} cannot be read ({_find_cause(error)}): it is incomplete, copy it again")
 
 
 def read_common(source: Path) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def read(
     def load() -> dict[str, Any]:
         strategy = None
         if fully_parallel:
-            strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
+            strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas_group())
         loaded = dist_checkpointing.load(state, str(source), strategy, strict=strictness)
         # With some settings of strictness, Megatron also returns the names that differ.
         return loaded[0] if isinstance(loaded, tuple) else loaded
@@ -253,7 +253,7 @@ def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncReq
     _share_memory(state)
     strategy = None
     if fully_parallel:
-        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas())
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas_group())
     # From 0.17 on, an asynchronous save uses nvidia-resiliency-ext by default.
     said = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
     return dist_checkpointing.save(
@@ -330,11 +330,11 @@ class _OnHost:
             yield item, tensor.cpu()
 
 
-def _replicas() -> torch.distributed.ProcessGroup:
+def _replicas_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _num_bytes(state: dict[str, Any]) -> int:
+def _count_bytes(state: dict[str, Any]) -> int:
     """Count the bytes of this rank's shards; each shard is counted on one rank only."""
     return sum(
         value.data.nbytes
@@ -359,13 +359,13 @@ def _check_room(staged: Path, num_bytes: int) -> None:
         )
 
 
-def _report(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
+def _describe_failure(failure: BaseException, is_told: bool) -> tuple[type[MegatronRLError], str, bool]:
     if isinstance(failure, MegatronRLError):
         return type(failure), str(failure), is_told
     return MegatronRLError, f"another rank failed: {type(failure).__name__}: {failure}", is_told
 
 
-def _cause(error: BaseException) -> str:
+def _find_cause(error: BaseException) -> str:
     """Return the reason of the first rank that failed, if this rank knows it."""
     if not isinstance(error, CheckpointException):
         return str(error) or type(error).__name__

@@ -78,10 +78,10 @@ class _Describe:
         }
         return {
             index: {
-                key: dict(enumerate(_shards(parts[parameter], key, place, values, optimizer)))
-                for key, values in _tensors(optimizer, parameter).items()
+                key: dict(enumerate(_make_shards(parts[parameter], key, place, values, optimizer)))
+                for key, values in _get_tensors(optimizer, parameter).items()
             }
-            for index, parameter, place in _own(optimizer)
+            for index, parameter, place in _list_own_parts(optimizer)
         }
 
 
@@ -92,7 +92,7 @@ class _Load:
     @torch.no_grad()
     def __call__(self, state: State) -> None:
         optimizer = self.optimizer
-        for index, parameter, _ in _own(optimizer):
+        for index, parameter, _ in _list_own_parts(optimizer):
             tensors = {
                 key: torch.cat([pieces[number].flatten() for number in sorted(pieces)])
                 for key, pieces in state[index].items()
@@ -104,7 +104,7 @@ class _Load:
             synchronize()
 
 
-def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, range]]:
+def _list_own_parts(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, range]]:
     """Yield each parameter that this rank has a part of, with its number among all and the part's elements."""
     number = 0
     for buffer, of_dtypes in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
@@ -120,13 +120,13 @@ def _own(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parame
             number += 1
 
 
-def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def _get_tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return this rank's part of a parameter's state, in single precision; without a copy if it has that already."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     return {key: tensors[key].detach().float() for key in ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))}
 
 
-def _shards(
+def _make_shards(
     part: ShardedTensor | ShardedTensorFactory,
     key: str,
     place: range,
@@ -136,7 +136,7 @@ def _shards(
     """Yield `values`, the elements `place` of the tensor of `part`, as shards under the parameter's name and `key`."""
     # Data-parallel ranks have no copies of each other's parts. The model's third number counts such copies.
     replica = (*part.replica_id[:2], optimizer.distributed_optimizer_instance_id)
-    for whole in _in_order(part, f"{_PREFIX}.{key}.{part.key}", replica):
+    for whole in _describe_wholes(part, f"{_PREFIX}.{key}.{part.key}", replica):
         # Where the tensor begins in the parameter, and which of its elements this rank has.
         begin = whole.data.storage_offset()
         start, end = max(place.start - begin, 0), min(place.stop - begin, whole.data.numel())
@@ -157,13 +157,13 @@ def _shards(
             )
 
 
-def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Shape) -> list[ShardedTensor]:
+def _describe_wholes(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Shape) -> list[ShardedTensor]:
     """Describe the parameter's tensors in the checkpoint, in the parameter's order, with views of a probe as data.
 
     A parameter has several if the model fuses tensors that the checkpoint keeps apart: gate and up of an MLP.
     """
     probe = torch.empty(part.data.shape, dtype=torch.float32, device="meta")
-    named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **_of_dtype(part))
+    named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **_choose_dtype(part))
     wholes = list(nested_values(named.build())) if isinstance(named, ShardedTensorFactory) else [named]
     for whole in wholes:
         is_view = whole.data is probe or whole.data._base is probe
@@ -174,5 +174,5 @@ def _in_order(part: ShardedTensor | ShardedTensorFactory, key: str, replica: Sha
     return sorted(wholes, key=lambda whole: whole.data.storage_offset())
 
 
-def _of_dtype(part: ShardedTensor | ShardedTensorFactory) -> dict[str, Any]:
+def _choose_dtype(part: ShardedTensor | ShardedTensorFactory) -> dict[str, Any]:
     return {} if isinstance(part, ShardedTensorFactory) else {"dtype": torch.float32}

@@ -78,14 +78,14 @@ def get_rng_state(platform: Platform) -> dict[str, Any]:
         "cuda_rng_state": platform.rng_state(),
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    shape, offset = _place()
+    shape, offset = _find_place()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return {RNG: ShardedObject(RNG, [states], shape, offset, replica_id=replica)}
 
 
 def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
     """Check whether the same number of tensor and pipeline ranks wrote the checkpoint."""
-    shape, offset = _place()
+    shape, offset = _find_place()
     return ShardedObject(RNG, None, shape, offset).unique_key in found
 
 
@@ -135,7 +135,7 @@ def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
-def _place() -> tuple[tuple[int, int], tuple[int, int]]:
+def _find_place() -> tuple[tuple[int, int], tuple[int, int]]:
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -41,7 +41,7 @@ def exchange_rows_for_heads(
         return q_RHD, k_RHD, v_RHD
     num_groups = k_RHD.shape[1]
     num_copies = math.lcm(num_groups, size) // num_groups
-    tensors = (q_RHD, _repeated(k_RHD, num_copies), _repeated(v_RHD, num_copies))
+    tensors = (q_RHD, _repeat(k_RHD, num_copies), _repeat(v_RHD, num_copies))
     by_rank = [tensor_RHD.unflatten(1, (size, -1)) for tensor_RHD in tensors]
     sent_PRHD = torch.cat(by_rank, dim=2).transpose(0, 1)
     received_THD = _Exchange.apply(sent_PRHD, group).flatten(0, 1)
@@ -67,7 +67,7 @@ def combine_targets(
     return whole_N
 
 
-def _repeated(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:
+def _repeat(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:
     """Repeat each head, copy after copy; its gradient is the sum over the copies."""
     if num_copies == 1:
         return tensor_RHD
@@ -80,14 +80,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _exchanged(parts_PRHD, group)
+        return _send_parts(parts_PRHD, group)
 
     @staticmethod
     def backward(ctx: Any, grad_PRHD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _exchanged(grad_PRHD, ctx.group), None
+        return _send_parts(grad_PRHD, ctx.group), None
 
 
-def _exchanged(parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _send_parts(parts_PRHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     sent_PRHD = parts_PRHD.contiguous()
     received_PRHD = torch.empty_like(sent_PRHD)
     dist.all_to_all_single(received_PRHD, sent_PRHD, group=group)

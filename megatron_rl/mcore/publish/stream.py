@@ -161,7 +161,7 @@ class StreamPublisher:
         if self._probe is not None:
             self._probe.send(version, fingerprint, self._receiver)
         taken = self._session.gather_or_raise_everywhere(
-            lambda: None if joined is None else self._taken(version, *joined)
+            lambda: None if joined is None else self._await_answer(version, *joined)
         )[0]
         assert taken is not None
         self.answer = taken
@@ -188,7 +188,7 @@ class StreamPublisher:
     def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[PublishAnswer]]:
         receiver = self._receiver
         assert receiver is not None
-        host, port = _address(receiver.endpoint)
+        host, port = _find_address(receiver.endpoint)
         world_size = 1 + receiver.num_workers()
         if world_size == 1:
             raise OtherWorkers(f"version {version} was not published: no engine is up")
@@ -235,7 +235,7 @@ class StreamPublisher:
             raise _not_taken(version, self._deadline)
         sent.result()
 
-    def _taken(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> PublishAnswer:
+    def _await_answer(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> PublishAnswer:
         """Wait until all engines hold the version."""
         concurrent.futures.wait([told], self._deadline)
         if not told.done():
@@ -257,7 +257,7 @@ def _not_taken(version: int, seconds: float) -> RolloutError:
     return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def _find_address(endpoint: str) -> tuple[str, int]:
     """Return the address at which the sidecar's engines reach this host, and a free port."""
     host = urlsplit(endpoint).hostname or "127.0.0.1"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -100,20 +100,20 @@ def apply_update(
     A gradient that is not finite raises on every rank before anything is changed. The exception is float16 with a loss
     scale that can still shrink: then the update is skipped, and the scheduler does not step.
     """
-    learning_rate = _learning_rate(optimizer)
+    learning_rate = _get_learning_rate(optimizer)
     loss_scale = float(optimizer.get_loss_scale())
     for chunk in wrapped:
         chunk.scale_gradients(scale)
     try:
         was_taken, gradient_norm, num_zeros = optimizer.step()
     except _NonFiniteNorm as error:
-        raise _non_finite(scheduler, f"the norm of the gradients is {error.norm}") from None
+        raise _make_error(scheduler, f"the norm of the gradients is {error.norm}") from None
     if was_taken:
         scheduler.step(increment=1)
     elif not _adapts_loss_scale(optimizer):
-        raise _non_finite(scheduler, "the gradients are not finite")
+        raise _make_error(scheduler, "the gradients are not finite")
     elif loss_scale <= optimizer.config.min_loss_scale:
-        raise _non_finite(scheduler, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
+        raise _make_error(scheduler, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -175,7 +175,7 @@ def _refuse_non_finite_norms(optimizer: MegatronOptimizer) -> None:
     optimizer.get_grad_norm = checked
 
 
-def _non_finite(scheduler: OptimizerParamScheduler, what: str) -> NonFiniteGradient:
+def _make_error(scheduler: OptimizerParamScheduler, what: str) -> NonFiniteGradient:
     return NonFiniteGradient(
         f"{what} in update {scheduler.num_steps + 1}: nothing was updated; look at --lr, --clip-grad and the precision"
     )
@@ -185,7 +185,7 @@ def _adapts_loss_scale(optimizer: MegatronOptimizer) -> bool:
     return bool(optimizer.config.fp16) and not optimizer.config.loss_scale
 
 
-def _learning_rate(optimizer: MegatronOptimizer) -> float:
+def _get_learning_rate(optimizer: MegatronOptimizer) -> float:
     """Return the rate of the parameters that have no rate of their own, even on a rank without parameters."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return float(optimizer.param_groups[0]["lr"] if rate is None else rate)

@@ -43,7 +43,7 @@ def attention(
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    return merge.merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+    return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, prepare)
 
 
 def attend(
@@ -56,7 +56,7 @@ def attend(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
-    out_NHD, lse_HN, *_ = _interface()._flash_attn_varlen_forward(
+    out_NHD, lse_HN, *_ = _import_interface()._flash_attn_varlen_forward(
         q_NHD,
         k_MGD,
         v_MGD,
@@ -85,7 +85,7 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Compute gradients of queries, keys and values, with sums in a fixed order."""
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q_NHD, k_MGD, v_MGD)]
-    _interface()._flash_attn_varlen_backward(
+    _import_interface()._flash_attn_varlen_backward(
         grad_out_NHD,
         q_NHD,
         k_MGD,
@@ -112,7 +112,7 @@ def gradients(
 KERNELS = Kernels(attend, gradients)
 
 
-def _interface() -> Any:
+def _import_interface() -> Any:
     from flash_attn import flash_attn_interface
 
     return flash_attn_interface

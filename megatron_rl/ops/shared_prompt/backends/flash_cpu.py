@@ -30,7 +30,7 @@ class RowRanges(NamedTuple):
     number: int = 1
     stride: int = 0
 
-    def of(self, tensor_TH: torch.Tensor) -> torch.Tensor:
+    def view(self, tensor_TH: torch.Tensor) -> torch.Tensor:
         """View a tensor [T, H, ...] as [B, R, H, ...]."""
         assert self.start + (self.number - 1) * self.stride + self.length <= tensor_TH.shape[0]
         row, *rest = tensor_TH.stride()
@@ -81,7 +81,7 @@ class FlashCall(NamedTuple):
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return views of the call's rows of queries, keys and values: [B, H, R, D]."""
         ranges = (self.queries, self.keys, self.keys)
-        return [rows.of(tensor).transpose(1, 2) for tensor, rows in zip(tensors, ranges, strict=True)]
+        return [rows.view(tensor).transpose(1, 2) for tensor, rows in zip(tensors, ranges, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CpuFlash:
         """Make the only call, which torch differentiates itself, since no results are merged."""
         (call,) = self.calls
         q_BHRD, k_BGRD, v_BGRD = (
-            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widened(q_THD, k_TGD, v_TGD)
+            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widen(q_THD, k_TGD, v_TGD)
         )
         out_BHRD = F.scaled_dot_product_attention(
             q_BHRD,
@@ -154,12 +154,12 @@ class CpuFlash:
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention, and the logarithm of each softmax's denominator [T, H]."""
-        inputs = _widened(q_THD, k_TGD, v_TGD)
+        inputs = _widen(q_THD, k_TGD, v_TGD)
         out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.tiles():
             # Parts have no names here, so that the next call reuses their memory while it is in the cache.
-            _merge(call, call.queries.of(out_THD), call.queries.of(lse_TH), *_attend(call, inputs, scale))
+            _merge(call, call.queries.view(out_THD), call.queries.view(lse_TH), *_attend(call, inputs, scale))
         return out_THD.to(q_THD.dtype), lse_TH
 
     def backward(
@@ -173,8 +173,8 @@ class CpuFlash:
         scale: float,
     ) -> list[torch.Tensor]:
         """Compute gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
-        inputs = _widened(q_THD, k_TGD, v_TGD)
-        outputs = (*_widened(grad_out_THD, out_THD), lse_TH)
+        inputs = _widen(q_THD, k_TGD, v_TGD)
+        outputs = (*_widen(grad_out_THD, out_THD), lse_TH)
         sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
         for call in self.tiles():
             _add(call, sums, _gradients(call, inputs, outputs, scale))
@@ -196,7 +196,7 @@ def _gradients(
 
     `outputs` are the output's gradient, the output, and the denominators.
     """
-    grad_out_BHRD, out_BHRD, lse_BHR = (call.queries.of(tensor).transpose(1, 2) for tensor in outputs)
+    grad_out_BHRD, out_BHRD, lse_BHR = (call.queries.view(tensor).transpose(1, 2) for tensor in outputs)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out_BHRD, *call.views(inputs), out_BHRD, lse_BHR, 0.0, call.is_causal, scale=scale
     )
@@ -219,11 +219,11 @@ def _add(call: FlashCall, sums: Sequence[torch.Tensor], parts: Sequence[torch.Te
     """Add the parts to the sums; every row's first call is the causal one."""
     for total, part, rows in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
         if call.is_causal:
-            rows.of(total).copy_(part)
+            rows.view(total).copy_(part)
         else:
-            rows.of(total).add_(part)
+            rows.view(total).add_(part)
 
 
-def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Convert to at least fp32: in half precision the operator rounds sums over queries after each block of queries."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

@@ -31,7 +31,7 @@ def attend(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
-    out_NHD, greatest, total, *_ = _operators().npu_fusion_attention(
+    out_NHD, greatest, total, *_ = _import_operators().npu_fusion_attention(
         q_NHD,
         k_MGD,
         v_MGD,
@@ -40,10 +40,10 @@ def attend(
         scale=scale,
         actual_seq_qlen=queries.ends,
         actual_seq_kvlen=keys.ends,
-        **_mask(is_causal, q_NHD.device),
+        **_choose_mask(is_causal, q_NHD.device),
     )
     lse = greatest.select(-1, 0) + total.select(-1, 0).log()
-    return out_NHD, lse.reshape(-1)[_places_HN(queries, q_NHD.shape[1])]
+    return out_NHD, lse.reshape(-1)[_find_places_HN(queries, q_NHD.shape[1])]
 
 
 def gradients(
@@ -61,9 +61,9 @@ def gradients(
     """Compute gradients of queries, keys and values."""
     num_rows, num_heads = q_NHD.shape[:2]
     lse = torch.empty(num_rows * num_heads, dtype=torch.float32, device=q_NHD.device)
-    lse[_places_HN(queries, num_heads)] = lse_HN
+    lse[_find_places_HN(queries, num_heads)] = lse_HN
     greatest = lse.view(num_rows, num_heads, 1).expand(-1, -1, _COPIES).contiguous()
-    found = _operators().npu_fusion_attention_grad(
+    found = _import_operators().npu_fusion_attention_grad(
         q_NHD,
         k_MGD,
         v_MGD,
@@ -76,7 +76,7 @@ def gradients(
         scale_value=scale,
         actual_seq_qlen=queries.ends,
         actual_seq_kvlen=keys.ends,
-        **_mask(is_causal, q_NHD.device),
+        **_choose_mask(is_causal, q_NHD.device),
     )
     return list(found[:3])
 
@@ -84,13 +84,13 @@ def gradients(
 KERNELS = Kernels(attend, gradients)
 
 
-def _operators() -> Any:
+def _import_operators() -> Any:
     import torch_npu
 
     return torch_npu
 
 
-def _mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
+def _choose_mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
     if not is_causal:
         return {}
     return {"atten_mask": _causal_mask(device), "sparse_mode": _BOTTOM_RIGHT}
@@ -102,7 +102,7 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
-def _places_HN(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
+def _find_places_HN(queries: SequenceOffsets, num_heads: int) -> torch.Tensor:
     """Find the operators' place of each head and row: a sequence's heads follow each other, each with all its rows."""
     offsets_S = queries.offsets_S.long()
     lengths_S = offsets_S.diff()

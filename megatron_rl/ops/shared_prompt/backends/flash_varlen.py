@@ -78,8 +78,8 @@ class VarlenFlash:
             queries = [sum(rows.length for rows in ranges) for ranges in below.values()]
             levels.append(
                 Level(
-                    _indices([rows for ranges in below.values() for rows in ranges], device),
-                    _indices(list(below), device),
+                    _list_rows([rows for ranges in below.values() for rows in ranges], device),
+                    _list_rows(list(below), device),
                     SequenceOffsets.of(queries, device),
                     SequenceOffsets.of([rows.length for rows in below], device),
                 )
@@ -208,6 +208,6 @@ def gradients(
 TORCH = Kernels(attend, gradients)
 
 
-def _indices(ranges: list[Rows], device: torch.device) -> torch.Tensor:
+def _list_rows(ranges: list[Rows], device: torch.device) -> torch.Tensor:
     """List the rows of the ranges, range after range."""
     return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges])).to(device)

@@ -61,19 +61,19 @@ def build_block_mask(layout: Layout, device: torch.device, window: int | None) -
     """Build the mask: the blocks that see each other entirely, those that may in part, and the rule for tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    entered_T, left_T = _numbers(layout)
-    is_whole_BB, is_in_part_BB = _blocks(entered_T, left_T, layout.positions, window)
+    entered_T, left_T = _number_tokens(layout)
+    is_whole_BB, is_in_part_BB = _compare_blocks(entered_T, left_T, layout.positions, window)
     mask = BlockMask.from_kv_blocks(
-        *_listed(is_in_part_BB),
-        *_listed(is_whole_BB),
+        *_list_blocks(is_in_part_BB),
+        *_list_blocks(is_whole_BB),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_rule(entered_T, left_T, layout.positions, window, device),
+        mask_mod=_make_rule(entered_T, left_T, layout.positions, window, device),
         seq_lengths=(layout.num_tokens, layout.num_tokens),
     )
     return mask.to(device)
 
 
-def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _number_tokens(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return each token's number, and the end of the numbers of tokens that see it."""
     sizes = list(layout.lengths)
     for segment in reversed(range(layout.num_segments)):
@@ -92,7 +92,7 @@ def _numbers(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return entered_T, left_T
 
 
-def _blocks(
+def _compare_blocks(
     entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the blocks of queries that see blocks of keys entirely, and the others that may see a part."""
@@ -113,7 +113,7 @@ def _blocks(
     return is_whole_BB, may_see_BB & ~is_whole_BB
 
 
-def _listed(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_blocks(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of blocks that each block sees, and all blocks with these first."""
     order_BB = np.argsort(~is_seen_BB, axis=1, kind="stable")
     numbers = (is_seen_BB.sum(axis=1), order_BB)
@@ -121,7 +121,7 @@ def _listed(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     return num_B, blocks_BB
 
 
-def _rule(
+def _make_rule(
     entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None, device: torch.device
 ) -> Callable[..., torch.Tensor]:
     entered, left, position = (

@@ -77,15 +77,15 @@ def attention(
     gathered = prepare(layout, q_THD.device)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":
-        return _in_one_call_of_npu(q_THD, k_NGD, v_NGD, gathered, scale)
+        return _attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)
     if q_THD.is_cuda and q_THD.dtype in (torch.float16, torch.bfloat16):
-        return _in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
+        return _attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
     # In fp32 at least: on the CPU, in half precision, torch rounds sums over queries after each block of them.
     wide = torch.promote_types(q_THD.dtype, torch.float32)
-    return _strand_by_strand(q_THD.to(wide), k_NGD.to(wide), v_NGD.to(wide), gathered, scale, window).to(q_THD.dtype)
+    return _attend_by_strand(q_THD.to(wide), k_NGD.to(wide), v_NGD.to(wide), gathered, scale, window).to(q_THD.dtype)
 
 
-def _in_one_call(
+def _attend_in_one_call(
     q_THD: torch.Tensor,
     k_NGD: torch.Tensor,
     v_NGD: torch.Tensor,
@@ -107,20 +107,20 @@ def _in_one_call(
         scale=scale,
         # The number of visible tokens to the left of a token; -1 means all.
         window_size=(-1 if window is None else window - 1, 0),
-        **grouping(varlen_attn, q_THD, k_NGD),
+        **declare_grouping(varlen_attn, q_THD, k_NGD),
     )
     assert isinstance(out_THD, torch.Tensor)
     return out_THD
 
 
-def grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
+def declare_grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_NGD: torch.Tensor) -> dict[str, Any]:
     """Tell torch that keys have fewer heads. torch 2.11 has no such argument, and accepts fewer heads without it."""
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return {}
     return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
 
 
-def _in_one_call_of_npu(
+def _attend_on_npu(
     q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, gathered: Gathered, scale: float
 ) -> torch.Tensor:
     # torch_npu differentiates its operator itself.
@@ -128,7 +128,7 @@ def _in_one_call_of_npu(
     return out_THD
 
 
-def _strand_by_strand(
+def _attend_by_strand(
     q_THD: torch.Tensor,
     k_NGD: torch.Tensor,
     v_NGD: torch.Tensor,
@@ -151,7 +151,7 @@ def _strand_by_strand(
             q_1HLD,
             k_1GMD,
             v_1GMD,
-            attn_mask=None if is_plain else _mask(length, num_keys, window, q_THD.device),
+            attn_mask=None if is_plain else _make_mask(length, num_keys, window, q_THD.device),
             is_causal=is_plain,
             scale=scale,
             enable_gqa=q_LHD.shape[1] != k_MGD.shape[1],
@@ -160,7 +160,7 @@ def _strand_by_strand(
     return torch.cat(outs)
 
 
-def _mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _make_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Make the mask of the keys that each row of a strand sees: up to its own, and the last ones with a window."""
     mask_LM = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(num_keys - length)
     return mask_LM if window is None else mask_LM.triu(num_keys - length - window + 1)

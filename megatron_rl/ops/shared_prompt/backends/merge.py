@@ -46,10 +46,10 @@ def attention(
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    return merged(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+    return attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, prepare)
 
 
-def merged(
+def attend_and_merge(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
     v_TGD: torch.Tensor,

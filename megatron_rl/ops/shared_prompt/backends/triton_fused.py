@@ -110,7 +110,7 @@ class _Launcher:
         """Compute attention, and the base-2 logarithm of each softmax's denominator [H, T]."""
         from megatron_rl.ops.shared_prompt.backends.triton_kernels import forward_kernel
 
-        out_THD, log_totals_HT = _dense_like(self._inputs[0]), self._per_row()
+        out_THD, log_totals_HT = _allocate_like(self._inputs[0]), self._allocate_per_row()
         tables, blocks = self._tables, self._blocks.forward
         grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
         self._launch(forward_kernel, grid, blocks, [out_THD, log_totals_HT, tables.query_tiles, tables.ranges])
@@ -126,8 +126,8 @@ class _Launcher:
             sum_kernel,
         )
 
-        grad_q_THD, grad_k_TGD, grad_v_TGD = (_dense_like(tensor) for tensor in self._inputs)
-        tables, deltas_HT, strides = self._tables, self._per_row(), grad_out_THD.stride()[:2]
+        grad_q_THD, grad_k_TGD, grad_v_TGD = (_allocate_like(tensor) for tensor in self._inputs)
+        tables, deltas_HT, strides = self._tables, self._allocate_per_row(), grad_out_THD.stride()[:2]
         given = (grad_out_THD, log_totals_HT, deltas_HT)
 
         blocks = self._blocks.query_gradients
@@ -137,7 +137,7 @@ class _Launcher:
 
         blocks = self._blocks.key_gradients
         grid = len(tables.key_items) * (tables.tile // blocks.keys), self._num_groups
-        found = [grad_k_TGD, grad_v_TGD, self._per_slot(), self._per_slot()]
+        found = [grad_k_TGD, grad_v_TGD, self._allocate_per_slot(), self._allocate_per_slot()]
         self._launch(key_gradients_kernel, grid, blocks, [*given, *found, tables.key_items], strides)
 
         if tables.num_slots:
@@ -168,13 +168,13 @@ class _Launcher:
             num_stages=blocks.num_stages,
         )
 
-    def _per_row(self) -> torch.Tensor:
+    def _allocate_per_row(self) -> torch.Tensor:
         return self._inputs[0].new_empty((self._num_heads, self._num_tokens), dtype=torch.float32)
 
-    def _per_slot(self) -> torch.Tensor:
+    def _allocate_per_slot(self) -> torch.Tensor:
         shape = (self._tables.num_slots, self._num_groups, self._tables.tile, self._sizes["WIDTH"])
         return self._inputs[0].new_empty(shape, dtype=torch.float32)
 
 
-def _dense_like(tensor_THD: torch.Tensor) -> torch.Tensor:
+def _allocate_like(tensor_THD: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor_THD, memory_format=torch.contiguous_format)

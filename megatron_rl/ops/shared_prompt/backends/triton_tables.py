@@ -43,9 +43,9 @@ class TileTables:
     def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "TileTables":
         """Make all tables, and copy them to the device in one piece."""
         cut = _Cut.of(layout, tile)
-        key_items, sums, num_slots = _key_items(cut, short_item)
-        tables = _on_device(
-            {"query_tiles": _query_tiles(cut), "ranges": cut.ranges, "key_items": key_items, "sums": sums}, device
+        key_items, sums, num_slots = _make_key_items(cut, short_item)
+        tables = _copy_to_device(
+            {"query_tiles": _make_query_tiles(cut), "ranges": cut.ranges, "key_items": key_items, "sums": sums}, device
         )
         return cls(**tables, num_slots=num_slots, tile=tile)
 
@@ -67,14 +67,14 @@ class _Cut:
     @classmethod
     def of(cls, layout: Layout, tile: int) -> "_Cut":
         found = find_strands(layout)
-        starts_S, ends_S = _pairs([strand.rows for strand in found]).T
+        starts_S, ends_S = _stack_rows([strand.rows for strand in found]).T
         num_ranges_S = np.array([len(strand.above) for strand in found], dtype=np.int64)
         num_tiles_S = _ceil_divide(ends_S - starts_S, tile)
-        strand_N, number_N = _each(num_tiles_S)
+        strand_N, number_N = _number_each(num_tiles_S)
         return cls(
             starts_S,
             ends_S,
-            _pairs([rows for strand in found for rows in strand.above]),
+            _stack_rows([rows for strand in found for rows in strand.above]),
             np.concatenate(([0], np.cumsum(num_ranges_S))),
             num_tiles_S,
             strand_N,
@@ -87,7 +87,7 @@ class _Cut:
         return np.minimum(self.first_row_N + self.tile, self.ends_S[self.strand_N])
 
 
-def _query_tiles(cut: _Cut) -> np.ndarray:
+def _make_query_tiles(cut: _Cut) -> np.ndarray:
     strand_N, start_N = cut.strand_N, cut.starts_S[cut.strand_N]
     lengths_above = np.concatenate(([0], np.cumsum(cut.ranges[:, 1] - cut.ranges[:, 0])))
     keys_above_S = np.diff(lengths_above[cut.first_range_S])
@@ -97,9 +97,9 @@ def _query_tiles(cut: _Cut) -> np.ndarray:
     return table[np.argsort(-num_keys_N, kind="stable")]
 
 
-def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _make_key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Make the tables of items and of sums, and count the slots."""
-    tile_I, start_I, end_I, end_key_I = _split(*_views(cut), cut.tile, short_item)
+    tile_I, start_I, end_I, end_key_I = _split(*_find_views(cut), cut.tile, short_item)
     num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
     is_partial_I = num_items_N[tile_I] > 1
     slot_I = np.where(is_partial_I, np.cumsum(is_partial_I) - 1, -1)
@@ -113,13 +113,13 @@ def _key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]
     return items[np.argsort(start_I - end_I, kind="stable")], sums, int(is_partial_I.sum())
 
 
-def _views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _find_views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """List the ranges of queries that see keys of each tile, up to some key: tile, start, end, the keys' end."""
     viewer_A = np.repeat(np.arange(len(cut.starts_S)), np.diff(cut.first_range_S))
     # A range begins at its strand's start.
     strand_A = np.searchsorted(cut.starts_S, cut.ranges[:, 0])
     first_tile_S = np.cumsum(cut.num_tiles_S) - cut.num_tiles_S
-    range_V, number_V = _each(_ceil_divide(cut.ranges[:, 1] - cut.ranges[:, 0], cut.tile))
+    range_V, number_V = _number_each(_ceil_divide(cut.ranges[:, 1] - cut.ranges[:, 0], cut.tile))
     tile_V = first_tile_S[strand_A[range_V]] + number_V
     # A tile's own strand comes first, and then the other strands that see it, in the order of their rows.
     tiles = np.concatenate([np.arange(len(cut.first_row_N)), tile_V])
@@ -142,12 +142,12 @@ def _split(
     lengths = ends - starts
     longest = max(short_item, _ceil_divide(int(lengths.sum()), MOST_PARTS))
     steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
-    whole, number = _each(_ceil_divide(lengths, steps))
+    whole, number = _number_each(_ceil_divide(lengths, steps))
     parts = starts[whole] + number * steps[whole]
     return tiles[whole], parts, np.minimum(parts + steps[whole], ends[whole]), end_keys[whole]
 
 
-def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _number_each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number all counted items: return each one's owner, and the number of the owner's items before it."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
@@ -158,11 +158,11 @@ def _ceil_divide(numbers: Any, divisor: Any) -> Any:
     return -(-numbers // divisor)
 
 
-def _pairs(rows: list[Rows]) -> np.ndarray:
+def _stack_rows(rows: list[Rows]) -> np.ndarray:
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64, 2 * len(rows)).reshape(-1, 2)
 
 
-def _on_device(tables: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def _copy_to_device(tables: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     sizes = [_ceil_divide(table.size, ALIGNMENT) * ALIGNMENT for table in tables.values()]
     packed = np.zeros(sum(sizes), dtype=np.int32)
     for table, part in zip(tables.values(), np.split(packed, np.cumsum(sizes)[:-1]), strict=True):
