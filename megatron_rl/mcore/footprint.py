@@ -200,7 +200,7 @@ def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
 
 
 def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
-    """Count the bytes that a layer keeps without recomputation; in its backward pass, gradients take the same."""
+    """Count the bytes that a layer keeps without recomputation; gradients in its backward pass take the same."""
     config: TransformerConfig = chunk.config
     changed = config.recompute_granularity
     num_layers = max(1, len(chunk.decoder.layers))

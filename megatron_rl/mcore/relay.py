@@ -3,7 +3,8 @@
 The fetching rank sends each slot's bytes as they come, undecoded, and announces the end.
 Invariants:
 
-- a group of its own carries the slots, and one thread of each rank uses it: the schedule's collectives do not;
+- a group of its own carries the slots, and one thread of each rank uses it, so that no collective of the schedule comes
+  between them;
 - receiving ranks are always ready to receive: the fetching rank waits for their threads, never for their computations;
 - the fetching rank asks for a slot no later than any other rank needs it. It belongs to the first pipeline stage, whose
   forward pass of a micro-batch comes before those of all other stages. So a schedule that would end if every rank
@@ -121,7 +122,7 @@ class ReceivingRank:
         return data
 
     def leave(self) -> None:
-        # The fetching rank may have ended without a message. No process waits for this loop then.
+        # The fetching rank may have ended without a message. This rank needs no more slots, so that is not an error.
         with contextlib.suppress(RuntimeError):
             while not self._has_ended:
                 self._receive()

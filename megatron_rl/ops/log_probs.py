@@ -89,7 +89,7 @@ class _Columns:
         return logits_NC.to(_statistics_dtype(hidden_NE)).div_(self.temperature)
 
     def targets_in(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's target as a column of the block, [N, 1], and whether the block has it; without it, 0."""
+        """Return each row's target as a column of the block, [N, 1], and whether the block has it; 0 if not."""
         is_here_N1 = ((self.local_targets_N >= block.start) & (self.local_targets_N < block.stop))[:, None]
         return (self.local_targets_N[:, None] - block.start).where(is_here_N1, 0), is_here_N1
 

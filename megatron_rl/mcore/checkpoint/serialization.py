@@ -139,7 +139,8 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
     """Run an action that itself waits for other ranks; if it raises on one, raise on every rank with the same text.
 
     `explain` turns an error about files into one for users. Other ranks may wait for a failed rank in a collective of
-    `action`, until it times out. So the failed rank waits for them for a limited time, and then ends, which ends them.
+    `action`, until it times out. So the failed rank waits for them for a limited time, and then ends, which ends them
+    too.
     """
     result: T | None = None
     failure: BaseException | None = None

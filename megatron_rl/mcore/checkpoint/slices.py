@@ -121,7 +121,7 @@ def _list_own_parts(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torc
 
 
 def _get_tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's state, in single precision; without a copy if it has that already."""
+    """Return this rank's part of a parameter's state in single precision, without a copy if possible."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     return {key: tensors[key].detach().float() for key in ("param", *getattr(optimizer, "optimizer_state_keys", _KEYS))}
 

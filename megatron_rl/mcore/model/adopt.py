@@ -1,4 +1,4 @@
-"""The change of a model that a recipe has built into one that takes packs; the recipe's provider and specs are kept.
+"""The adoption of a recipe's model, which then takes packs; the recipe's own provider and specs are kept.
 
 Exactly three things are replaced:
 

@@ -23,7 +23,7 @@ class UpdateResult:
     """The outcome of one update."""
 
     was_taken: bool
-    """False only with float16 and an adaptive loss scale: the gradients overflowed, and the next scale is smaller."""
+    """Whether the optimizer stepped. It does not if float16 gradients overflow an adaptive loss scale."""
     gradient_norm: float
     """The norm of all parameters' gradients before clipping; NaN if the update was not taken."""
     num_zeros: int | None
@@ -213,7 +213,7 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _await_output_weight(chunk: DistributedDataParallel) -> None:
-    """Wait for the output layer's weight: Megatron waits when a module is called, and this one is never called."""
+    """Wait for the output layer's weight. Megatron waits when a module is called, which the output layer never is."""
     inner = unwrap(chunk)
     if not inner.post_process:
         return

@@ -15,7 +15,7 @@ from megatron_rl.ops.shared_prompt.backends import Conditions, merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-# The value with which the kernels have no window, on either side.
+# The kernels' value for "no window", on either side.
 _ALL = -1
 
 

@@ -172,7 +172,7 @@ class CpuFlash:
         lse_TH: torch.Tensor,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Compute gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged ones."""
+        """Compute gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged results."""
         inputs = _widen(q_THD, k_TGD, v_TGD)
         outputs = (*_widen(grad_out_THD, out_THD), lse_TH)
         sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]

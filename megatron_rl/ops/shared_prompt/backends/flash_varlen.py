@@ -118,7 +118,7 @@ class VarlenFlash:
         lse_HT: torch.Tensor,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Compute gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged ones."""
+        """Compute gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged results."""
         inputs = (q_THD, k_TGD, v_TGD)
         parts = self.kernels.gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
         if not self.levels:

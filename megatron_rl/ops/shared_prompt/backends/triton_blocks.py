@@ -85,7 +85,7 @@ def find_chip(device: torch.device) -> Chip:
     if torch.version.hip is not None:
         return _CDNA3
     properties = torch.cuda.get_device_properties(device)
-    # Every torch knows the smaller memory that a program has by default.
+    # Older versions of torch know only the smaller memory that a program has by default.
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return Chip("cuda", properties.major, most)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Before Triton 3.4, only the environment tells it.
+# Before Triton 3.4, only the environment tells whether it interprets.
 IS_INTERPRETED = tl.constexpr(
     triton.knobs.runtime.interpret if hasattr(triton, "knobs") else os.environ.get("TRITON_INTERPRET") == "1"
 )
