@@ -68,7 +68,7 @@ EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2
 
 
 def divisor(sizes: ParallelSizes) -> int:
-    """What the rows of a pack are a multiple of, with sequence parallelism or without."""
+    """Return the number that the rows of a pack must be a multiple of, with sequence parallelism or without."""
     return sizes.tensor * sizes.context
 
 
@@ -113,7 +113,7 @@ class Model:
     wrapped: list[DistributedDataParallel]
 
     def mine(self, packs: Sequence[Pack]) -> list[Pack]:
-        """The packs of this rank's replica."""
+        """Return the packs of this rank's replica."""
         size = parallel_state.get_data_parallel_world_size()
         return list(packs)[parallel_state.get_data_parallel_rank() :: size]
 
@@ -122,7 +122,7 @@ class Model:
         return self._everywhere(compute_log_probs(self.wrapped, self.mine(packs), temperature))
 
     def forward_backward(self, packs: Sequence[Pack], loss: Loss, temperature: float = 1.0) -> list[torch.Tensor]:
-        """The same, leaving gradients in `main_grad`."""
+        """Compute the same, and leave gradients in `main_grad`."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         results = forward_backward(self.wrapped, self.mine(packs), loss, temperature)
@@ -139,7 +139,7 @@ class Model:
         return self.whole({name: parameter.detach() for name, parameter in gpt.named_shards(self.chunks)})
 
     def whole(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What every rank has for its parameters, likewise."""
+        """Combine the values that every rank has for its parameters in the same way."""
         session, mapping = self.session, self.weights.mapping
         shards = map_shards(mapping, session.coordinates, self.chunks[0].vocab_size, named.items())
         pieces = [
@@ -184,7 +184,7 @@ def build(
     attention_backend: str = "naive",
     **changes: Any,
 ) -> Model:
-    """The model of a Hugging Face folder, wrapped for training, with its weights loaded."""
+    """Build the model of a Hugging Face folder with its weights, wrapped for training."""
     architecture = architecture or read_architecture(folder)
     sizes = case.sizes
     overrides: dict[str, Any] = {
@@ -212,7 +212,7 @@ def build(
 
 
 def gather_reduced_shards(chunk: DistributedDataParallel) -> None:
-    """With the distributed optimizer a rank holds only its share of the reduced gradients."""
+    """Gather reduced gradients: with the distributed optimizer, a rank holds only its share of them."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -64,13 +64,13 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What transformers computes in float32, and the same in float64."""
+    """The results of transformers in float32 and in float64."""
 
     theirs: Computed
     truth: Computed
 
     def worst(self, ours: Computed) -> dict[str, tuple[float, str]]:
-        """The largest error over its bound, of the log-probs and of a gradient, and where it is."""
+        """Find the largest error over its bound, of the log-probs and of a gradient, and its place."""
         packs = [torch.cat(one.log_probs) for one in (ours, self.theirs, self.truth)]
         return {"log-probs": (error_over_bound(*packs), ""), "gradients": self.worst_gradient(ours.gradients)}
 
@@ -79,7 +79,7 @@ class Expected:
 
 
 def expected(folder: Path, batches: list[Groups] | None = None, temperature: float = 1.0) -> Expected:
-    """Of the responses to each prompt, every one behind a copy of its own, nothing packed."""
+    """Compute the expected results of the responses, each after a copy of its prompt, without packing."""
     batches = micro_batches() if batches is None else batches
     return Expected(*(_with_gradients(folder, batches, temperature, dtype) for dtype in (torch.float32, torch.float64)))
 
@@ -87,7 +87,7 @@ def expected(folder: Path, batches: list[Groups] | None = None, temperature: flo
 def expected_at(
     weights: dict[str, torch.Tensor], like: Path, batches: list[Groups] | None = None, temperature: float = 1.0
 ) -> Expected:
-    """The same with other weights in place of that folder's."""
+    """Compute the same with other weights in place of the folder's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(like / "config.json", folder)
@@ -98,7 +98,7 @@ def expected_at(
 def by_transformers(
     folder: Path, dtype: torch.dtype, batches: list[Groups] | None = None, temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Its log-probs of the responses, pack by pack."""
+    """Compute the log-probs of the responses, pack by pack."""
     with torch.no_grad(), everything_in(dtype):
         model = hf_models.load(folder, dtype)
         return [_of_responses(model, groups, temperature) for groups in batches or micro_batches()]
@@ -122,7 +122,7 @@ def _of_responses(model: torch.nn.Module, groups: Groups, temperature: float) ->
 
 
 def of_responses(log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """From log-probs of whole sequences to those of their responses, as a shared pack has them."""
+    """Select the log-probs of responses from those of whole sequences, in the order of a shared pack."""
     results = []
     for groups, values in zip(micro_batches(), log_probs, strict=True):
         lengths = [(len(prompt), len(response)) for prompt, responses in groups for response in responses]
@@ -141,7 +141,7 @@ def shared_loss(log_probs_N: torch.Tensor, _: Pack | None = None) -> torch.Tenso
 
 
 def separate_loss(log_probs_N: torch.Tensor, pack: Pack) -> torch.Tensor:
-    """The same loss of the responses' tokens; the prompts' tokens are targets here too and count for nothing."""
+    """Compute the same loss of the responses' tokens. The prompts' tokens are targets here too, and do not count."""
     lengths = [
         [(len(prompt), len(response)) for prompt, responses in groups for response in responses]
         for groups in micro_batches()
@@ -155,7 +155,7 @@ def separate_loss(log_probs_N: torch.Tensor, pack: Pack) -> torch.Tensor:
 def run_shared_and_separate(
     case_names: list[str], folder: Path, backends: list[str]
 ) -> dict[tuple[str, str], dict[str, Computed]]:
-    """On each rank: the same responses, behind shared prompts and each behind a copy of its own; these by naive."""
+    """Compute the same responses on each rank: after shared prompts, and by naive each after a copy of its own."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for case_name in case_names:
@@ -173,7 +173,7 @@ def run_shared_and_separate(
 
 
 def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[str, str], tuple[Computed, str]]:
-    """On each rank: every model in every layout of the same number of ranks, and the fingerprints of its weights."""
+    """Compute every model on each rank, in every layout of that many ranks, and the fingerprints of its weights."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for case_name in case_names:

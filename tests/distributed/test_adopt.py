@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def provide(settings: Settings, kind: type = GPTModel, layer: type | None = None, **changes: Any) -> GPTModel:
-    """A model as a recipe's provider makes it."""
+    """Build a model as a recipe's provider does."""
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     if layer is not None:
         spec = ModuleSpec(module=layer, submodules=spec.submodules)
@@ -86,7 +86,7 @@ def test_an_adopted_model_computes_and_trains_as_ours_bit_for_bit(folder: Path, 
 
 
 class DampedLayer(TransformerLayer):
-    """A layer that nobody else has."""
+    """A layer that only this recipe has."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, context = super().forward(*args, **kwargs)

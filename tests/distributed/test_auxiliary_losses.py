@@ -63,7 +63,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 
 def run(problem: Problem, trials: list[Trial]) -> tuple[dict[Trial, list[Seen]], list[Tensors]]:
-    """On each rank: what updates were made of; and gradients of sums of losses, without and with a scale."""
+    """Run updates on each rank; return their parts, and gradients of sums of losses, without and with a scale."""
     results = run_trials(problem, trials)
     with start_session(CASES["PP2"]) as session:
         gradients = []
@@ -89,7 +89,7 @@ def computed(ran) -> dict[Trial, list[Seen]]:
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """Of the first update, in one precision."""
+    """The formulas' values for the first update, in one precision."""
 
     main: Tensors
     """Gradients without auxiliary losses."""
@@ -136,7 +136,7 @@ def expected(problem: Problem) -> Callable[[Trial], Expected]:
 
 
 def effect(seen: Tensors, expected: Tensors) -> float:
-    """The largest difference over its tensor's largest value."""
+    """Return the largest difference, over its tensor's largest value."""
     assert seen.keys() == expected.keys()
     return max(((seen[name] - value).abs().max() / value.abs().max()).item() for name, value in expected.items())
 
@@ -167,7 +167,7 @@ def test_recomputing_layers_changes_no_gradient(computed):
 
 
 def test_frozen_roles_add_no_auxiliary_loss(computed):
-    """With separate roles the old policy is the policy itself, in passes without gradients."""
+    # With separate roles the old policy is the policy itself, in passes without gradients.
     fused, separate = computed[trial("PP2")], computed[SEPARATE]
     for one, other in zip(fused, separate, strict=True):
         assert effect(one.gradients, other.gradients) == 0.0

@@ -26,7 +26,7 @@ Named = dict[str, torch.Tensor]
 
 
 def tensors_of(num_heads: int, num_groups: int) -> Named:
-    """The same on every rank: queries, keys, values, and the gradient of what comes out."""
+    """Draw queries, keys, values, and the gradient of the output: the same on every rank."""
     generator = torch.Generator().manual_seed(num_heads)
     counts = {"query": num_heads, "key": num_groups, "value": num_groups, "gradient": num_heads}
     return {
@@ -35,7 +35,7 @@ def tensors_of(num_heads: int, num_groups: int) -> Named:
 
 
 def attention(given: Named, group: dist.ProcessGroup | None) -> Named:
-    """What comes out, and gradients; of this rank's rows, or without a group of all."""
+    """Compute the output and gradients of this rank's rows; without a group, of all rows."""
     rows = slice(None) if group is None else context.own_rows(LAYOUT.num_tokens, group)
     leaves = [given[name][rows].clone().requires_grad_() for name in ("query", "key", "value")]
     q_THD, k_TGD, v_TGD = leaves if group is None else context.exchange_rows_for_heads(*leaves, group)
@@ -46,7 +46,7 @@ def attention(given: Named, group: dist.ProcessGroup | None) -> Named:
 
 
 def uneven_batches() -> list[Groups]:
-    """All targets in the first half of the rows, all in the second half, one, and none at all."""
+    """Return batches with all targets in the first half of the rows, all in the second half, one, and none."""
     short, long = hf_models.sequences([9, 40])
     group, silent = (short[:4], [short[4:]]), (long, [[]])
     return [[group, silent], [silent, group], [([1], [[2]])], []]

@@ -1,4 +1,4 @@
-"""What a rank is said to take, beside what it takes."""
+"""The memory that a rank is predicted to take, and the memory that it takes."""
 
 import collections
 import os
@@ -74,7 +74,7 @@ class Box:
 
 
 def take(folder: Path, cases: dict[str, str]) -> dict[str, dict[str, int]]:
-    """What this rank takes, by case."""
+    """Measure the memory that this rank takes, by case."""
     torch.distributed.init_process_group("gloo")
     found = {}
     for name, words in cases.items():

@@ -1,4 +1,4 @@
-"""What a frozen model adds to a rank's memory, counted in bytes of tensors, in bfloat16 and with Adam."""
+"""The memory that a frozen model adds to a rank, in bytes of tensors, with bfloat16 and Adam."""
 
 import dataclasses
 import gc
@@ -51,14 +51,14 @@ class Used:
     in_pass: int
     """The most that the pass of a frozen chunk came to, above what there was when it began."""
     parameters: int
-    """Of one frozen model."""
+    """The bytes of one frozen model."""
     hidden: int
     """The hidden states of the longest micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What a rank used in one layout."""
+    """The memory that a rank used in one layout."""
 
     fewer: Used
     more: Used
@@ -131,7 +131,7 @@ def watched(memory: LiveMemory, hidden: list[int], in_pass: list[int]) -> Iterat
 
 @pytest.fixture(scope="module")
 def used(request, tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
-    """By rank."""
+    """Measure the memory of each rank."""
     problem = draw_problem(tmp_path_factory.mktemp("models"))
     folder = hf_models.draw(
         "qwen3", tmp_path_factory.mktemp("deep"), num_hidden_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE

@@ -31,7 +31,7 @@ def expected(folders: dict[str, Path]) -> Callable[[str, float], parity.Expected
 
 @pytest.fixture(scope="module")
 def computed(folders: dict[str, Path]) -> Callable[[int], Computed]:
-    """By layout and model, in all layouts of a number of ranks."""
+    """Compute results by layout and model, in all layouts of a number of ranks."""
     experts = {name: folder for name, folder in folders.items() if name in hf_models.WITH_EXPERTS}
     dense = {name: folder for name, folder in folders.items() if name not in hf_models.WITH_EXPERTS}
 

@@ -32,7 +32,7 @@ OVERLAPPED = "DP2+overlap"
 
 
 def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
-    """The weights before and after two updates, the gradients of both and of one more pass, what was reported."""
+    """Return the weights around two updates, the gradients of both and of one more pass, and the reports."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for name in names:
@@ -58,7 +58,7 @@ def _after(trained: Model, weights: list) -> tuple:
 
 
 def differ_over_replicas(trained: Model) -> bool:
-    """Whether parameters are stale after a step, and up to date once they are asked for."""
+    """Check that parameters are stale after a step, and up to date after they are gathered."""
     mine = trained.weights.fingerprint()
     force_param_sync(trained.wrapped)
     return mine != trained.weights.fingerprint()
@@ -84,7 +84,7 @@ def by_hand(weights: Named, gradients: Sequence[Named], dtype: torch.dtype) -> t
 
 
 def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[list[str], bool, list, list[float], list]:
-    """An infinite gradient on one replica; float16, whose scale is far too great at first; experts' gradients alone."""
+    """Try an infinite gradient on one replica, float16 with far too great a scale, and experts' gradients alone."""
     torch.distributed.init_process_group("gloo")
     with training(folder, f"{ADAM} {LAYOUTS['DP2+distopt']}") as trained:
         before = trained.weights.fingerprint()
@@ -109,7 +109,7 @@ def run_bad_gradients(folder: Path, experts: Path, out: Path) -> tuple[list[str]
 
 
 def overflow_of_experts(folder: Path, out: Path) -> list[tuple[list[float], UpdateResult]]:
-    """The loss scales of all optimizers and an update: without an overflow, after one of experts' alone, resumed."""
+    """Return all optimizers' loss scales and an update: without an overflow, after one of experts' alone, resumed."""
     words = f"{ADAM} {LAYOUTS['EP2']} --fp16 --initial-loss-scale 256 --hysteresis 1"
     results = []
 

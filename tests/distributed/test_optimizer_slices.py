@@ -35,7 +35,7 @@ PEAK = 1.3
 
 
 def state_of(trained: Training) -> list[torch.Tensor]:
-    """The weights and the optimizer's state of this rank."""
+    """Return the weights and the optimizer's state of this rank."""
     tensors = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
     for one in trained.optimizer.chained_optimizers:
         for group in one.optimizer.param_groups:
@@ -57,7 +57,7 @@ def num_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def save_and_count(folders: dict[str, Path], out: Path, names: list[str]) -> dict[str, list[float]]:
-    """The most that two saves hold, in units of the rank's own state."""
+    """Measure the most memory that two saves hold, in units of the rank's own state."""
     torch.distributed.init_process_group("gloo")
     peaks = {}
     for name in names:
@@ -117,7 +117,7 @@ def test_a_rank_that_cannot_describe_its_optimizer_is_named_to_the_others_which_
 
 @contextlib.contextmanager
 def megatrons_own_form() -> Iterator[None]:
-    """As if there were no slices: saving gathers each bucket on every rank, loading holds each tensor whole."""
+    """Run without slices: a save gathers each bucket on every rank, and a load holds each tensor whole."""
     with mock.patch.object(state_dict, "in_slices", return_value=contextlib.nullcontext()):
         yield
 

@@ -31,7 +31,7 @@ class Receiver:
 
 
 def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
-    """What rank 0 sends in each layout, and what is said where a replica holds something else."""
+    """Return rank 0's answer in each layout, and the error if a replica holds other weights."""
     torch.distributed.init_process_group("gloo")
     found: dict[tuple[str, str], Any] = {}
     for family, layouts in LAYOUTS.items():
@@ -48,7 +48,7 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
 
 
 def _differing(session: Any, chunks: list[Any], ours: Probe) -> str:
-    """One step of an update that one replica alone has made."""
+    """Return the error after one replica alone has made a step of an update."""
     if session.replica == 1:
         with torch.no_grad():
             chunks[0].decoder.layers[1].mlp.linear_fc2.weight.mul_(1.5)

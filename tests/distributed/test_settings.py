@@ -29,12 +29,12 @@ SETTINGS = {
         Case("one rank", 1),
         Case("full recomputation", 2, TP2, _FULL),
         Case("full recomputation, saved in parts", 2, TP2, (*_FULL, ("distribute_saved_activations", True))),
-        Case("attention computed anew", 2, TP2, _SP + _CORE),
+        Case("attention recomputed", 2, TP2, _SP + _CORE),
         Case("uneven stages", 2, PP2, _UNEVEN),
         Case("embedding and loss counted as layers", 2, PP2, _COUNTED + _FULL),
         Case("fewer query groups than ranks", 4, ParallelSizes(tensor=4), _SP),
         Case("rows over ranks, recomputed", 2, CP2, _FULL),
-        Case("rows over ranks, attention computed anew", 4, ParallelSizes(tensor=2, context=2), _SP + _CORE),
+        Case("rows over ranks, attention recomputed", 4, ParallelSizes(tensor=2, context=2), _SP + _CORE),
     )
 }
 HALF_LAYOUTS = ("TP2+SP", "PP2xVPP2", "DP2+distopt", "CP2")

@@ -42,7 +42,7 @@ class Sidecar:
 
 
 def publish(case: str, model: Path, hosts: list[Path], num_publishes: int) -> tuple[list[str], list[set[str]], str]:
-    """The fingerprints, what the sidecar read, and what was raised at the start."""
+    """Return the fingerprints, the tensors that the sidecar read, and the error at the start."""
     sidecar = Sidecar()
     with start_session(CASES[case]) as session:
         weights = build(session, CASES[case], model).weights
@@ -123,7 +123,7 @@ class EarlyReader:
 
 
 def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], list[int], list[str]]:
-    """What the reader saw over some publishes, and what is left of the run's folder."""
+    """Return the reader's observations over some publishes, and the remains of the run's folder."""
     reader = EarlyReader()
     put = Writer.put
 
@@ -161,7 +161,7 @@ def test_files_in_memory_are_read_while_ranks_write_them_and_two_folders_take_tu
 
 
 def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
-    """What a rank raises when another one cannot write, and what is left of the version."""
+    """Return a rank's error when another rank cannot write, and the remains of the version."""
 
     def full(self: Writer, *arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -180,7 +180,7 @@ def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
 
 
 class NobodyWrites:
-    """Waits for the first tensor, until it is told that nobody writes it."""
+    """A reader that waits for the first tensor, until it learns that no rank writes it."""
 
     def __init__(self) -> None:
         self.is_told = threading.Event()

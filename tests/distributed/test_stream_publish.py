@@ -77,7 +77,7 @@ def stream(session: Any, weights: Any, dtype: str | None) -> dict[str, Any]:
 
     def make(transport: str, host: str, port: int, world_size: int, model: WholeModel) -> Group:
         if world_size != 3:
-            # Nobody comes to a group that was opened for the wrong number.
+            # No worker joins a group that was opened for the wrong number.
             threading.Event().wait()
         groups.append(Group(sidecar, model))
         return groups[-1]
@@ -133,7 +133,7 @@ def test_a_stream_sends_the_announced_tensors_in_the_announced_order(world_size,
 
 
 def faults(folder: Path) -> dict[str, str]:
-    """What is said where engines refuse before anything is sent, in the middle of it, and where they never come."""
+    """Return the errors if engines refuse before a tensor is sent, refuse after some, or never connect."""
     torch.distributed.init_process_group("gloo")
     said = {}
     with start_session(CASES["TP1"]) as session:
@@ -170,7 +170,7 @@ def test_a_stream_that_engines_do_not_take_is_an_error_by_name_within_its_deadli
 
 
 def through_vllm(folder: Path) -> tuple[dict[str, torch.Tensor], list[tuple]]:
-    """The whole model through vLLM's own sender, whose group is a stand-in."""
+    """Send the whole model with vLLM's own sender, whose group is a stand-in."""
     from vllm.distributed.weight_transfer import nccl_engine
 
     opened, sent = [], {}

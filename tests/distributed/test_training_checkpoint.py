@@ -1,4 +1,4 @@
-"""Training that is saved and goes on: in the same layout bit for bit, in any other with all that Adam remembers."""
+"""Training that is saved and resumed: in the same layout bit for bit, in others with all of Adam's state."""
 
 import os
 import random
@@ -37,7 +37,7 @@ EXTRA = {"version": 3, "run": "a-run", "position": [1, 2], "reference": None}
 
 
 def remembered(trained: Training) -> dict[str, dict[str, torch.Tensor]]:
-    """What Adam keeps of each parameter, whole, under the checkpoint's names; on rank 0, elsewhere nothing."""
+    """Gather Adam's state of each whole parameter, under the checkpoint's names, on rank 0."""
     of_parameter = {
         parameter: values for one in trained.optimizer.chained_optimizers for parameter, values in _kept(one, trained)
     }
@@ -60,7 +60,7 @@ def _kept(one: Any, trained: Training) -> list[tuple[torch.nn.Parameter, dict[st
 
 
 def _gathered(one: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Each rank's slices laid into zeros, and summed over the replicas."""
+    """Lay each rank's slices into zeros, and sum them over the replicas."""
     slices = {
         parameter: (ranges["param"], one._get_main_param_and_optimizer_states(parameter))
         for buffer in one.gbuf_ranges
@@ -98,7 +98,7 @@ def draw() -> list[float]:
 
 
 def go_on(trained: Training) -> dict[str, Any]:
-    """All that two more updates depend on, and what they come to."""
+    """Return the state that two more updates depend on, and their results."""
     drawn, weights, memory = draw(), trained.parameters(), remembered(trained)
     trained.accumulate()
     gradients = trained.gradients()
@@ -318,7 +318,7 @@ def test_a_checkpoint_written_while_training_goes_on_is_whole_and_its_failures_r
 
 
 def roll_back(trained: Training, out: Path) -> str:
-    """Go on from the first of two checkpoints; returns the newest, and whether it is what came of that."""
+    """Resume from the first of two checkpoints; return the newest, and whether the resumed run wrote it."""
     checkpointer(trained, save=out).save(1, EXTRA)
     checkpointer(trained, save=out).save(2, EXTRA)
     saver = checkpointer(trained, save=out, load=out, ckpt_step=1)
@@ -332,7 +332,7 @@ def roll_back(trained: Training, out: Path) -> str:
 
 
 def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
-    """What is said of each thing that cannot be loaded, and what the flags make of it."""
+    """Return the error of each checkpoint that cannot be loaded, and the effect of the flags."""
     torch.distributed.init_process_group("gloo")
     told: dict[str, str] = {}
     rank = int(os.environ["RANK"])
@@ -390,7 +390,7 @@ class Killed(BaseException):
 
 
 def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
-    """A run that is killed between its last checkpoint and the Hugging Face folder of it, and twice started again."""
+    """Kill a run between its last checkpoint and the Hugging Face folder of it, and start it again twice."""
     places = f"--save {out}/saved --load {out}/saved --save-hf {out}/hf"
     words = f"{ADAM} {LAYOUTS['DP2+overlap']} {places} --save-interval 1 --train-iters 2"
     results: dict[str, Any] = {"said": []}

@@ -82,7 +82,7 @@ def offloaded(case: RoleTrial) -> RoleTrial:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What two iterations of two updates came to."""
+    """The results of two iterations of two updates."""
 
     log_probs: list[list[list[RoleLogProbs]]]
     """By update, rank and micro-batch."""
@@ -97,7 +97,7 @@ class Ran:
 
 
 def run(cases: list[RoleTrial]) -> dict[tuple[str, str], Ran]:
-    """On each rank, by name and roles. Cases of one layout follow each other."""
+    """Run the cases on each rank; return results by name and roles. Cases of one layout follow each other."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for _, of_layout in itertools.groupby(cases, key=lambda case: case.flags):
@@ -149,7 +149,7 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
 
 
 def addresses(roles: Any) -> list[int]:
-    """Where the parameters of frozen models are; each is nothing but its values."""
+    """Return the addresses of frozen models' parameters, and check that these have values only."""
     chunks = [*(roles._old or []), *(roles._reference or [])] if isinstance(roles, TriModel) else []
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for parameter in parameters:
@@ -161,7 +161,7 @@ def addresses(roles: Any) -> list[int]:
 
 
 def detached(log_probs: list[RoleLogProbs]) -> list[RoleLogProbs]:
-    """As they can be sent to another process."""
+    """Return the log-probs in a form that can be sent to another process."""
     assert all(not one.old_N.requires_grad for one in log_probs)
     return [RoleLogProbs(one.policy_N.detach(), one.old_N, one.reference_N) for one in log_probs]
 
@@ -213,7 +213,7 @@ def swapped_at_last() -> contextlib.AbstractContextManager:
 
 
 def never_taken() -> contextlib.AbstractContextManager:
-    """The second iteration's old policy is the first one's."""
+    """Plant a fault: the second iteration's old policy is the first iteration's."""
     copy, calls = roles_of_updates.copy_weights, []
 
     def once(*arguments: Any) -> None:
@@ -259,7 +259,7 @@ def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
 
 
 def differences(one: Ran, other: Ran) -> dict[str, float]:
-    """The greatest, of log-probs and over each gradient's greatest; not a number if any is none."""
+    """Return the largest differences of log-probs, and of each gradient over its largest value; NaN if one is NaN."""
     found = collections.defaultdict(list)
     for seen, expected in zip(one.gradients, other.gradients, strict=True):
         assert seen.keys() == expected.keys()

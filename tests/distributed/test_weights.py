@@ -37,7 +37,7 @@ def round_trip(case: Case, folder: Path, out: Path) -> dict[str, object]:
 
 
 def round_trips(world_size: int, folders: dict[str, Path], out: Path) -> dict[tuple[str, str], dict]:
-    """Every layout of that many ranks, each starting from what the one before it saved."""
+    """Try every layout of `world_size` ranks, each with the weights that the previous one saved."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for model, folder in folders.items():

@@ -2,7 +2,7 @@
 
     python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 128 --targets 90 gfx942
 
-Registers are of a thread, memory is that of a program; a stack means that registers were spilled.
+Registers are counted for a thread, and memory for a program. A stack means that registers were spilled.
 """
 
 import argparse
@@ -41,7 +41,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel takes."""
+    """The resources that a compiled kernel takes."""
 
     target: str
     kernel: str
@@ -53,7 +53,7 @@ class Compiled:
     shared_memory: int
     """In bytes."""
     most_shared_memory: int
-    """What the chip has for a program."""
+    """The bytes that the chip has for a program."""
     num_tensor_core_instructions: int
 
 

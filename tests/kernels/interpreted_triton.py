@@ -23,7 +23,7 @@ from tests.kernels.drawn_layouts import layouts
 from tests.kernels.shared_prompt_cases import NAMES, Case, errors
 from tests.truth import error_over_bound
 
-# Rows behind the end of a short tile divide nothing by nothing, which nobody reads.
+# Rows after the end of a short tile divide zero by zero. These results are never read.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 attention = BACKENDS["triton"].attention
@@ -60,7 +60,7 @@ def small_tiles() -> Iterator[None]:
 
 
 def assert_near(case: Case) -> None:
-    """As near as fp32 is; where gradients cancel, their terms are what is rounded."""
+    """Check errors against fp32's rounding. If terms of a gradient cancel, the terms are rounded."""
     exact = case.exact()
     found = errors(case.run(attention), exact)
     for name, tensor in zip(NAMES, exact, strict=True):

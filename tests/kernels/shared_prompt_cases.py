@@ -1,4 +1,4 @@
-"""What the tests of shared-prompt attention compute, and the dense definition in float64 that they compare with.
+"""The cases of the tests of shared-prompt attention, and the dense definition in float64 that they compare with.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -14,7 +14,7 @@ from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 NAMES = ("out", "queries", "keys", "values")
 
 RAGGED = Layout.of_groups([(70, [33, 0, 64, 64, 5]), (0, [40, 17]), (31, [1]), (19, [])])
-# Turns of a conversation, each with several answers, and one turn that goes on behind another's answers.
+# Turns of a conversation, each with several answers, and one turn that continues after another turn's answers.
 BRANCHED = Layout(
     (40, 9, 21, 21, 14, 33, 0, 12, 50, 7, 30),
     (ROOT, 0, 1, 1, 0, 4, 4, 6, ROOT, 2, 8),
@@ -52,7 +52,7 @@ class Case:
         return cls(layout, *tensors, scale=head_dim**-0.5, window=window)
 
     def on(self, device: str) -> "Case":
-        """The same numbers there."""
+        """Return the same numbers on another device."""
         tensors = {
             field.name: value.to(device)
             for field in dataclasses.fields(self)
@@ -61,7 +61,7 @@ class Case:
         return dataclasses.replace(self, **tensors)
 
     def run(self, attention: Attention, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """The output and all gradients, computed in that precision."""
+        """Compute the output and all gradients in a precision."""
         dtype = dtype or self.q_THD.dtype
         inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in (self.q_THD, self.k_TGD, self.v_TGD)]
         out_THD = attention(*inputs, self.layout, self.scale, self.window)
@@ -72,12 +72,12 @@ class Case:
         return [out_THD.detach(), *gradients]
 
     def exact(self) -> list[torch.Tensor]:
-        """The same by the definition, in float64."""
+        """Compute the same by the definition, in float64."""
         return self.run(BACKENDS["naive"].attention, torch.float64)
 
 
 def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
-    """The largest of each tensor."""
+    """Return the largest error of each tensor."""
     return {
         name: (one.double() - other).abs().max().item() if other.numel() else 0.0
         for name, one, other in zip(NAMES, found, exact, strict=True)

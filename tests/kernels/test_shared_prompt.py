@@ -14,7 +14,7 @@ from tests.truth import error_over_bound
 
 
 def path_rows(layout: Layout, segment: int) -> list[int]:
-    """The rows of a segment and all above it, from the top."""
+    """List the rows of a segment and of all segments above it, from the top."""
     above = path_rows(layout, layout.parents[segment]) if layout.parents[segment] != ROOT else []
     return above + list(range(int(layout.starts[segment]), int(layout.starts[segment + 1])))
 
@@ -28,10 +28,10 @@ def draw_qkv(num_tokens: int, heads: int, groups: int, head_dim: int, dtype: tor
 def sequence_by_sequence(
     qkv: list[torch.Tensor], layout: Layout, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Each segment's path as a plain causal sequence, of which the segment's own rows are kept."""
+    """Compute each segment's path as a plain causal sequence, and keep the segment's own rows."""
     q_THD, k_TGD, v_TGD = qkv
     repeat = q_THD.shape[1] // k_TGD.shape[1]
-    # Zero, and connected to all three, so that each has a gradient where there are no tokens.
+    # Zero, and connected to all three inputs, so that each has a gradient even without tokens.
     out_THD = torch.zeros_like(q_THD) + 0 * (q_THD.sum() + k_TGD.sum() + v_TGD.sum())
     for segment in range(layout.num_segments):
         rows = path_rows(layout, segment)

@@ -1,4 +1,4 @@
-"""What flash-attn's kernels are called with, tried with stand-ins for them: they are for CUDA alone."""
+"""Calls of flash-attn's kernels, tried with stand-ins, because the kernels run on CUDA only."""
 
 import pytest
 import torch

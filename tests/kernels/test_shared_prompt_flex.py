@@ -58,7 +58,7 @@ def test_uncompiled_flex_attention_equals_the_definition(layout: Layout, window:
 
 
 def _listed(num_blocks: torch.Tensor, blocks: torch.Tensor, num_tokens: int) -> np.ndarray:
-    """For each query and key, whether their blocks are listed."""
+    """Return, for each query and key, whether their blocks are listed."""
     size = blocks.shape[-1]
     listed_BB = np.zeros((size, size), dtype=bool)
     for row, (number, columns) in enumerate(zip(num_blocks[0, 0].tolist(), blocks[0, 0].tolist(), strict=True)):

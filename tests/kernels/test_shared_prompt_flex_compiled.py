@@ -16,7 +16,7 @@ LAYOUT = Layout.of_groups([(5, [3, 2])])
 
 @pytest.fixture
 def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A call each of what torch compiled, by a compiler that leaves the operators as they are."""
+    """List the calls of what torch compiled, with a compiler that leaves the operators unchanged."""
     calls: list[int] = []
 
     def count(graph, _inputs):

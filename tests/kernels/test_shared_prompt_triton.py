@@ -62,7 +62,7 @@ def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) ->
     assert sorted(slots) == list(range(tables.num_slots))
     summed = []
     for first, num_keys, start_slot, end_slot in tables.sums.tolist():
-        # Whose rows behind the keys that were seen are zeros.
+        # Rows after the keys of a slot are zeros.
         assert end_slot - start_slot > 1
         assert all(slots[slot][0] == first and slots[slot][1] <= num_keys for slot in range(start_slot, end_slot))
         summed += range(start_slot, end_slot)
@@ -183,7 +183,7 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
 ) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("there is no ptxas in the package triton")
+        pytest.skip("the package triton has no ptxas")
     arguments = ("--dtypes", *dtypes, "--head-dims", *map(str, head_dims), "--targets", *targets)
     output = _run("tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

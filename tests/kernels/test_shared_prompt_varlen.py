@@ -1,4 +1,4 @@
-"""What torch's varlen operators are called with, tried with stand-ins for them: no machine of the tests has CUDA."""
+"""Calls of torch's varlen operators, tried with stand-ins, because no machine of the tests has CUDA."""
 
 from typing import Any
 

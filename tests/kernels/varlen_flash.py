@@ -49,7 +49,7 @@ class VarlenFlashOperators:
 
 
 def _bound(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by the names of the operator's schema, those left out by their defaults."""
+    """Return the arguments by the names of the operator's schema, with defaults for missing ones."""
     schema = operator._schema
     positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     assert len(arguments) == len(positional)

@@ -1,4 +1,4 @@
-"""What routers have recorded of their auxiliary losses, in the forms that megatron-core has had for it."""
+"""The auxiliary losses that routers have recorded, in the forms that versions of megatron-core use."""
 
 from types import SimpleNamespace
 

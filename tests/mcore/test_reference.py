@@ -19,7 +19,7 @@ def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:
 
 
 def moves(monkeypatch: pytest.MonkeyPatch, interval: int | None) -> tuple[list[int], Reference]:
-    """The versions at which it takes the policy's weights."""
+    """Return the versions at which the reference takes the policy's weights."""
     copied: list[Any] = []
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: copied.append((source, target)))
     made = Reference([], weights_of("loaded"), None, interval)

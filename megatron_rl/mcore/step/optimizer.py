@@ -23,7 +23,7 @@ class UpdateResult:
     """The outcome of one update."""
 
     was_taken: bool
-    """Whether the optimizer stepped. It does not if float16 gradients overflow an adaptive loss scale."""
+    """Whether the optimizer stepped. It skips float16 gradients that overflow an adaptive scale, which then shrinks."""
     gradient_norm: float
     """The norm of all parameters' gradients before clipping; NaN if the update was not taken."""
     num_zeros: int | None
