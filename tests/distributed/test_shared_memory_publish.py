@@ -197,7 +197,7 @@ class NobodyWrites:
         raise AssertionError("no probe was given")
 
 
-def test_a_rank_that_cannot_write_ends_the_publish_on_every_rank_and_for_who_reads_already(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_ends_the_publish_on_every_rank_and_for_early_readers(tmp_path: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
     try:

@@ -287,7 +287,7 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-def test_a_checkpoint_written_while_training_goes_on_is_whole_and_its_failures_reach_every_rank(
+def test_a_checkpoint_written_while_training_continues_is_whole_and_its_failures_reach_every_rank(
     folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "saved"
