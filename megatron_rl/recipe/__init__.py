@@ -1,4 +1,4 @@
-"""Recipes of Megatron-LM as they are: their script, their arguments, their model; our data, loss and loop.
+"""Runs recipes of Megatron-LM unchanged: their script, arguments and model, with our data, loss and loop.
 
 Nothing else imports `megatron.training`.
 """

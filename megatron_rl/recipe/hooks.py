@@ -1,46 +1,49 @@
-"""What is replaced in megatron.training while a recipe runs: `pretrain`, and what leads to it.
+"""Functions that replace those of megatron.training while a recipe runs, in the order in which the script calls them.
 
-script ──> parse_args, validate_args            ours first: a mistake is found before a process group exists
-       ──> set_global_variables                 arguments, timers and writers are Megatron's
-       ──> core_transformer_config_from_args    packs, our flags and our checks have the last word
-       ──> pretrain                             trains with GRPO
+- `parse_args`, `validate_args`: our parser is first, so that a mistake is found before a process group exists.
+- `set_global_variables`: arguments, timers and writers are Megatron's.
+- `core_transformer_config_from_args`: packs, our flags and our checks have the last word.
+- `pretrain`: trains with GRPO.
 """
 
 import argparse
 import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_rl import platforms
 from megatron_rl.arguments.command_line import find_platform_name
 from megatron_rl.arguments.run import RunSettings
+from megatron_rl.errors import PlatformError
 from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, unknown_megatron
 from megatron_rl.recipe import parsing
-from megatron_rl.recipe.tree import check_one_tree
 from megatron_rl.training.entry import Entry
 
-# Checks of arguments ask a CUDA device for its generation, and want environment variables on some; on the newest, none.
+# Megatron's checks of arguments ask a CUDA device for its generation. On some generations they require environment
+# variables; on the newest they require none.
 _DEVICE_GENERATION = 10
 _CONFIG = "core_transformer_config_from_args"
-# The parameters that `pretrain` has in every known version.
+# The parameters of `pretrain` in every known version.
 _PRETRAIN = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
 
 
 class Hooks:
-    """The hooks of one process, and what they keep from one to the next."""
+    """The hooks of one process, and the settings that one hook keeps for the next."""
 
     def __init__(self, entry: Entry, words: Sequence[str]) -> None:
-        """`words` are the command line's flags."""
+        """`words` are the flags of the command line, as they were written."""
         self._entry = entry
         self._words = list(words)
         self._platform = platforms.select(find_platform_name(self._words))
         self._settings: RunSettings | None = None
         self.exit_code: int | None = None
-        """The exit code of the training, once it is over."""
+        """The exit code of the training; None until it has ended."""
 
     def install(self) -> None:
         """Install the hooks, before the script runs and before anything of Megatron is imported."""
@@ -58,7 +61,7 @@ class Hooks:
         ]
 
     def parse_both(self, module: ModuleType) -> None:
-        """Let both parsers see the words: each takes its own flags, and those that both know."""
+        """Give the command line to both parsers: each takes its own flags, and those that both know."""
         parse = expect_parameters(module, "parse_args", "extra_args_provider", "ignore_unknown_args")
         validate = expect_parameters(module, "validate_args", "args", "defaults")
         if self._platform.device_type != "cuda":
@@ -85,9 +88,9 @@ class Hooks:
         module.validate_args = validate_args  # type: ignore[attr-defined]
 
     def settle_configs(self, module: ModuleType) -> None:
-        """Settle fields that Megatron's translation of arguments sets in another way than packs or our flags need."""
+        """Set the fields that packs or our flags need to another value than Megatron derives from its arguments."""
         if getattr(getattr(module, _CONFIG, None), "__module__", None) != module.__name__:
-            # One of two modules defines it; which one depends on the version.
+            # Another module defines the function in this version.
             return
         stock = expect_parameters(module, _CONFIG, "args", "config_class")
 
@@ -101,7 +104,7 @@ class Hooks:
         setattr(module, _CONFIG, from_args)
 
     def train_instead(self, module: ModuleType) -> None:
-        """Make `pretrain` train with GRPO: the recipe's model; our data, loss and loop."""
+        """Make `pretrain` train with GRPO: the recipe's model, with our data, loss and loop."""
         signature = inspect.signature(module.pretrain)
         if missing := sorted(_PRETRAIN - set(signature.parameters)):
             raise unknown_megatron(
@@ -126,7 +129,7 @@ class Hooks:
         module.pretrain = pretrain  # type: ignore[attr-defined]
 
     def _get_args(self, bound: Mapping[str, Any]) -> argparse.Namespace:
-        """Return the recipe's arguments; scripts of 0.16 and 0.17 leave it to `pretrain` to parse them."""
+        """Return the recipe's arguments. The scripts of 0.16 and 0.17 have `pretrain` parse them."""
         from megatron.training import arguments, global_vars
 
         if "cfg_container" not in bound:
@@ -136,7 +139,7 @@ class Hooks:
         return global_vars.get_args()
 
     def _settled_fields(self) -> Iterator[tuple[str, Any]]:
-        """Yield the fields of TransformerConfig that our flags, packs and the platform settle."""
+        """Yield the fields of TransformerConfig that our flags, packs and the platform decide."""
         assert self._settings is not None
         for target in self._settings.sources:
             subject, _, field = target.partition(".")
@@ -144,7 +147,7 @@ class Hooks:
                 yield field, getattr(self._settings.transformer, field)
 
     def _settled_args(self) -> Iterator[tuple[str, Any]]:
-        """Yield the same as arguments, which choose the layer spec, and what Megatron would ask its tokenizer."""
+        """Yield the same as arguments, which choose the layer spec, and the sizes that Megatron asks its tokenizer."""
         from megatron_rl.mcore.model.gpt import padded_vocab_size
 
         assert self._settings is not None
@@ -156,9 +159,9 @@ class Hooks:
 
 
 def set_for_our_loop(module: ModuleType) -> None:
-    """Have Megatron open its writers on the first rank, where metrics are written, instead of the last.
+    """Have Megatron open its writers on the first rank, which writes the metrics, instead of the last.
 
-    No tokenizer is built: prompts are read with that of --hf-model, and the recipe's need not exist.
+    No tokenizer is built: prompts are read with the tokenizer of --hf-model, and the recipe's need not exist.
     """
     stock = expect_parameters(module, "set_global_variables", "args", "build_tokenizer")
 
@@ -171,3 +174,35 @@ def set_for_our_loop(module: ModuleType) -> None:
             args.rank = rank
 
     module.set_global_variables = set_global_variables  # type: ignore[attr-defined]
+
+
+def check_one_tree() -> None:
+    """Raise a PlatformError unless megatron.training and megatron.core belong to one copy of Megatron.
+
+    The platform must be installed; no module of Megatron need be imported.
+    """
+    training, core = _find("megatron.training"), _find("megatron.core")
+    if core is None:
+        raise PlatformError("megatron.core is not found: install megatron-core, or start in a Megatron-LM tree")
+    if training is None:
+        raise PlatformError(
+            f"megatron.training is not found beside {core / 'core'}: start a script of a Megatron-LM tree, or put the "
+            "tree on PYTHONPATH; up to 0.18 the wheel of megatron-core does not hold it"
+        )
+    if training != core:
+        raise PlatformError(
+            f"two copies of Megatron are on the path: megatron.core belongs to {core}, megatron.training to "
+            f"{training}; put the tree {training.parent} first on PYTHONPATH, or uninstall the other copy"
+        )
+
+
+def _find(name: str) -> Path | None:
+    """Return the folder that holds the package; None if the package is not found."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    # Links are not followed: a tree may borrow its core.
+    return Path(next(iter(spec.submodule_search_locations))).absolute().parent

@@ -24,15 +24,18 @@ from megatron_rl.recipe.writers import MegatronTimers, open_writers
 
 @dataclasses.dataclass(frozen=True)
 class Provided:
-    """What a script hands to `pretrain` to build a model with: a provider, or a configuration that has a builder."""
+    """The arguments of `pretrain` that build a model: a provider, or a configuration that has a builder."""
 
     model_provider: Callable[..., Any] | None
     model_type: Any
     config: Any
-    """From 0.18 on: the configuration that the script has made of its arguments."""
+    """The configuration that the script made of its arguments; None before 0.18."""
 
     def build(self) -> list[torch.nn.Module]:
-        """Build this rank's stages as the recipe has them, without wrappers; a configuration precedes a provider."""
+        """Build this rank's stages as the recipe has them, without wrappers.
+
+        If the script passes a configuration and a provider, the configuration is used.
+        """
         described = getattr(self.config, "model", None)
         if described is not None:
             return self._build_from(described)
@@ -45,7 +48,7 @@ class Provided:
         return [_unwrap(chunk) for chunk in get_model(self.model_provider, self.model_type, wrap_with_ddp=False)]
 
     def _build_from(self, described: Any) -> list[torch.nn.Module]:
-        # Megatron stores the functions that its schedules call in the configuration, and they differ between models.
+        # Megatron stores in the configuration the functions that its schedules call, and they differ between models.
         described = copy.copy(described)
         described.transformer = copy.copy(described.transformer)
         builder = described.get_builder_cls()(described)
@@ -57,7 +60,7 @@ class Provided:
 def build_recipe(
     provided: Provided, args: argparse.Namespace, timers: MegatronTimers, say: Callable[[str], None]
 ) -> Recipe:
-    """Collect what a run takes from the recipe; tell `say`, once, how its model differs from config.json."""
+    """Collect the recipe's part of a run. Pass to `say`, once, each difference of its model from config.json."""
     said: set[str] = set()
 
     def build_model(settings: Settings) -> list[PackedGPTModel]:
@@ -79,7 +82,7 @@ def build_recipe(
 
 @contextlib.contextmanager
 def _built_for_one_context_rank() -> Iterator[None]:
-    """Let Megatron's own core attention be built under context parallelism, which it refuses: ours takes its place."""
+    """Let Megatron's core attention be built under context parallelism, which it refuses: ours replaces it."""
     stock = DotProductAttention.__init__
 
     @functools.wraps(stock)
@@ -97,7 +100,7 @@ def _built_for_one_context_rank() -> Iterator[None]:
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
-    """Check a configuration that a provider made itself: it must have what the schedules depend on."""
+    """Yield each field that differs from the settings and that schedules depend on: a provider may set its own."""
     for target, source in settings.sources.items():
         subject, _, field = target.partition(".")
         if subject != "transformer":
@@ -111,7 +114,7 @@ def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
 
 
 def _list_differences(config: Any, settings: Settings) -> Iterator[str]:
-    """Yield each way in which the model differs from what the engines load."""
+    """Yield each difference of the model from the one that engines load."""
     for field in list_architecture_fields(settings.architecture):
         value, described = getattr(config, field), getattr(settings.transformer, field)
         if value != described and not callable(value):

@@ -1,4 +1,4 @@
-"""One command line for two parsers: ours and the recipe's own, each of which refuses what only the other knows."""
+"""One command line for two parsers, ours and the recipe's. Each is given the flags that it knows."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
 
 
 def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
-    """Parse our settings, and report flags that nobody knows, but not those that only the recipe knows."""
+    """Parse our settings. Report the flags that neither parser knows, but not those that only the recipe knows."""
     ours = set(index_by_name(list_flags())) - _OF_THE_BUILDER
     return command_line.parse_run(select_words(words, ours, theirs))
 
@@ -30,14 +30,14 @@ def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
 def parse_theirs(
     parse: Callable[..., argparse.Namespace], words: Sequence[str], theirs: Collection[str], extra: ExtraArgs
 ) -> argparse.Namespace:
-    """Have Megatron's own parser parse its words, which it reads from `sys.argv`."""
+    """Have Megatron's parser parse its flags, which it reads from `sys.argv`."""
     ours = index_by_name(list_own_flags())
     with _argv(select_words(words, theirs, ours)), _errors_of_argparse():
         return parse(extra)
 
 
 def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
-    """List the flags of `megatron.training.arguments`, and those that the recipe adds."""
+    """Return the flags of `megatron.training.arguments`, and those that the recipe adds."""
     parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if extra is not None:
         parser = extra(parser)
@@ -46,7 +46,7 @@ def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what Megatron asserts of arguments into an error with its text."""
+    """Turn a failed assertion of Megatron about its arguments into a UsageError with its text."""
     try:
         yield
     except (AssertionError, ValueError) as error:
@@ -55,7 +55,7 @@ def refusals() -> Iterator[None]:
 
 
 def select_words(words: Sequence[str], names: Collection[str], others: Collection[str]) -> list[str]:
-    """Select the flags of `names` with their values, and those that are in neither list."""
+    """Return the flags of `names` with their values, and the flags that are in neither list."""
     selected: list[str] = []
     for flag in _split(words):
         name = flag[0].partition("=")[0]
@@ -65,7 +65,7 @@ def select_words(words: Sequence[str], names: Collection[str], others: Collectio
 
 
 def _split(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with the words that follow it."""
+    """Yield each flag with its values."""
     flag: list[str] = []
     for word in words:
         if word.startswith("--") and flag:
@@ -88,7 +88,7 @@ def _argv(words: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_of_argparse() -> Iterator[None]:
-    """Turn the error that argparse prints after its usage into a UsageError."""
+    """Turn the error that argparse prints into a UsageError."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -1,10 +1,10 @@
-"""Metrics through the writers that Megatron opened, TensorBoard's, Weights & Biases', one_logger; and its timers."""
+"""Megatron's writers, TensorBoard, Weights & Biases and one_logger, as sinks of our metrics; and its timers."""
 
 import argparse
 from collections.abc import Mapping
 from typing import Any
 
-# What its schedules and optimizers measure; the same on every rank, since all report together.
+# The timers of its schedules and optimizers; the same on every rank, since all report together.
 _TIMED = (
     "forward-backward", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv",
     "backward-send", "forward-send-forward-recv", "forward-send-backward-recv", "backward-send-forward-recv",
@@ -17,7 +17,7 @@ _TIMED = (
 
 
 class MegatronWriters:
-    """A sink of the metrics of an iteration; a writer that was not asked for is None."""
+    """A sink of an iteration's metrics; a writer is None if no flag asks for it."""
 
     def __init__(self, tensorboard: Any, wandb: Any, one_logger: Any) -> None:
         self._tensorboard = tensorboard
@@ -28,7 +28,7 @@ class MegatronWriters:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, version)
-            # Else a kill loses the last two minutes.
+            # Otherwise a kill would lose the last two minutes.
             self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(dict(values), version)
@@ -45,7 +45,7 @@ class MegatronWriters:
 
 
 def open_writers() -> list[MegatronWriters]:
-    """On the rank on which Megatron opened them."""
+    """Return the writers of this process, as a sink; Megatron opens them on one rank."""
     from megatron.training import global_vars
 
     writers = (global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer(), global_vars.get_one_logger())
@@ -53,20 +53,23 @@ def open_writers() -> list[MegatronWriters]:
 
 
 class MegatronTimers:
-    """Reports what Megatron's timers say of the last iterations, as its own training does: with --timing-log-level."""
+    """Reports Megatron's timers of the last iterations, as its own training does with --timing-log-level."""
 
     def __init__(self, args: argparse.Namespace, interval: int) -> None:
         from megatron.training import global_vars
 
         self.timers = global_vars.get_timers()
-        """For the configurations of model and optimizer."""
+        """The timers, for the configurations of model and optimizer."""
         self._is_asked = args.timing_log_level > 0
         self._is_written = args.log_timers_to_tensorboard
         self._is_last = args.rank == args.world_size - 1
         self._interval = interval
 
     def finish_iteration(self, version: int) -> None:
-        """All ranks together; the last one prints, as Megatron's does, which needs its own set-up of logging for it."""
+        """Report the timers if that is due; all ranks call it together. The last rank prints, as Megatron's does.
+
+        It prints by itself, since Megatron prints through a set-up of logging that is not ours.
+        """
         if not self._is_asked or (version + 1) % self._interval:
             return
         from megatron.training import global_vars

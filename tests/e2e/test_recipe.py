@@ -129,12 +129,12 @@ def test_what_is_wrong_with_a_recipe_is_said_by_name_with_an_exit_code(world: lo
     source = script.read_text()
     script.write_text(source.replace("import types", "import no_such_package"))
     text = said(world, "module", program, [*words, "--of-the-recipe", "3"], 3)
-    assert "needs the module no_such_package, which is not there" in text
+    assert "needs the module no_such_package, which is not installed" in text
     script.write_text(source)
     # The wheel's core, and megatron.training of a tree that has no core.
     (script.parent / "megatron" / "core").unlink()
     text = said(world, "two", program, [*words, "--of-the-recipe", "3"], 3)
-    assert "recipe: two copies of Megatron are on the path: megatron.core is of" in text
+    assert "recipe: two copies of Megatron are on the path: megatron.core belongs to" in text
     training = script.parent / "megatron" / "training"
     (script.parent / "megatron" / "core").symlink_to(stand_in_tree.find_core())
     module = training / "training.py"
