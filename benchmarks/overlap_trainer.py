@@ -20,9 +20,10 @@ def main() -> None:
     settings = parse_run(words)
     from megatron_rl.data.slots import IterationSlots
     from megatron_rl.mcore.session import Session
-    from megatron_rl.training.build import train
-    from megatron_rl.training.learner import Learned, Learner
+    from megatron_rl.training.learner import Learner
+    from megatron_rl.training.measures import Learned
     from megatron_rl.training.rollouts import SCHEDULES
+    from megatron_rl.training.run import train
 
     seconds: list[float] = []
 

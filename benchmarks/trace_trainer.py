@@ -44,11 +44,12 @@ class Cost:
 def main() -> None:
     out, *words = sys.argv[1:]
     settings = parse_run(words)
+    from megatron_rl.data.slots import Identity
     from megatron_rl.mcore.step.trace import StepTrace
     from megatron_rl.observe.recorder import Recorder
-    from megatron_rl.training.build import train
+    from megatron_rl.training.grpo import GrpoStage
+    from megatron_rl.training.run import train
     from megatron_rl.training.tracing import RankTrace
-    from megatron_rl.training.trainer import Trainer
 
     cost = Cost()
     for owner, names in (
@@ -60,14 +61,13 @@ def main() -> None:
             cost.count(owner, name)
     # Wall and CPU time at the beginning of each iteration, and at the end of the last; what recording took until then.
     moments: list[tuple[float, float, float]] = []
-    publish, end = Trainer._publish, RankTrace.end
+    publish, end = GrpoStage.publish, RankTrace.end
 
-    def publish_and_note(self: Trainer, version: int) -> str:
+    def publish_and_note(self: GrpoStage, version: int) -> Identity:
         moments.append((time.monotonic(), time.process_time(), cost.seconds))
-        assert self._trace is not None
-        is_on = version % 2 == 0
-        self._timeline._recorder = self._trace.recorder if is_on else None
-        self._learner._trace = self._trace.steps if is_on else None
+        trace, is_on = self.log.trace, version % 2 == 0
+        self.log.timeline._recorder = trace.recorder if is_on else None
+        self.learner._trace = trace.steps if is_on else None
         return publish(self, version)
 
     def end_every_second(self: RankTrace, version: int) -> None:
@@ -78,7 +78,7 @@ def main() -> None:
         if version == settings.training.train_iters - 1:  # type: ignore[operator]
             moments.append((time.monotonic(), time.process_time(), cost.seconds))
 
-    Trainer._publish = publish_and_note  # type: ignore[method-assign]
+    GrpoStage.publish = publish_and_note  # type: ignore[method-assign]
     RankTrace.end = end_every_second  # type: ignore[method-assign]
     train(settings)
     folder = settings.rollout.folder

@@ -25,8 +25,8 @@ from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
 from megatron_rl.sidecar.child import write_words
 from megatron_rl.training import stop
-from megatron_rl.training.evaluator import Evaluator
-from megatron_rl.training.saver import Saver
+from megatron_rl.training.evaluator import EngineEvaluator
+from megatron_rl.training.saver import is_save_due
 
 # What tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
@@ -130,8 +130,7 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
         policy = MagicMock()
         policy.wrapped[0].ddp_config.use_distributed_optimizer = False
         made = checkpointer.Checkpointer(settings, session, policy)  # type: ignore[arg-type]
-        saver = Saver(settings, session, policy, "run", None, None)  # type: ignore[arg-type]
-        due = [version for version in range(_NUM_VERSIONS + 1) if saver.is_due(version, is_last=False)]
+        due = [version for version in range(_NUM_VERSIONS + 1) if is_save_due(settings, version, is_last=False)]
         if settings.checkpoint.save is not None:
             made.save(2, {})
             made.finish()
@@ -167,7 +166,7 @@ def _observed(settings: Settings) -> dict[str, object]:
 
 def _evaluations(settings: Settings) -> dict[str, object]:
     none: Any = None
-    evaluator = Evaluator(settings.evaluation, none, "run", [], none, 1.0)
+    evaluator = EngineEvaluator(settings.evaluation, none, [], none, 1.0)
     return {"due": [version for version in range(_NUM_VERSIONS) if evaluator.is_due(version, is_last=False)]}
 
 

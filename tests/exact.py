@@ -127,7 +127,6 @@ def list_draws(prompt: Prompt, config: AlgorithmConfig, group_size: int, is_cons
     A micro-batch is one group if the update needs its statistics, else all: a loss is a sum over responses.
     """
     advantages = GroupAdvantages(config, WEIGHTS)
-    advantages.baseline = BASELINE if advantages.has_baseline else None
     groups = list(itertools.combinations_with_replacement(range(len(prompt.responses)), group_size))
     batches = [[group] for group in groups] if advantages.is_divided else [groups]
     return [draw for batch in batches for draw in _list_draws(prompt, config, advantages, batch, is_constant)]
@@ -141,7 +140,7 @@ def _list_draws(
     is_constant: bool,
 ) -> list[Draw]:
     """These groups as one micro-batch, whose statistics each of them gets."""
-    objective = Objective(config, MAX_TOKENS)
+    objective, baseline = Objective(config, MAX_TOKENS), BASELINE if advantages.has_baseline else None
     policy, reference = prompt.log_probs(prompt.logits), prompt.log_probs(prompt.reference)
     chances = [math.exp(float(one.sum())) for one in policy]
     rewards, of_groups = [], []
@@ -153,7 +152,7 @@ def _list_draws(
         rewards.append(
             [sum(WEIGHTS[name] * column[place] for name, column in components.items()) for place in range(len(numbers))]
         )
-        of_groups.append(advantages(SimpleNamespace(rewards=rewards[-1], components=components)))
+        of_groups.append(advantages(SimpleNamespace(rewards=rewards[-1], components=components), baseline))
     responses = [number for numbers in groups for number in numbers]
     lengths = torch.tensor([len(policy[number]) for number in responses])
     sequences_N = torch.repeat_interleave(torch.arange(len(responses)), lengths)

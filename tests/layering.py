@@ -39,7 +39,7 @@ OWNERS = {
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
     "errors", "types", "versions", "config", "cli", "commands.doctor", "observe", "weights.families",
-    "training.entry", "training.lifelines", "training.stalls", "training.watch",
+    "training.entry", "training.lifelines", "training.watch",
 )  # fmt: skip
 # Who may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}

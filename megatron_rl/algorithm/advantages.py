@@ -68,8 +68,6 @@ class GroupAdvantages:
         """`weights` are those of the reward functions, which `gdpo` needs."""
         self._config = config
         self._weights = weights or {}
-        self.baseline: float | None = None
-        """What `global` takes off: the mean reward of the iteration before; None in the first one."""
 
     @property
     def has_baseline(self) -> bool:
@@ -81,12 +79,16 @@ class GroupAdvantages:
         """Return whether their deviation over the update divides the whole loss, once all its groups have arrived."""
         return self._config.advantage in DIVIDED
 
-    def __call__(self, group: Rewarded) -> np.ndarray:
+    def __call__(self, group: Rewarded, baseline: float | None = None) -> np.ndarray:
+        """Compute the advantages of a group. `baseline` is the mean reward of the iteration before, for `global`.
+
+        Without one, as in the first iteration, `global` takes off the group's own mean.
+        """
         if self._config.advantage == "gdpo":
             return gdpo(_read_components(group, self._weights), self._weights)
         rewards_K = bound(np.asarray(group.rewards, dtype=np.float64), self._config)
-        if self._config.advantage == "global" and self.baseline is not None:
-            return rewards_K - self.baseline
+        if self._config.advantage == "global" and baseline is not None:
+            return rewards_K - baseline
         return ADVANTAGES[self._config.advantage](rewards_K)
 
 

@@ -94,7 +94,7 @@ class Entry:
         # Megatron is imported once the platform is installed, which parsing does.
         from megatron_rl.mcore.recipe import STAND_ALONE
         from megatron_rl.observe.startup import Startup
-        from megatron_rl.training.build import train
+        from megatron_rl.training.run import train
 
         return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe or STAND_ALONE)
 

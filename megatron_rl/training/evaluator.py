@@ -1,58 +1,72 @@
 """How good the policy is on held-out prompts: engines sample responses to them between publish and submit."""
 
+import dataclasses
 import statistics
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from megatron_rl.config.settings import EvaluationConfig
+from megatron_rl.data.slots import Identity
 from megatron_rl.protocol.client import RolloutClient
-from megatron_rl.protocol.wire import Evaluated, Evaluation, Prompt, Sampling
+from megatron_rl.protocol.wire import Evaluated, Evaluation, Group, Prompt, Sampling
 
 
-class Evaluator:
-    """Evaluates on rank 0; meanwhile the other ranks wait for it to submit the iteration."""
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        client: RolloutClient,
-        run: str,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        deadline_seconds: float,
-    ):
-        self._config = config
-        self._client = client
-        self._run = run
-        self._prompts = prompts
-        self._sampling = sampling
-        self._deadline_seconds = deadline_seconds
+class Evaluator(Protocol):
+    """Measures the model between updates, on the ranks that take part in it."""
 
     def is_due(self, version: int, is_last: bool) -> bool:
-        """Whether to evaluate now: every `interval` iterations, and at the end."""
-        interval = self._config.interval
+        """Return whether to evaluate this version: every `interval` iterations, and at the end."""
+        ...
+
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        """Evaluate the model of that identity, and return the metrics."""
+        ...
+
+
+class NoEvaluator:
+    """The evaluator of a run without evaluation, and of ranks that have no part in it."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        return False
+
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineEvaluator:
+    """Has engines respond, on rank 0. Meanwhile the other ranks wait until it has submitted the iteration."""
+
+    config: EvaluationConfig
+    client: RolloutClient
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    deadline_seconds: float
+    write_samples: Callable[[int, Sequence[Group]], None] = lambda version, groups: None
+    """Takes the version and the groups of each evaluation."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        interval = self.config.interval
         return interval is not None and (is_last or version % interval == 0)
 
-    def evaluate(self, version: int, fingerprint: str) -> Evaluated:
-        """Have the engines respond to all held-out prompts, and return the responses."""
-        return self._client.evaluate(
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        evaluated = self.client.evaluate(
             Evaluation(
-                run=self._run,
-                version=version,
-                fingerprint=fingerprint,
-                prompts=self._prompts,
-                group_size=self._config.num_samples,
-                sampling=self._sampling,
-                deadline_seconds=self._deadline_seconds,
+                run=identity.run,
+                version=identity.version,
+                fingerprint=identity.fingerprint,
+                prompts=list(self.prompts),
+                group_size=self.config.num_samples,
+                sampling=self.sampling,
+                deadline_seconds=self.deadline_seconds,
             )
         )
-
-    def summary(self, evaluated: Evaluated) -> dict[str, Any]:
-        """Return the mean reward, and the share of prompts for which some response passes."""
-        return summary(evaluated, self._config.pass_reward)
+        self.write_samples(identity.version, evaluated.groups)
+        return summarize(evaluated, self.config.pass_reward)
 
 
-def summary(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
-    """Summarise: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a single response."""
+def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
+    """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
     rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
     lengths = [len(response.tokens) // 4 for group in evaluated.groups for response in group.responses]
     return {

@@ -1,8 +1,7 @@
 """The updates of an iteration: losses over its slots, gradients, optimizer steps."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -20,8 +19,7 @@ from megatron_rl.mcore.step.policy import Policy
 from megatron_rl.mcore.step.roles import Roles
 from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.protocol.wire import Mismatch
-from megatron_rl.training.measures import Measures, UpdateOutcome, measure_contents
+from megatron_rl.training.measures import Learned, Measures, UpdateOutcome, measure_contents
 from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
 
 
@@ -29,21 +27,6 @@ class TrainingFailed(MegatronRLError):
     """An update that must not be made."""
 
     exit_code = ExitCode.RUN
-
-
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """What the updates of an iteration did."""
-
-    updates: list[UpdateOutcome]
-    measures: Measures
-    """This rank's replica's, on the replica's reporting rank; every rank has its own part of the auxiliary losses."""
-    mismatch: Mismatch
-    """Over all replicas' tokens; the same on every rank."""
-    log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    """By slot: its targets' log-probs under the policy that sampled, as the trainer computes them. Only of the first
-    slots, and on the replica's reporting rank.
-    """
 
 
 class Learner:
@@ -56,13 +39,10 @@ class Learner:
         objective: Objective,
         session: Session,
         timeline: Timeline | None = None,
-        group_advantages: GroupAdvantages | None = None,
         trace: StepTrace | None = None,
         num_kept: int = 0,
     ):
-        """`group_advantages` are those that batches are made with; `trace` notes what is computed when. Of the first
-        `num_kept` slots the log-probs are kept.
-        """
+        """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""
         self._policy = policy
         self._roles = roles
         self._objective = objective
@@ -71,7 +51,7 @@ class Learner:
         self._trace = trace
         self._num_kept = num_kept
         self._kept: dict[int, torch.Tensor] = {}
-        self._group_advantages = group_advantages or GroupAdvantages(objective.config)
+        self._is_divided = GroupAdvantages(objective.config).is_divided
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
         """Make one update after the other, each over its own slots; raise before one that is beyond the bound."""
@@ -99,7 +79,7 @@ class Learner:
                 measures.merge(measure_contents(slots.of_all()))
                 sums, maxima = combine_statistics(statistics)
                 measures.merge(Measures(sums=sums, largest=maxima))
-            return Learned(updates, measures, combine_parts(parts, mismatch_bound), log_probs)
+            return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.of_all(), log_probs)
 
     def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
         """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
@@ -120,7 +100,7 @@ class Learner:
     def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
         shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
         denominator = sum_over_replicas(self._session, sum(shares))
-        if self._group_advantages.is_divided:
+        if self._is_divided:
             denominator *= self._compute_deviation(of_update)
         return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
 

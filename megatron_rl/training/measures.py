@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
 from megatron_rl.data.batch import Contents
-from megatron_rl.protocol.wire import GroupPart
+from megatron_rl.protocol.wire import GroupPart, Mismatch
 
 
 class Measures(msgspec.Struct):
@@ -81,6 +81,28 @@ class UpdateOutcome:
     denominator: float
     gradient_zeros: int | None = None
     """Only with --log-num-zeros-in-grad."""
+
+
+NOTHING_SAMPLED = Mismatch(mean=0.0, largest=0.0, bound=None)
+"""The mismatch of an iteration whose tokens no engine sampled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What the updates of an iteration did."""
+
+    updates: Sequence[UpdateOutcome]
+    measures: Measures
+    """Measures of this rank's replica, on the replica's reporting rank; each rank has its part of auxiliary losses."""
+    mismatch: Mismatch = NOTHING_SAMPLED
+    """Difference from the engines' log-probs, over all replicas' tokens; the same on every rank."""
+    contents: Sequence[Contents] = ()
+    """Contents of the replica's slots, in their order."""
+    log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """By slot, for the first ones: its targets' log-probs under the policy that sampled, as the trainer computes them.
+
+    Only the replica's reporting rank has them.
+    """
 
 
 def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:

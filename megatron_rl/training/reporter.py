@@ -1,28 +1,35 @@
 """What the loop tells people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
 
+import contextlib
+import dataclasses
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.config.settings import Settings
-from megatron_rl.data.slots import IterationSlots
+from megatron_rl.arguments.describe import describe_run
+from megatron_rl.arguments.run import RunSettings
+from megatron_rl.data.batch import Contents
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe import config_file
 from megatron_rl.observe import metrics as metrics_file
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
+from megatron_rl.observe.timeline import Timeline
+from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
-from megatron_rl.records.append_file import LineFile
+from megatron_rl.sidecar.making import build_decoder
 from megatron_rl.training.equal_rewards import EqualRewards
 from megatron_rl.training.mismatch import find_warning_bound
+from megatron_rl.training.rank import Rank
+from megatron_rl.training.tracing import RankTrace, Untraced, open_trace
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
@@ -31,8 +38,42 @@ _FOLLOW_SECONDS = 0.5
 _DECIMALS = 5
 
 
-class MetricsReporter:
-    """Writes down the metrics of each iteration, and shows how the run gets on."""
+class Reporter:
+    """Takes what the loop tells, and tells nobody: the reporter of every rank but the first."""
+
+    def begin(self, version: int) -> None:
+        """Take note that the iteration of this version begins."""
+
+    def phase(self, name: str) -> None:
+        """Take note of the part of an iteration that begins."""
+
+    def say(self, text: str) -> None:
+        """Tell people a line."""
+
+    def follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Show the sidecar's counts of the iteration that runs, from now on."""
+
+    def evaluation(self, version: int, groups: Sequence[Group]) -> None:
+        """Take the responses that held-out prompts got from a version."""
+
+    def iteration(
+        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
+    ) -> None:
+        """Report an iteration that is over.
+
+        `contents` are those of the slots of this rank's replica, and `log_probs` the trainer's for some of them.
+        """
+        self.write(version, metrics)
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        """Write metrics."""
+
+    def close(self) -> None:
+        """Close the files and restore the terminal; a second call does nothing."""
+
+
+class MetricsReporter(Reporter):
+    """Writes the metrics of each iteration, and shows the progress of the run."""
 
     def __init__(self, num_groups: int, metrics: MetricsFile, sinks: Sinks, progress: Progress):
         """`num_groups` are the groups of an iteration that a display counts; 0 for none."""
@@ -61,32 +102,30 @@ class MetricsReporter:
         self._progress.end(version, metrics)
 
 
-class Reporter(MetricsReporter):
-    """Writes down what was sampled, too."""
+class SamplesReporter(MetricsReporter):
+    """Writes samples of the responses, too."""
 
     def __init__(
         self,
-        settings: Settings,
-        num_groups: int,
+        settings: RunSettings,
         metrics: MetricsFile,
         samples: SamplesFile,
         sinks: Sinks,
         progress: Progress,
         decode: Decode,
-        group_advantages: GroupAdvantages,
+        advantages: GroupAdvantages,
     ):
-        super().__init__(num_groups, metrics, sinks, progress)
+        super().__init__(settings.sizes.plan.num_prompts, metrics, sinks, progress)
         self._closed = threading.Event()
         self._samples = samples
         self._decode = decode
-        self._group_advantages = group_advantages
+        self._advantages = advantages
         self._mismatch_warning = find_warning_bound(settings)
         self._with_tokens = settings.observe.log_sample_tokens
         self._equal_rewards = EqualRewards(settings)
         self._is_corrected = settings.algorithm.importance_correction
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
-        """While an iteration runs, show the sidecar's counts of it, if the display shows counts."""
         if self._progress.shows_counts:
             threading.Thread(target=self._follow, args=(status,), name="follow", daemon=True).start()
 
@@ -112,17 +151,13 @@ class Reporter(MetricsReporter):
         self._samples.close()
 
     def iteration(
-        self, version: int, metrics: dict[str, Any], slots: IterationSlots, log_probs: Mapping[int, np.ndarray]
+        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
     ) -> None:
-        """Report an iteration that is over; its slots are those of this rank's replica, and so are the trainer's
-        log-probs of the targets of some of them.
-        """
         self._warn(metrics)
-        self._write_samples(version, slots, log_probs)
+        self._write_samples(version, contents, log_probs)
         self.write(version, metrics)
 
     def evaluation(self, version: int, groups: Sequence[Group]) -> None:
-        """Write down some of the responses that held-out prompts got from a version."""
         for group in groups:
             left = self._samples.left(version, "evaluation")
             if left <= 0:
@@ -146,11 +181,11 @@ class Reporter(MetricsReporter):
         if text is not None:
             self._progress.say(text)
 
-    def _write_samples(self, version: int, slots: IterationSlots, log_probs: Mapping[int, np.ndarray]) -> None:
+    def _write_samples(self, version: int, contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]) -> None:
         parts = (
             (part, of_part)
-            for slot, contents in enumerate(slots.of_all())
-            for part, of_part in _divide_log_probs(contents.parts, log_probs.get(slot))
+            for slot, of_slot in enumerate(contents)
+            for part, of_part in _divide_log_probs(of_slot.parts, log_probs.get(slot))
         )
         # The slots that a group was split over follow each other.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
@@ -161,7 +196,7 @@ class Reporter(MetricsReporter):
             first = of_parts[0][0]
             responses = [item for part, of_part in of_parts for item in zip(part.responses, of_part, strict=True)]
             # Those that are divided over the whole update say little of one group.
-            advantages = None if self._group_advantages.is_divided else self._group_advantages(first).tolist()
+            advantages = None if self._advantages.is_divided else self._advantages(first).tolist()
             sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
             self._samples.write(version, [sampled])
 
@@ -212,52 +247,79 @@ def _divide_log_probs(
 
 
 def _round(log_probs: np.ndarray) -> list[float]:
-    """What single precision does not resolve only takes room."""
+    """Leave out the decimals that single precision does not resolve."""
     return [round(value, _DECIMALS) for value in log_probs.tolist()]
 
 
-def reporter_of(
-    settings: Settings,
-    folder: Path,
+@dataclasses.dataclass(frozen=True)
+class RunLog:
+    """What a rank notes while the run lives: reports for people, times, and the trace."""
+
+    reporter: Reporter
+    timeline: Timeline
+    trace: RankTrace | Untraced
+    finish_iteration: Callable[[int], None] = lambda version: None
+    """Called by every rank when the iteration of a version is over."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a part of an iteration, and count its time."""
+        self.reporter.phase(name)
+        with self.timeline.span(name):
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What reports and traces of a run with engines need."""
+
+    client: RolloutClient
+    advantages: GroupAdvantages
+
+
+def open_log(rank: Rank, version: int, sampled: Sampled | None = None) -> RunLog:
+    """Open what a run writes from a version on; every rank calls it. A run that samples nothing has no `sampled`."""
+    settings, startup = rank.settings, rank.startup
+    trace: RankTrace | Untraced = Untraced()
+    if settings.observe.trace == "on":
+        sidecar = None if sampled is None else sampled.client
+        trace = open_trace(settings.folder, rank.session, version, sidecar, rank.say)
+        rank.stack.callback(trace.close)
+    timeline, reporter = Timeline(recorder=trace.recorder), Reporter()
+    if rank.session.rank == 0:
+        others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
+        reporter = build_reporter(settings, version, None if sampled is None else sampled.advantages, others)
+        rank.stack.callback(reporter.close)
+        config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
+        if sampled is not None:
+            reporter.follow(sampled.client.status)
+        startup.say("all is ready")
+        timeline.restart(startup.seconds)
+    return RunLog(reporter, timeline, trace, rank.recipe.finish_iteration)
+
+
+def build_reporter(
+    settings: RunSettings,
     version: int,
-    num_iterations: int,
-    num_groups: int,
-    decode: Decode,
-    group_advantages: GroupAdvantages,
+    advantages: GroupAdvantages | None,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """Build a reporter that goes on from a version; what an earlier attempt wrote from that version on is dropped.
+    """Build the reporter of a run from a version on; drop what an earlier attempt wrote from that version on.
 
-    A run that begins anew keeps copies first. `others` replace the sinks that flags ask for.
+    A run that begins again keeps copies first. A run that samples nothing has no `advantages`. `others` replace the
+    sinks that flags ask for.
     """
-    progress = progress_of(settings.observe, num_iterations, sys.stdout)
+    observe, folder, num_iterations = settings.observe, settings.folder, settings.training.train_iters
+    assert num_iterations is not None
+    progress = progress_of(observe, num_iterations, sys.stdout)
     metrics = MetricsFile(folder / metrics_file.FILE_NAME)
-    samples = SamplesFile(folder / samples_file.FILE_NAME, settings.observe.log_samples)
-    _restart(settings, (metrics, samples), version, progress)
-    sinks = _open_sinks(settings, folder, version, progress, others)
-    return Reporter(settings, num_groups, metrics, samples, sinks, progress, decode, group_advantages)
-
-
-def metrics_reporter_of(
-    settings: Settings, folder: Path, version: int, num_iterations: int, others: Sequence[Sink] | None = None
-) -> MetricsReporter:
-    """Build likewise a reporter of a run that samples nothing."""
-    progress = progress_of(settings.observe, num_iterations, sys.stdout)
-    metrics = MetricsFile(folder / metrics_file.FILE_NAME)
-    _restart(settings, (metrics,), version, progress)
-    return MetricsReporter(0, metrics, _open_sinks(settings, folder, version, progress, others), progress)
-
-
-def _restart(settings: Settings, files: Sequence[LineFile], version: int, progress: Progress) -> None:
-    for file in files:
+    samples = None if advantages is None else SamplesFile(folder / samples_file.FILE_NAME, observe.log_samples)
+    for file in filter(None, (metrics, samples)):
         if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
             progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
         file.restart(version)
-
-
-def _open_sinks(
-    settings: Settings, folder: Path, version: int, progress: Progress, others: Sequence[Sink] | None
-) -> Sinks:
-    if others is None:
-        return sinks_of(settings.observe, folder.resolve().name, version, progress.say)
-    return Sinks(others, progress.say)
+    sinks = sinks_of(observe, settings.name, version, progress.say) if others is None else Sinks(others, progress.say)
+    if advantages is None or samples is None:
+        return MetricsReporter(0, metrics, sinks, progress)
+    decode = build_decoder(str(settings.model.hf_model))
+    return SamplesReporter(settings, metrics, samples, sinks, progress, decode, advantages)

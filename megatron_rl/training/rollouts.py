@@ -1,28 +1,32 @@
 """The groups of an iteration, as the loop sees them: submitted by rank 0, given to every rank slot by slot."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.arguments.run import find_pack_multiple
+from megatron_rl.arguments.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
+from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.slots import Identity, IterationSlots
 from megatron_rl.mcore.relay import ReceivingRank, open_relay
 from megatron_rl.mcore.session import Session
+from megatron_rl.observe.timeline import Timeline
 from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.slots import Division
 from megatron_rl.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.training.mismatch import MismatchBeyond
+from megatron_rl.training.rank import Rank
+from megatron_rl.training.saver import RunState
 
-# Of those that were put off, in the run's last lines.
+# Prompts that were put off and that the run's last lines name.
 _MOST_NAMED = 5
 
 
@@ -42,6 +46,9 @@ class TakesPrompts(Protocol):
     def put_off(self) -> Sequence[str]: ...
 
 
+MakeBatcher = Callable[[float | None], Batcher]
+"""Makes the batcher of an iteration from its baseline: see `GroupAdvantages`."""
+
 Schedule = Callable[[IterationSlots, Session], None]
 """Waits until training may start with the slots of an iteration."""
 
@@ -60,6 +67,18 @@ SCHEDULES: dict[str, Schedule] = {"periodic": start_at_once, "sync": wait_for_al
 """By the names of --schedule."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """The part of a submission that is the same in every iteration."""
+
+    division: Division
+    sampling: Sampling
+    deadline_seconds: float
+    """Seconds until a group that has not arrived fails the iteration."""
+    has_baseline: bool = False
+    """Whether the mean reward of an iteration is the next one's baseline."""
+
+
 class Rollouts:
     """One rank's side of all iterations."""
 
@@ -67,43 +86,30 @@ class Rollouts:
         self,
         client: RolloutClient,
         session: Session,
-        run: str,
-        division: Division,
-        sampling: Sampling,
-        batcher: Batcher,
+        terms: Terms,
+        make_batcher: MakeBatcher,
         schedule: Schedule,
-        deadline_seconds: float,
         prompts: TakesPrompts | None,
-        waiting: Callable[[int], AbstractContextManager],
-        group_advantages: GroupAdvantages | None = None,
-        submitting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        timeline: Timeline | None = None,
+        state: RunState | None = None,
     ):
-        """`prompts` is rank 0's; the others need none. `group_advantages` learn of each iteration's mean reward.
-
-        `submitting` is entered until every rank knows that the iteration was submitted.
-        """
+        """`prompts` is rank 0's; the others need none. `state` is that of the iteration before."""
         self._client = client
         self._session = session
-        self._run = run
-        self._division = division
-        self._sampling = sampling
-        self._batcher = batcher
+        self._terms = terms
+        self._make_batcher = make_batcher
         self._schedule = schedule
-        self._deadline_seconds = deadline_seconds
         self._prompts = prompts
-        self._waiting = waiting
-        self._submitting = submitting
-        self._group_advantages = group_advantages
-        self.audit_head = ""
-        """The head of the sidecar's audit log when the last iteration was completed; on rank 0."""
+        self._timeline = timeline or Timeline()
+        self.state = state or RunState()
+        """The values that the last iteration left to the next one."""
         self._census: Census | None = None
 
     @contextlib.contextmanager
-    def iteration(self, version: int, fingerprint: str) -> Iterator[IterationSlots]:
+    def iteration(self, identity: Identity) -> Iterator[IterationSlots]:
         """Submit an iteration and yield the slots of this rank's replica; `complete` ends the iteration."""
-        identity = Identity(self._run, version, fingerprint)
         # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
-        with self._submitting():
+        with self._timeline.part("submit"):
             self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = self._open_slots(identity)
         try:
@@ -115,7 +121,7 @@ class Rollouts:
             refused = error.mismatch
             # Every rank raises this, and the first one to end ends all: have it recorded before that.
             self._session.run_or_raise_everywhere(
-                lambda: self._client.refuse(version, refused) if self._session.rank == 0 else None
+                lambda: self._client.refuse(identity.version, refused) if self._session.rank == 0 else None
             )
             raise
         finally:
@@ -123,22 +129,21 @@ class Rollouts:
 
     def complete(self, version: int, mismatch: Mismatch) -> None:
         """Tell the sidecar that an iteration was trained on, and the mismatch measured of its tokens."""
+        audit_head, baseline = "", None
         if self._session.rank == 0:
             assert self._prompts is not None
             ended = self._client.complete(version, mismatch)
-            self.audit_head, self._census = ended.head, ended.census
-            num_carried = self._division.plan.count_carried(len(self._prompts.put_off))
-            census = ended.census
+            census = self._census = ended.census
+            num_carried = self._terms.division.plan.count_carried(len(self._prompts.put_off))
             self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
-        if self._group_advantages is not None and self._group_advantages.has_baseline:
-            mean = None if self._census is None else self._census.reward
-            self._group_advantages.baseline = self._session.broadcast(mean)
+            audit_head, baseline = ended.head, census.reward
+        self.state = RunState(audit_head, self._session.broadcast(baseline) if self._terms.has_baseline else None)
 
     def describe_prompts(self) -> dict[str, Any]:
         """Return metrics of what became of the last iteration's prompts; on rank 0, if flags choose among them."""
         census = self._census
         described: dict[str, Any] = {}
-        if census is not None and self._division.plan.num_spare:
+        if census is not None and self._terms.division.plan.num_spare:
             described = {
                 "considered": census.num_considered,
                 "without_signal": census.num_without_signal,
@@ -146,18 +151,18 @@ class Rollouts:
             }
         if self._prompts is not None and self._prompts.num_resting is not None:
             described["resting"] = self._prompts.num_resting
-        if self._prompts is not None and (self._division.plan.tail == "carry" or self._prompts.put_off):
+        if self._prompts is not None and (self._terms.division.plan.tail == "carry" or self._prompts.put_off):
             described["put_off"] = len(self._prompts.put_off)
         return {"prompts": described} if described else {}
 
-    def describe_put_off(self, checkpoint: Path | None) -> str | None:
-        """Count the prompts that were put off and never trained on, and name the first.
+    def list_put_off(self, checkpoint: Path | None) -> list[str]:
+        """Return a note that counts the prompts that were put off and never trained on, and names the first ones.
 
-        None if there are none, and on other ranks. `checkpoint` is the last one, which holds them.
+        Return nothing if there are none, and on other ranks than 0. `checkpoint` is the last one, which holds them.
         """
         if self._prompts is None or not (put_off := self._prompts.put_off):
-            return None
-        plan = self._division.plan
+            return []
+        plan = self._terms.division.plan
         remedy = "no checkpoint holds them: with --save a later run could train on them"
         if checkpoint is not None:
             remedy = (
@@ -166,27 +171,27 @@ class Rollouts:
             )
         named, num_more = put_off[:_MOST_NAMED], max(0, len(put_off) - _MOST_NAMED)
         more = f" and {num_more} more, which `megatron-rl audit` lists" if num_more else ""
-        return (
+        return [
             f"note: {len(put_off)} prompts that --rollout-tail carry put off were not trained on, nor were their "
             f"{len(put_off) * plan.group_size} responses: {', '.join(named)}{more}. {remedy[0].upper()}{remedy[1:]}"
-        )
+        ]
 
     def _open_slots(self, identity: Identity) -> IterationSlots:
-        replica, num_slots = self._session.replica, self._division.slots_per_replica
+        replica, terms = self._session.replica, self._terms
         relay = open_relay(self._session.replica_group, self._session.rank)
 
         def fetch(index: int) -> Slot:
-            ask = functools.partial(self._client.encoded_slot, identity.version, replica, index, self._deadline_seconds)
+            ask = functools.partial(self._client.encoded_slot, identity.version, replica, index, terms.deadline_seconds)
             return decode(relay.fetch(ask), Slot)
 
         return IterationSlots(
             fetch,
-            self._batcher,
-            self._division,
+            self._make_batcher(self.state.baseline),
+            terms.division,
             identity,
             self._session.device,
-            self._waiting,
-            num_ahead=num_slots if isinstance(relay, ReceivingRank) else 1,
+            lambda slot: self._timeline.span("wait", slot),
+            num_ahead=terms.division.slots_per_replica if isinstance(relay, ReceivingRank) else 1,
             leave=relay.leave,
         )
 
@@ -194,7 +199,7 @@ class Rollouts:
         if self._session.rank != 0:
             return
         assert self._prompts is not None
-        plan = self._division.plan
+        plan = self._terms.division.plan
         num_carried = plan.count_carried(len(self._prompts.put_off))
         self._client.submit(
             Submission(
@@ -202,19 +207,60 @@ class Rollouts:
                 version=identity.version,
                 fingerprint=identity.fingerprint,
                 plan=plan,
-                sampling=self._sampling,
+                sampling=self._terms.sampling,
                 prompts=self._prompts.peek(plan.count_submitted(num_carried), num_carried),
-                deadline_seconds=self._deadline_seconds,
+                deadline_seconds=self._terms.deadline_seconds,
                 num_carried=num_carried,
             )
         )
 
 
-def build_batcher(settings: Settings, device: torch.device, group_advantages: GroupAdvantages | None = None) -> Batcher:
-    """Build the batcher that makes packs as the settings say."""
+def build_rollouts(
+    rank: Rank,
+    client: RolloutClient,
+    prompts: PromptSource | None,
+    advantages: GroupAdvantages,
+    schedule: Schedule,
+    timeline: Timeline,
+    state: RunState,
+) -> Rollouts:
+    """Build a rank's side of all iterations; `state` is that of the iteration before."""
+    settings, session = rank.settings, rank.session
+    terms = Terms(
+        settings.sizes.division,
+        build_sampling(settings, settings.sampling.temperature, prompts),
+        settings.service.deadline_minutes * 60,
+        advantages.has_baseline,
+    )
+
+    def make_batcher(baseline: float | None) -> Batcher:
+        return build_batcher(settings, session.device, advantages, baseline)
+
+    return Rollouts(client, session, terms, make_batcher, schedule, prompts, timeline, state)
+
+
+def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSource | None) -> Sampling:
+    """Return how responses are sampled; rank 0, which has prompts, is the one that asks for them."""
+    sampling = settings.sampling
+    stops = [] if prompts is None or sampling.ignore_eos else prompts.stops
+    return Sampling(
+        max_tokens=settings.sizes.longest_response,
+        temperature=temperature,
+        stop_token_ids=list(dict.fromkeys([*(sampling.stop_token_ids or []), *stops])),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def build_batcher(
+    settings: Settings,
+    device: torch.device,
+    advantages: GroupAdvantages | None = None,
+    baseline: float | None = None,
+) -> Batcher:
+    """Build the batcher that makes packs as the settings say; `baseline` is as in `GroupAdvantages`."""
     attention = find_backend(settings.attention.backend)
     return Batcher(
-        group_advantages or GroupAdvantages(settings.algorithm),
+        functools.partial(advantages or GroupAdvantages(settings.algorithm), baseline=baseline),
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

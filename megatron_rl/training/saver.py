@@ -1,14 +1,13 @@
 """When a run is saved, what is saved beside model and optimizer, and what a resumed run must match."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import folders, serialization
-from megatron_rl.mcore.checkpoint.checkpointer import EXTRA, Checkpointer
+from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.mcore.checkpoint.folders import iteration_folder, withdraw
 from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
@@ -26,6 +25,25 @@ class Data(Protocol):
     def stops(self) -> Sequence[int]: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """What an iteration leaves to the next one, beside weights and the place in the data."""
+
+    audit_head: str = ""
+    """Head of the sidecar's audit log when the iteration was completed; on rank 0."""
+    baseline: float | None = None
+    """Mean reward of the iteration, if --grpo-advantage takes it off in the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins or resumes."""
+
+    version: int = 0
+    """The number of iterations that are done."""
+    state: RunState = RunState()
+
+
 class Saver:
     """Saves one run, in Megatron's format and, if asked for, in Hugging Face's; and goes on from what was saved."""
 
@@ -38,7 +56,6 @@ class Saver:
         prompts: Data | None,
         reference: Reference | None,
         recipe: Recipe = STAND_ALONE,
-        group_advantages: GroupAdvantages | None = None,
     ):
         """`prompts` is rank 0's."""
         self._settings = settings
@@ -47,7 +64,6 @@ class Saver:
         self._run = run
         self._prompts = prompts
         self._stops = [] if prompts is None else list(prompts.stops)
-        self._group_advantages = group_advantages
         self._start = None if reference is None else reference.start
         self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
         self._loaded: tuple[int, Path] | None = None
@@ -55,12 +71,12 @@ class Saver:
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
-    def load(self, say: Callable[[str], None]) -> int:
-        """Load the checkpoint of --load, if there is one, and return the version that the run goes on from."""
+    def load(self, say: Callable[[str], None]) -> Start:
+        """Load the checkpoint of --load, if there is one, and return where the run starts."""
         loaded = self._checkpointer.load()
         if loaded is None:
-            return 0
-        say(f"going on from {loaded.source}, version {loaded.version}")
+            return Start()
+        say(f"the run continues from {loaded.source}, version {loaded.version}")
         for note in loaded.notes:
             say(note)
         if loaded.extra:
@@ -69,20 +85,20 @@ class Saver:
         if not self._settings.checkpoint.finetune:
             self._loaded = loaded.version, loaded.source
         self._complete(loaded.version, loaded.source, say)
-        return loaded.version
+        return Start(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
 
-    def save_if_due(self, version: int, is_last: bool, audit_head: str = "") -> None:
+    def save_if_due(self, version: int, is_last: bool, state: RunState) -> None:
         """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
         config, self._num_done = self._settings.checkpoint, version
         self._checkpointer.poll()
-        if not _is_due(self._settings, version, is_last):
+        if not is_save_due(self._settings, version, is_last):
             return
         if config.save_hf is not None:
             hf_folder = iteration_folder(config.save_hf, version)
             # What this run left there before it was killed, or went back, does not match the checkpoint written now.
             self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if config.save is not None:
-            self._checkpointer.save(version, self._extra(audit_head))
+            self._checkpointer.save(version, self._extra(state))
             self.last_saved = iteration_folder(config.save, version)
         if config.save_hf is not None:
             self._save_hf(hf_folder)
@@ -122,21 +138,21 @@ class Saver:
         self._policy.weights.save_hf(folder, settings.model.hf_model, settings.publish.dtype, self._stops)
         self.last_hf = folder
 
-    def _extra(self, audit_head: str) -> dict[str, Any]:
+    def _extra(self, state: RunState) -> dict[str, Any]:
         return {
             "run": self._run,
             "stage": self._settings.run.stage,
             "prompts": self._prompts.state() if self._prompts is not None else {},
             "stops": self._stops,
             "reference": self._start,
-            "audit_head": audit_head,
-            "baseline": None if self._group_advantages is None else self._group_advantages.baseline,
+            "audit_head": state.audit_head,
+            "baseline": state.baseline,
         }
 
     def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
         if extra.get("run") != self._run:
             raise InputError(
-                f"{source} is of the run {extra.get('run')!r}, and --rollout-folder names {self._run!r}: seeds of "
+                f"{source} belongs to the run {extra.get('run')!r}, and --rollout-folder names {self._run!r}: seeds of "
                 f"responses follow from the name; write a folder of that name, or --finetune to begin a new run"
             )
         if extra.get("reference") not in (None, self._start) and self._start is not None:
@@ -144,8 +160,6 @@ class Saver:
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
-        if self._group_advantages is not None:
-            self._group_advantages.baseline = extra.get("baseline")
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
 
@@ -159,30 +173,13 @@ def find_missing_hf(settings: Settings, version: int) -> Path | None:
     """Return the Hugging Face folder that is due for the loaded version and missing; None if there is none."""
     save_hf, num_iterations = settings.checkpoint.save_hf, settings.training.train_iters
     assert num_iterations is not None
-    if save_hf is None or not _is_due(settings, version, is_last=version >= num_iterations):
+    if save_hf is None or not is_save_due(settings, version, is_last=version >= num_iterations):
         return None
     folder = iteration_folder(save_hf, version)
     return None if folder.exists() else folder
 
 
-def _is_due(settings: Settings, version: int, is_last: bool) -> bool:
-    """Whether the run is to be saved after `version` iterations."""
+def is_save_due(settings: Settings, version: int, is_last: bool) -> bool:
+    """Return whether the run is to be saved after `version` iterations."""
     interval = settings.checkpoint.save_interval
     return version > 0 and (is_last or (interval is not None and version % interval == 0))
-
-
-def check_loaded_stage(settings: Settings) -> None:
-    """Raise an InputError if the checkpoint that --load names was saved by another stage."""
-    config = settings.checkpoint
-    if config.load is None or config.finetune:
-        return
-    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
-        return
-    _, source = folders.find(config.load, config.ckpt_step)
-    extra = serialization.read_common(source).get(EXTRA)
-    stage = settings.run.stage if extra is None else extra.get("stage", "grpo")
-    if stage != settings.run.stage:
-        raise InputError(
-            f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
-            f"begin with its weights, or --stage {stage} to go on"
-        )

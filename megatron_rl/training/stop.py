@@ -7,6 +7,7 @@ signal's number from the wakeup descriptor.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -32,10 +33,10 @@ _NOT_BEGUN = "it was asked to stop before its first iteration"
 class StopRequest:
     """Whether somebody asked this process to stop."""
 
-    def __init__(self, grace_seconds: float):
+    def __init__(self, grace_seconds: float, leave: Callable[[MegatronRLError], object]):
+        """`leave` is called last if the process has to end at once; it must take no more than a few seconds."""
         self._grace_seconds = grace_seconds
-        self.tidy: Callable[[MegatronRLError], object] = lambda reason: None
-        """Called last if the process has to end at once; it must take no more than a few seconds."""
+        self._leave = leave
         self._asked = threading.Event()
         self._has_begun = False
         self._lock = threading.Lock()
@@ -70,18 +71,18 @@ class StopRequest:
         with self._lock:
             if not self._has_begun:
                 _say("asked to stop before the first iteration began: it ends now, and there is nothing to save")
-                self._leave(Stopped(_NOT_BEGUN))
+                self._end(Stopped(_NOT_BEGUN))
         _say(f"asked to stop: the iteration is finished and saved within {self._grace_seconds:g} s")
         if not self._over.wait(self._grace_seconds):
             _say(
                 f"{self._grace_seconds:g} s of grace are over (--exit-grace-seconds): the checkpoint and the journal "
                 "stay as they are"
             )
-            self._leave(Stopped(_OUT_OF_GRACE))
+            self._end(Stopped(_OUT_OF_GRACE))
 
-    def _leave(self, reason: Stopped) -> NoReturn:
+    def _end(self, reason: Stopped) -> NoReturn:
         with contextlib.suppress(Exception):
-            self.tidy(reason)
+            self._leave(reason)
         os._exit(reason.exit_code)
 
 
@@ -107,8 +108,24 @@ class ExitLimits:
 
 
 def build_exit_limits(settings: Settings, count_seconds: Callable[[], float]) -> ExitLimits:
-    """Build the limits that flags set; `count_seconds` says how long the run has taken."""
+    """Build the limits that flags set; `count_seconds` returns the run's seconds so far."""
     return ExitLimits(settings.loop.exit_interval, settings.loop.exit_minutes, count_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Where the loop starts, and what ends it."""
+
+    version: int
+    """The number of iterations that are done when it starts."""
+    num_iterations: int
+    """The number of iterations after which the run is complete, earlier ones included."""
+    stop: StopRequest
+    limits: ExitLimits
+
+    def is_over(self, version: int) -> bool:
+        """Return whether this rank was asked to stop, or has reached a limit, after `version` iterations."""
+        return self.stop.is_asked or self.limits.find_reason(version) is not None
 
 
 def _say(text: str) -> None:

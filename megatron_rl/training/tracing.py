@@ -29,6 +29,22 @@ class TellsTime(Protocol):
     def clock(self) -> float: ...
 
 
+class Untraced:
+    """The trace of a run that records none."""
+
+    recorder = None
+    steps = None
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def end(self, version: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class RankTrace:
     """What a rank records. Nothing of it can fail a run: a file that cannot be written ends the trace, and is said."""
 

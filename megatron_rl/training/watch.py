@@ -2,9 +2,14 @@
 
 Before anything else, every rank connects to rank 0 (`lifelines.py`). The first reason that reaches rank 0 is the run's:
 rank 0 tells all ranks, and each ends its process when told, whatever it is doing. A rank is lost when its connection
-breaks. Ranks that all stay where they are for too long end too (`stalls.py`).
+breaks.
+
+Ranks that all make no progress for too long end too: one of them is in a collective that does not end. A collective's
+own timeout cannot notice this soon: a rank may wait in one for as long as another waits for a slot. So every rank says
+now and then where it is, and rank 0 looks whether any made progress, or waits for another process.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -20,7 +25,6 @@ from typing import NamedTuple, NoReturn, Protocol
 
 from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
 from megatron_rl.training.lifelines import Hub, Lines, Message, Spoke, listen
-from megatron_rl.training.stalls import TIMES, Stalls
 
 _LOST = "its process is gone without a word: it was killed, or its host cannot be reached"
 _KEY = "megatron_rl/watch"
@@ -33,6 +37,10 @@ _MISSING_SECONDS = 20.0
 _GREETING_SECONDS = 2.0
 # Ranks of one run are started together: one that connects late can still hear of a failure for this long.
 _LATE_SECONDS = 10.0
+# What is waited for in these parts of an iteration has a deadline of its own.
+_WITH_A_DEADLINE = ("wait", "publish", "evaluate", "save")
+# How often a rank says where it is within the time that it may stay there.
+_NUM_REPORTS = 20
 
 
 class Store(Protocol):
@@ -41,6 +49,35 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
     def set(self, key: str, value: str) -> None: ...
+
+
+class Followed(Protocol):
+    """The run of this process."""
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The number of steps so far, and the part of an iteration that runs now; any thread may ask."""
+        ...
+
+    def tidy(self) -> None:
+        """Clean up a process that is being ended; it must take no more than a moment."""
+        ...
+
+    def describe_interrupt(self) -> str:
+        """Return what an interrupt loses, and how to resume."""
+        ...
+
+
+class _NothingToFollow:
+    """A process whose run has not begun."""
+
+    place = (0, "other")
+
+    def tidy(self) -> None:
+        pass
+
+    def describe_interrupt(self) -> str:
+        return "no iteration had begun, and nothing is lost"
 
 
 class Failure(NamedTuple):
@@ -58,16 +95,44 @@ class Failure(NamedTuple):
         return f"{self.reason} (rank {self.rank})"
 
 
+class Stalls:
+    """On rank 0: where every rank was when it last said so, and for how long that has been the same."""
+
+    def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most_seconds = most_seconds
+        self._clock = clock
+        self._places: dict[int, tuple[int, str]] = {}
+        self._since = clock()
+
+    def heard(self, rank: int, num_steps: int, part: str) -> None:
+        """A rank is in this part of an iteration, after so many steps."""
+        place = num_steps, part
+        if self._places.get(rank) != place or part in _WITH_A_DEADLINE:
+            self._since = self._clock()
+        self._places[rank] = place
+
+    def find(self) -> str | None:
+        """Say that nobody gets further; None if somebody may."""
+        if self._clock() - self._since <= self.most_seconds:
+            return None
+        ranks = collections.defaultdict(list)
+        for rank, (_, part) in sorted(self._places.items()):
+            ranks[part].append(str(rank))
+        where = "; ".join(f"{', '.join(of_part)} in {part}" for part, of_part in ranks.items())
+        return (
+            f"no rank has got further for {self.most_seconds / 60:g} minutes, and none waits for engines (ranks "
+            f"{where}): look at what each does (py-spy dump --pid), and at the network between them; if a micro-batch "
+            "takes that long, raise --distributed-timeout-minutes"
+        )
+
+
 class Watch:
     """A context around everything that ranks do together; once connected, a rank hears of the others' failures."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.tidy: Callable[[], None] = lambda: None
-        """Called last in a process that is being ended; it must take no more than a moment."""
-        self.describe_interrupt: Callable[[], str] = lambda: "no iteration had begun, and nothing is lost"
-        """Says what an interrupt costs, and how to resume."""
+        self._followed: Followed = _NothingToFollow()
         self._lines: Lines | None = None
         self._lock = threading.Lock()
         self._first: Failure | None = None
@@ -144,22 +209,23 @@ class Watch:
         """Return the port of torch's store that rank 0 names; None if it names none within this time."""
         return self._store_port if self._has_store.wait(seconds) else None
 
-    def follow(self, find_place: Callable[[], tuple[int, str]], most_seconds: float) -> None:
-        """From now on, end all ranks if for so long none gets further; `find_place` as `Timeline.place`."""
+    def follow(self, run: Followed, most_seconds: float) -> None:
+        """End all ranks if none makes progress for `most_seconds`; tidy the run if this process is being ended."""
+        self._followed = run
         if self._lines is None:
             return
         if self.rank == 0:
             self._stalls = Stalls(most_seconds)
-        pause = most_seconds / TIMES
-        threading.Thread(target=self._say_places, args=(find_place, pause), name="places", daemon=True).start()
+        pause = most_seconds / _NUM_REPORTS
+        threading.Thread(target=self._say_places, args=(pause,), name="places", daemon=True).start()
 
-    def _say_places(self, find_place: Callable[[], tuple[int, str]], pause: float) -> None:
+    def _say_places(self, pause: float) -> None:
         assert self._lines is not None
         while not self._closed.wait(pause):
             if self._stalls is None:
-                self._lines.mention("at", self.rank, *find_place())
+                self._lines.mention("at", self.rank, *self._followed.place)
                 continue
-            self._stalls.heard(self.rank, *find_place())
+            self._stalls.heard(self.rank, *self._followed.place)
             reason = self._stalls.find()
             if reason is not None:
                 self._end(self._decide(self._failure(reason, self.rank, ExitCode.RUN)))
@@ -194,7 +260,7 @@ class Watch:
         For `patience` seconds rank 0 may be first to say what it finds itself.
         """
         if isinstance(error, KeyboardInterrupt):
-            own = self._failure(f"interrupted: {self.describe_interrupt()}", self.rank, ExitCode.INTERRUPTED)
+            own = self._failure(f"interrupted: {self._followed.describe_interrupt()}", self.rank, ExitCode.INTERRUPTED)
         elif isinstance(error, MegatronRLError):
             own = self._failure(str(error), self.rank, error.exit_code)
         else:
@@ -207,6 +273,13 @@ class Watch:
         self._lines.tell("failed", *own)
         self._decided.wait(_ANSWER_SECONDS)
         return self._first or own
+
+    def leave(self, error: MegatronRLError) -> None:
+        """Tidy the run, and tell the other ranks why this one ends."""
+        try:
+            self._followed.tidy()
+        finally:
+            self.tell(error)
 
     # Called by the connections, in their own thread.
 
@@ -266,7 +339,7 @@ class Watch:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-            self.tidy()
+            self._followed.tidy()
         os._exit(failure.exit_code)
 
 

@@ -134,12 +134,11 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     policy = build_policy(settings, session, sizes.plan.num_updates)
     reference = build_reference(settings, session, problem.reference)
     group_advantages = GroupAdvantages(settings.algorithm, WEIGHTS)
-    group_advantages.baseline = trial.rules.baseline
     recorder = Recorder()
     trace = StepTrace(recorder, session.platform)
     parts = Parts(
         build_roles(settings, session, policy, reference, sizes.plan.num_updates, trace),
-        build_batcher(settings, session.device, group_advantages),
+        build_batcher(settings, session.device, group_advantages, trial.rules.baseline),
         Objective(settings.algorithm, sizes.longest_response),
         stack,
     )
@@ -152,7 +151,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
     slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
     stack.callback(slots.close)
-    one = learner.Learner(policy, parts.roles, witness, session, group_advantages=group_advantages, trace=trace)
+    one = learner.Learner(policy, parts.roles, witness, session, trace=trace)
     learned = one.learn(slots, reference_is_policy=False)
     trace.settle()
     _check_passes(recorder.take(), len(slots), len(policy.chunks))

@@ -9,13 +9,16 @@ import torch
 from megatron_rl.arguments.checks import count_interleaved
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.data.slots import Identity
 from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import build_policy
 from megatron_rl.training.measures import Measures
-from megatron_rl.training.supervised.evaluator import SupervisedEvaluator
-from megatron_rl.training.supervised.learner import SupervisedLearner
 from megatron_rl.training.supervised.packs import Demonstrations, build_packer, divide_held_out
-from megatron_rl.training.supervised.trainer import compute_supervised_metrics
+from megatron_rl.training.supervised.stage import (
+    SupervisedEvaluator,
+    SupervisedLearner,
+    compute_supervised_metrics,
+)
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.supervised_twin import Tensors
@@ -84,12 +87,12 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
 
     policy.optimizer.step = kept_step
     seen = []
-    for _ in range(NUM_UPDATES):
-        evaluation = evaluator.evaluate()
+    for version in range(NUM_UPDATES):
+        evaluation = evaluator.evaluate(Identity("run", version, ""))
         learned = learner.learn(demonstrations.take())
         measures = Measures()
         for of_rank in session.gather(learned.measures):
             measures.merge(of_rank)
-        metrics = compute_supervised_metrics(measures, learned.outcome, sizes.largest_micro_batch)
+        metrics = compute_supervised_metrics(measures, learned.updates[-1], sizes.largest_micro_batch)
         seen.append(Seen(*kept[-1], metrics, evaluation))
     return seen

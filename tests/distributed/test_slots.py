@@ -27,7 +27,7 @@ from megatron_rl.protocol.client import IterationFailed, RolloutError
 from megatron_rl.protocol.slots import divide
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.measures import Measures
-from megatron_rl.training.rollouts import Rollouts, build_batcher, start_at_once, wait_for_all
+from megatron_rl.training.rollouts import Rollouts, Terms, build_batcher, start_at_once, wait_for_all
 from tests import hf_models
 from tests.distributed.grpo_trials import Source
 from tests.distributed.training import settings_of
@@ -36,6 +36,7 @@ from tests.ranks import run_ranks
 from tests.unit.test_slots import OnDevice, slot
 
 NUM_SLOTS = 6
+IDENTITY = Identity("run", 3, "weights-3")
 LAYOUTS = {
     "TP2": "--tensor-model-parallel-size 2",
     "PP2": "--pipeline-model-parallel-size 2",
@@ -80,10 +81,8 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
         micro_batch_size=4, num_updates=2,
     )  # fmt: skip
     prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-    return Rollouts(
-        sidecar, session, "run", divide(plan), wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"])),
-        schedule, 60.0, prompts if session.rank == 0 else None, contextlib.nullcontext,
-    )  # fmt: skip
+    terms, batcher = Terms(divide(plan), wire.Sampling(max_tokens=8), 60.0), Batcher(of_sums(ADVANTAGES["mean"]))
+    return Rollouts(sidecar, session, terms, lambda baseline: batcher, schedule, prompts if session.rank == 0 else None)
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
@@ -101,7 +100,7 @@ def take_slots(folder: Path, layouts: dict[str, str]) -> dict[str, Any]:
             sidecar = Sidecar()
             batches = []
             for schedule in (start_at_once, wait_for_all):
-                with rollouts_of(session, sidecar, schedule).iteration(3, "weights-3") as slots:
+                with rollouts_of(session, sidecar, schedule).iteration(IDENTITY) as slots:
                     for update in range(2):
                         of_update = slots.of_update(update)
                         of_update.wait_for_first()
@@ -158,7 +157,7 @@ def meet_faults(folder: Path) -> dict[str, str]:
         }
         for name, sidecar in faults.items():
             try:
-                with rollouts_of(session, sidecar).iteration(3, "weights-3") as slots:
+                with rollouts_of(session, sidecar).iteration(IDENTITY) as slots:
                     for batch in slots.of_update(0):
                         seen[name] = f"given slot {batch.index}"
                     list(slots.of_update(1))
@@ -172,7 +171,7 @@ def meet_faults(folder: Path) -> dict[str, str]:
         # The first rank leaves for a reason of its own; the others are told no wrong one, and no thread stays.
         with (
             contextlib.suppress(Broken, relay.SlotsLost),
-            rollouts_of(session, Sidecar()).iteration(3, "weights-3") as slots,
+            rollouts_of(session, Sidecar()).iteration(IDENTITY) as slots,
         ):
             seen["left"] = f"given {slots.batch(0).index}"
             if session.rank == 0:
@@ -205,7 +204,7 @@ def leave_in_the_middle(folder: Path) -> None:
     with (
         start_session(settings_of(folder, LAYOUTS["TP2"])) as session,
         contextlib.suppress(Broken),
-        rollouts_of(session, Sidecar()).iteration(3, "weights-3") as slots,
+        rollouts_of(session, Sidecar()).iteration(IDENTITY) as slots,
     ):
         slots.batch(0)
         raise Broken
@@ -266,11 +265,10 @@ def opened(
             },
         )()
         prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-        rollouts = Rollouts(
-            sidecar, session, identity.run, division, wire.Sampling(max_tokens=8), batcher, start_at_once, 60.0,
-            prompts, contextlib.nullcontext,
-        )  # fmt: skip
-        with rollouts.iteration(identity.version, identity.fingerprint) as slots:
+        terms = Terms(division, wire.Sampling(max_tokens=8), 60.0)
+        with Rollouts(sidecar, session, terms, lambda baseline: batcher, start_at_once, prompts).iteration(
+            identity
+        ) as slots:
             yield slots
     else:
         slots = IterationSlots(source.slot, batcher, division, identity, session.device)

@@ -24,7 +24,7 @@ from megatron_rl.mcore.checkpoint.checkpointer import Loaded
 from megatron_rl.mcore.checkpoint.folders import TRACKER
 from megatron_rl.mcore.model.gpt import named_shards
 from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.training.saver import Saver
+from megatron_rl.training.saver import RunState, Saver
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training
@@ -402,7 +402,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
         saver = build_saver(trained)
         saver.load(results["said"].append)
         trained.update()
-        saver.save_if_due(1, False, "")
+        saver.save_if_due(1, False, RunState())
         if trained.session.rank == 0:
             # What an earlier try left there is not of this checkpoint.
             shutil.copytree(out / "hf" / "iter_0000001", out / "hf" / "iter_0000002")
@@ -410,13 +410,13 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelWeights, "save_hf", killed)
             with pytest.raises(Killed):
-                saver.save_if_due(2, True, "")
+                saver.save_if_due(2, True, RunState())
         results["killed"] = sorted(path.name for path in (out / "hf").iterdir())
         trained.policy.synchronize()
         results["trained"] = trained.weights.fingerprint()
         trained.session.barrier()
     with training(folder, words) as trained:
-        results["versions"] = [build_saver(trained).load(results["said"].append) for _ in range(2)]
+        results["versions"] = [build_saver(trained).load(results["said"].append).version for _ in range(2)]
         trained.weights.load_hf(out / "hf" / "iter_0000002")
         results["written"] = trained.weights.fingerprint()
     return results

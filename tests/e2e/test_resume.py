@@ -197,7 +197,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
     assert start_again()[1] is False
 
     text, _ = start_again(4, rollout_folder=folder / "another")
-    assert f"{source} is of the run 'run', and --rollout-folder names 'another'" in text
+    assert f"{source} belongs to the run 'run', and --rollout-folder names 'another'" in text
 
 
 @pytest.mark.each_change
@@ -211,7 +211,7 @@ def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_anew_keeps_wha
     with loop.running(folder, 1, words(world, folder, **more)) as ranks:
         assert ranks.wait() == [4], ranks.text()
     source = folder / "save" / f"iter_{ITERATIONS:07d}"
-    said = f"{folder / 'run'} holds a run up to version 1, and {source} goes on from version {ITERATIONS}: name the"
+    said = f"{folder / 'run'} holds a run up to version 1, and {source} continues from version {ITERATIONS}: name the"
     assert said in ranks.text()
     metrics.write_text(before)
     with loop.running(folder, 1, words(world, folder, load=None, save=None, save_interval=None, save_hf=None)) as ranks:

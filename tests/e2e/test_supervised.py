@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, who
         assert all(ranks.wait()), ranks.text()
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
     ranks = loop.run(folder, 2, words)
-    assert "going on from" in ranks.text()
+    assert "continues from" in ranks.text()
     assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
     assert config_file.read(folder / "run" / config_file.FILE_NAME).sections["run"]["stage"].text == "sft"
     ours, theirs = (load_file(one / "hf" / LAST / "model.safetensors") for one in (folder, whole))

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl.training.supervised import learner
+from megatron_rl.training.supervised import stage
 from tests import hf_models
 from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, Seen, Trial, run_trials
 from tests.distributed.test_supervised import HELD_OUT, LAYOUTS, ROWS, check_update, twins_at
@@ -19,7 +19,7 @@ NAMES = ("TP2", "DP2, overlapped", "CP2")
 def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync], list[str]]:
     """What the trials came to, where the host waited inside the schedule, and what streams shared out of order."""
     waits: list[Sync] = []
-    true = learner.run_schedule
+    true = stage.run_schedule
 
     def counting(*arguments: Any, **keywords: Any) -> Any:
         with log.during() as syncs:
@@ -27,7 +27,7 @@ def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync
         waits.extend(syncs)
         return returned
 
-    with mock.patch.object(learner, "run_schedule", counting):
+    with mock.patch.object(stage, "run_schedule", counting):
         seen = run_trials(trials)
     return seen, waits, state.faults
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
-from megatron_rl.training.reporter import Reporter, reporter_of
+from megatron_rl.training.reporter import SamplesReporter, build_reporter
 
 
 class Said(Progress):
@@ -26,15 +26,27 @@ class Said(Progress):
         self.lines.append(text)
 
 
+@pytest.fixture(autouse=True)
+def _decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is its tokens' numbers."""
+    decode = lambda rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
+    monkeypatch.setattr("megatron_rl.training.reporter.build_decoder", lambda folder: decode)
+
+
 def reporter(
     folder: Path,
     engine: str = "vllm",
     algorithm: AlgorithmConfig | None = None,
     experts: Mapping[str, float] | None = None,
     **observe: Any,
-) -> Reporter:
+) -> SamplesReporter:
     algorithm = algorithm or AlgorithmConfig(advantage="mean")
-    settings = SimpleNamespace(
+    settings: Any = SimpleNamespace(
+        name="run",
+        folder=folder,
+        model=SimpleNamespace(hf_model="model"),
+        training=SimpleNamespace(train_iters=1),
+        sizes=SimpleNamespace(plan=SimpleNamespace(num_prompts=2)),
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None, engine=engine),
@@ -43,8 +55,9 @@ def reporter(
         algorithm=algorithm,
         transformer=SimpleNamespace(**{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **(experts or {})}),
     )
-    advantages = GroupAdvantages(algorithm)
-    return reporter_of(settings, folder, 0, 1, 2, lambda rows: [" ".join(map(str, ids)) for ids in rows], advantages)
+    built = build_reporter(settings, 0, GroupAdvantages(algorithm))
+    assert isinstance(built, SamplesReporter)
+    return built
 
 
 def packed(*ids: int) -> bytes:
@@ -69,8 +82,8 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def slots(*batches: list[SimpleNamespace]) -> SimpleNamespace:
-    return SimpleNamespace(of_all=lambda: [SimpleNamespace(parts=parts) for parts in batches])
+def slots(*batches: list[SimpleNamespace]) -> list[Any]:
+    return [SimpleNamespace(parts=parts) for parts in batches]
 
 
 def test_responses_to_held_out_prompts_are_samples_of_an_evaluation(tmp_path):
@@ -116,7 +129,7 @@ def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_i
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
 
 
-def report_equal_groups(to: Reporter, counts: Sequence[int]) -> list[str]:
+def report_equal_groups(to: SamplesReporter, counts: Sequence[int]) -> list[str]:
     """Report iterations of two groups, of which `counts` have equal rewards; return what was said of rewards."""
     to._progress = said = Said()
     for version, count in enumerate(counts):

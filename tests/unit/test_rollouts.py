@@ -9,11 +9,13 @@ import torch
 
 from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
 from megatron_rl.data.batch import Batcher
+from megatron_rl.data.slots import Identity
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutError
 from megatron_rl.protocol.slots import divide
-from megatron_rl.training.rollouts import Rollouts, start_at_once
+from megatron_rl.training.rollouts import Rollouts, Terms, start_at_once
 
+IDENTITY = Identity("run", 3, "weights-3")
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
 
 
@@ -22,11 +24,8 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any, put_off: 
         rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
     prompts: Any = types.SimpleNamespace(put_off=list(put_off), peek=lambda count, num_carried: [])
-    sampling, batcher = wire.Sampling(max_tokens=8), Batcher(of_sums(ADVANTAGES["mean"]))
-    return Rollouts(
-        client, session, "run", divide(PLAN), sampling, batcher, start_at_once, 5.0, prompts if rank == 0 else None,
-        waiting=None,
-    )  # fmt: skip
+    terms, batcher = Terms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0), Batcher(of_sums(ADVANTAGES["mean"]))
+    return Rollouts(client, session, terms, lambda baseline: batcher, start_at_once, prompts if rank == 0 else None)
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, ["agreed", "submitted", "asked"]), (1, ["agreed", "asked"])])
@@ -42,7 +41,7 @@ def test_no_rank_asks_for_a_slot_before_all_of_them_know_that_the_iteration_was_
         return wire.encode(wire.Slot(run="run", version=3, fingerprint="weights-3", replica=rank, index=0, parts=[]))
 
     client = types.SimpleNamespace(submit=lambda _: events.append("submitted"), encoded_slot=ask)
-    with rollouts(rank, agree, client).iteration(3, "weights-3") as slots:
+    with rollouts(rank, agree, client).iteration(IDENTITY) as slots:
         slots._fetch(0)
     assert events == expected
 
@@ -51,7 +50,7 @@ def test_a_submission_that_is_refused_ends_the_ranks_that_wait_for_it() -> None:
     def agree(_: Callable) -> None:
         raise RolloutError("refused (on rank 0)")
 
-    with pytest.raises(RolloutError, match="refused"), rollouts(1, agree, None).iteration(3, "weights-3"):
+    with pytest.raises(RolloutError, match="refused"), rollouts(1, agree, None).iteration(IDENTITY):
         pass
 
 
@@ -60,12 +59,11 @@ def test_a_submission_that_is_refused_ends_the_ranks_that_wait_for_it() -> None:
     (300, "row-0, row-1, row-2, row-3, row-4 and 295 more, which `megatron-rl audit` lists. "),
 ])  # fmt: skip
 def test_prompts_that_were_put_off_are_counted_and_the_first_are_named(count: int, named: str) -> None:
-    said = rollouts(0, lambda action: action(), None, [f"row-{row}" for row in range(count)]).describe_put_off(None)
-    assert said is not None
+    (said,) = rollouts(0, lambda action: action(), None, [f"row-{row}" for row in range(count)]).list_put_off(None)
     assert said.startswith(f"note: {count} prompts that --rollout-tail carry put off were not trained on")
     assert f"{2 * count} responses: {named}No checkpoint holds them" in said
 
 
 def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
     for rank in (0, 1):
-        assert rollouts(rank, lambda action: action(), None).describe_put_off(None) is None
+        assert rollouts(rank, lambda action: action(), None).list_put_off(None) == []

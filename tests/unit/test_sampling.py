@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.training.build import _sampling
+from megatron_rl.training.rollouts import build_sampling
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_the_end_of_a_turn_is_among_the_stop_tokens_unless_ends_are_ignored(stop
         sizes=types.SimpleNamespace(longest_response=8),
     )
     prompts: Any = types.SimpleNamespace(stops=stops)
-    assert _sampling(settings, 1.0, prompts).stop_token_ids == expected
+    assert build_sampling(settings, 1.0, prompts).stop_token_ids == expected

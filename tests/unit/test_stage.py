@@ -12,7 +12,7 @@ from megatron_rl.config.flag import Flag, derive_flags
 from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint import serialization
-from megatron_rl.training.saver import check_loaded_stage
+from megatron_rl.training.inputs import check_loaded_stage
 from tests.command_lines import (
     CPU,
     DENSE,

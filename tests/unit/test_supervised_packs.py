@@ -15,8 +15,8 @@ from megatron_rl.errors import ExitCode
 from megatron_rl.protocol.slots import divide
 from megatron_rl.protocol.wire import Plan
 from megatron_rl.training.learner import TrainingFailed
-from megatron_rl.training.supervised.learner import _check
 from megatron_rl.training.supervised.packs import Demonstrations, Packer, Packs, divide_held_out
+from megatron_rl.training.supervised.stage import _check
 
 
 def draw(number: int) -> Demonstration:

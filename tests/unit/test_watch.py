@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from megatron_rl.errors import PlatformError
 from megatron_rl.training import lifelines, watch
 from megatron_rl.training.lifelines import Hub, Spoke, listen
-from megatron_rl.training.stalls import Stalls
 from megatron_rl.training.stop import ExitLimits, StopRequest
+from megatron_rl.training.watch import Stalls
 from tests.ranks import ROOT, free_port
 
 # No test asks how soon: it waits so long at most.
 DEADLINE = 120
 CODE = """
-    import os, signal, sys, time
+    import os, signal, sys, time, types
     # A shell starts what it puts into the background with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from megatron_rl.errors import InputError
@@ -48,7 +49,8 @@ CODE = """
             os._exit(0)
         if what == "stall":
             # One finds no more to say, as a process that is stopped.
-            watch.follow(lambda: (7, "train") if rank else (9, "update"), 0.2)
+            place = (7, "train") if rank else (9, "update")
+            watch.follow(types.SimpleNamespace(place=place, tidy=lambda: None), 0.2)
         if what != "nothing":
             time.sleep(600)
         while rank == 0 and len(watch._done) < watch.world_size - 1:
@@ -362,7 +364,12 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
         assert capsys.readouterr().err == f"megatron_rl: the run ended: interrupted: {said} (rank 3)\n"
         # The process that has ended held this for good.
         one._lock.release()
-        one.describe_interrupt = lambda: "the newest checkpoint is that of iteration 4"
+        run: Any = types.SimpleNamespace(
+            place=(0, "other"),
+            tidy=lambda: None,
+            describe_interrupt=lambda: "the newest checkpoint is that of iteration 4",
+        )
+        one.follow(run, 600)
 
 
 def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys):
@@ -377,8 +384,7 @@ def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys
         raise SystemExit
 
     monkeypatch.setattr(os, "_exit", leave)
-    request = StopRequest(0.0)
-    request.tidy = tidy
+    request = StopRequest(0.0, tidy)
     request.begin()
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
@@ -398,8 +404,7 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
 
     monkeypatch.setattr(os, "_exit", leave)
     # A grace that nobody would sit through.
-    request = StopRequest(1e6)
-    request.tidy = lambda reason: ended.append(str(reason))
+    request = StopRequest(1e6, lambda reason: ended.append(str(reason)))
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
         request._listen()

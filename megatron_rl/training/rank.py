@@ -1,0 +1,32 @@
+"""A rank's process while its parts are made."""
+
+import contextlib
+import dataclasses
+import sys
+
+from megatron_rl.arguments.run import RunSettings
+from megatron_rl.mcore.recipe import Recipe
+from megatron_rl.mcore.session import Session
+from megatron_rl.observe.startup import Startup
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """The things that the parts of a run are made from."""
+
+    settings: RunSettings
+    session: Session
+    recipe: Recipe
+    startup: Startup
+    stack: contextlib.ExitStack
+    """Closes the parts that stay open until the run ends."""
+
+    def say(self, text: str) -> None:
+        """Print a note, on rank 0 alone."""
+        if self.session.rank == 0:
+            print_note(text)
+
+
+def print_note(text: str) -> None:
+    """Print a line for people on standard error."""
+    print(f"note: {text}", file=sys.stderr)
