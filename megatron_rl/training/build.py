@@ -1,4 +1,4 @@
-"""From settings to the loop: its parts, each made after the parts that it needs."""
+"""The parts of a run, each made after the parts that it needs."""
 
 from megatron_rl.mcore.step.policy import Reference, build_policy, build_reference
 from megatron_rl.sidecar.child import OwnSidecar

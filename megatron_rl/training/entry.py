@@ -1,4 +1,4 @@
-"""What every entry point of a run shares: one line per error, exit codes, ranks that notice when another is gone.
+"""The entry point of a run: one line for each error, exit codes, ranks that notice when another is lost.
 
 Importing this needs no torch, so that ranks already watch each other while torch is imported.
 """
@@ -24,7 +24,7 @@ _SILENCE_SECONDS = 5.0
 
 
 class Entry:
-    """One rank's process, from its start to its exit code. `name` is the prefix of what it prints."""
+    """One rank's process, from its start to its exit code. `name` is the prefix of the lines that it prints."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,9 +33,9 @@ class Entry:
         leave_backends_to_platforms()
 
     def run(self, action: Callable[["Entry"], int]) -> int:
-        """Return what `action` returns, or the exit code of its error (docs/operations.md lists them)."""
+        """Call `action` and return its exit code, or that of its error (docs/operations.md lists them)."""
         try:
-            # Before anything that takes time: from here on the other ranks notice when this one is gone.
+            # Before anything that takes time: from here on the other ranks notice the loss of this one.
             self._watch = Watch.of_environment()
             with room_checked():
                 code = action(self)
@@ -43,7 +43,7 @@ class Entry:
             for problem in error.problems:
                 self.say(problem)
             tell_launcher("\n".join(error.problems))
-            # Rank 0 finds the same mistakes in the command line, and those of its host too: it may speak first.
+            # Rank 0 finds the same mistakes in the command line, and others on its host: it may report first.
             self._watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
             return error.exit_code
         except KeyboardInterrupt as interrupt:
@@ -52,13 +52,13 @@ class Entry:
             return ExitCode.INTERRUPTED
         self._watch.close()
         if not code:
-            # Groups of ranks that only cycles refer to end their threads here. A thread of gloo's that lets go of a
+            # Groups of ranks that only cycles refer to end their threads here. A thread of gloo's that releases a
             # tensor while Python ends would abort the process.
             gc.collect()
         return code
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
-        """Return what `parse` makes of the command line; all ranks together report each mistake once."""
+        """Call `parse` and return the settings; all ranks together report each mistake once."""
         from megatron_rl.arguments.saying import said_once
 
         said: list[str] = []
@@ -72,10 +72,10 @@ class Entry:
             return parse()
 
     def late(self) -> threading.Timer:
-        """Start a timer that says that imports are still running, and return it for the caller to cancel.
+        """Start a timer that says that imports are still running; return it for the caller to cancel.
 
-        Most of a start is imports: on a busy machine, or from a network disk, they take long. Where no progress is
-        asked for, the timer does not run.
+        Imports take most of a start: on a busy machine, or from a network disk, they take long. With --progress none
+        the timer does not run.
         """
         timer = threading.Timer(_SILENCE_SECONDS, _say_late)
         timer.daemon = True
@@ -84,14 +84,14 @@ class Entry:
         return timer
 
     def train(self, settings: "RunSettings", recipe: "Recipe | None" = None) -> int:
-        """Print the configuration, where that is asked for, or train; a recipe builds the model."""
+        """Print the configuration if --print-config is given, else train. A recipe, if given, builds the model."""
         if settings.run.print_config:
             from megatron_rl.arguments.describe import print_config
 
             if self._watch.rank == 0:
                 print(print_config(settings), end="")
             return ExitCode.OK
-        # Megatron is imported once the platform is installed, which parsing does.
+        # These import Megatron, and parsing has installed the platform before.
         from megatron_rl.mcore.recipe import STAND_ALONE
         from megatron_rl.observe.startup import Startup
         from megatron_rl.training.run import train

@@ -1,4 +1,4 @@
-"""How good the policy is on held-out prompts: engines sample responses to them between publish and submit."""
+"""Evaluation on held-out prompts: engines sample responses to them between publish and submit."""
 
 import dataclasses
 import statistics
@@ -12,7 +12,7 @@ from megatron_rl.protocol.wire import Evaluated, Evaluation, Group, Prompt, Samp
 
 
 class Evaluator(Protocol):
-    """Measures the model between updates, on the ranks that take part in it."""
+    """Measures the model between updates, on the ranks that have a part in it."""
 
     def is_due(self, version: int, is_last: bool) -> bool:
         """Return whether to evaluate this version: every `interval` iterations, and at the end."""
@@ -24,7 +24,7 @@ class Evaluator(Protocol):
 
 
 class NoEvaluator:
-    """The evaluator of a run without evaluation, and of ranks that have no part in it."""
+    """Evaluates nothing: for runs without evaluation, and ranks that have no part in it."""
 
     def is_due(self, version: int, is_last: bool) -> bool:
         return False
@@ -35,7 +35,7 @@ class NoEvaluator:
 
 @dataclasses.dataclass(frozen=True)
 class EngineEvaluator:
-    """Has engines respond, on rank 0. Meanwhile the other ranks wait until it has submitted the iteration."""
+    """Has engines respond. Rank 0 alone has it; the others wait meanwhile until rank 0 submits the iteration."""
 
     config: EvaluationConfig
     client: RolloutClient
@@ -43,7 +43,7 @@ class EngineEvaluator:
     sampling: Sampling
     deadline_seconds: float
     write_samples: Callable[[int, Sequence[Group]], None] = lambda version, groups: None
-    """Takes the version and the groups of each evaluation."""
+    """Called with the version and the groups of each evaluation."""
 
     def is_due(self, version: int, is_last: bool) -> bool:
         interval = self.config.interval

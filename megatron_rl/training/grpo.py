@@ -1,4 +1,4 @@
-"""An iteration of --stage grpo: publish, submit, learn from groups while others are sampled."""
+"""An iteration of --stage grpo: publish, submit, learn from the first groups while engines sample the others."""
 
 import dataclasses
 import datetime
@@ -28,9 +28,9 @@ from megatron_rl.training.learner import Learner
 from megatron_rl.training.measures import Learned, Measures, compute_metrics
 from megatron_rl.training.mismatch import MismatchBounds, build_mismatch_bounds
 from megatron_rl.training.rank import Rank
-from megatron_rl.training.reporter import Reporter, RunLog, Sampled, open_log
+from megatron_rl.training.reporter import Reporter, RunLog, open_log
 from megatron_rl.training.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
-from megatron_rl.training.saver import RunState, Start
+from megatron_rl.training.saver import RunState, StartPoint
 
 # What a sidecar does before and after its engines start: rewards are tried, the tokenizer is read.
 _SIDECAR_SECONDS = 60.0
@@ -44,13 +44,13 @@ class GrpoStage:
     """The run's name."""
     policy: Policy
     reference: Reference | None
-    """None if nothing depends on it."""
+    """The reference; None if the loss has no divergence from it."""
     publisher: Publisher
     rollouts: Rollouts
     learner: Learner
     bounds: MismatchBounds
     largest_micro_batch: int
-    """Tokens that a micro-batch may have."""
+    """The number of tokens that a micro-batch may have."""
     log: RunLog
     evaluator: Evaluator
     rates: ClassVar[Mapping[str, str]] = {"generated": "tokens.response", "trained": "tokens.computed"}
@@ -98,7 +98,7 @@ class GrpoStage:
 
 
 def _describe_publish(answer: PublishAnswer) -> dict[str, Any]:
-    """Return how many parameters of an engine were compared bit for bit; nothing for engines without a model."""
+    """Return the number of an engine's parameters that were compared bit for bit; nothing without a model."""
     if not answer.num_parameters:
         return {}
     return {"publish": {"compared": answer.num_compared, "parameters": answer.num_parameters}}
@@ -110,7 +110,7 @@ def build_grpo(
     sidecar: OwnSidecar | None,
     policy: Policy,
     reference: Reference | None,
-    start: Start,
+    start: StartPoint,
     schedule: Schedule,
 ) -> GrpoStage:
     """Build the stage. Only rank 0 has prompts and, if it started one, a sidecar, which starts up meanwhile."""
@@ -119,7 +119,7 @@ def build_grpo(
     client = _connect(rank, sidecar)
     publisher = _build_publisher(rank, policy, client)
     rank.stack.callback(publisher.close)
-    log = open_log(rank, start.version, Sampled(client, advantages))
+    log = open_log(rank, start.version, client, advantages)
     return GrpoStage(
         run=settings.name,
         policy=policy,

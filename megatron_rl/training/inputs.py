@@ -1,4 +1,4 @@
-"""The data of a run. With it, mistakes in weights and checkpoints are found, before any process is started."""
+"""The data of a run, and checks of weights and checkpoints, before any process is started."""
 
 import dataclasses
 import math

@@ -20,11 +20,11 @@ from megatron_rl.mcore.step.roles import Roles
 from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.measures import Learned, Measures, UpdateOutcome, measure_contents
-from megatron_rl.training.mismatch import MismatchBeyond, Part, combine_parts
+from megatron_rl.training.mismatch import MismatchBeyond, ReplicaMismatch, combine_parts
 
 
 class TrainingFailed(MegatronRLError):
-    """An update that must not be made."""
+    """Raised in place of an update that must not be made."""
 
     exit_code = ExitCode.RUN
 
@@ -54,10 +54,10 @@ class Learner:
         self._is_divided = GroupAdvantages(objective.config).is_divided
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
-        """Make one update after the other, each over its own slots; raise before one that is beyond the bound."""
+        """Make the updates in turn, each over its own slots; raise before one whose mismatch is beyond the bound."""
         self._kept = {}
         statistics: list[Statistics] = []
-        parts: list[Part] = []
+        parts: list[ReplicaMismatch] = []
         updates = []
         for update in range(slots.division.plan.num_updates):
             of_update = self.forward_backward(slots, update, reference_is_policy)
@@ -82,7 +82,7 @@ class Learner:
             return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.of_all(), log_probs)
 
     def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
-        """Leave the gradient of the update's sum of losses, over all replicas, in every `main_grad`."""
+        """Add the gradient of the update's losses, summed over all replicas, to every `main_grad`."""
         micro_batches = slots.of_update(update)
         micro_batches.wait_for_first()
         with self._timeline.part("schedule"):
@@ -105,7 +105,7 @@ class Learner:
         return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
 
     def _compute_deviation(self, of_update: list[Statistics]) -> float:
-        """Return the deviation of the advantages of an update, over all replicas."""
+        """Compute the deviation of an update's advantages, over all replicas."""
         of_replica = combine_statistics(of_update)[0] if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
         return compute_deviation(sums for sums in found if sums is not None)
@@ -121,14 +121,14 @@ def sum_over_replicas(session: Session, share: int) -> float:
 def make_update(
     policy: Policy, denominator: float, updating: Callable[[], AbstractContextManager] = nullcontext
 ) -> UpdateOutcome:
-    """Divide the gradients that were accumulated by the denominator, and step; `updating` is entered meanwhile."""
+    """Divide the accumulated gradients by the denominator, and step, within the context `updating`."""
     with updating():
         result = policy.update(1.0 / denominator)
     return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros)
 
 
-def _check(statistics: list[Statistics]) -> Part | None:
-    """Return the mismatch of this replica's tokens, on its reporting rank; raise if a loss is not finite."""
+def _check(statistics: list[Statistics]) -> ReplicaMismatch | None:
+    """Return the mismatch of this replica's tokens, on its reporting rank; raise unless every loss is finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])
         if not math.isfinite(loss):
@@ -140,4 +140,4 @@ def _check(statistics: list[Statistics]) -> Part | None:
     if not is_reporter():
         return None
     sums, maxima = combine_statistics(statistics)
-    return Part(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))
+    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))

@@ -1,11 +1,11 @@
 """A connection between rank 0 and every other rank, for as long as their processes live.
 
-However a process ends, the kernel closes its connections, and keepalive breaks those to a host that is gone: the loss
-of a rank is noticed within NOTICED_SECONDS. A rank that is only slow, or stopped, keeps its connections. This needs
-only the standard library, so that it works before the imports that take seconds.
+However a process ends, the kernel closes its connections, and keepalive breaks those to a host that is lost. So the
+loss of a rank is noticed within NOTICED_SECONDS. A rank that is only slow, or stopped, keeps its connections. This
+needs only the standard library, so that it works before the imports that take seconds.
 
-Each end says first which rank it is. Who does not is a stranger: one that asks is not answered, and from one that
-listens where rank 0 will, the others turn away until rank 0 is there.
+Each end first says which rank it is. A process that does not is a stranger: rank 0 does not answer it. If a stranger
+listens at rank 0's address, the other ranks disconnect and try again until rank 0 listens.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import socket
 import threading
 from typing import Any, Protocol
 
-# Seconds of silence before the first keepalive probe, seconds between probes, and how many may go unanswered.
+# Seconds of silence before the first keepalive probe, seconds between probes, and probes without an answer.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 4}
-# The time to notice a peer that did not close its connection because its host or the network is gone.
+# Seconds until the loss of a peer is noticed that could not close its connection: its host or the network is lost.
 NOTICED_SECONDS = _KEEPALIVE[socket.TCP_KEEPIDLE] + (_KEEPALIVE[socket.TCP_KEEPINTVL] * _KEEPALIVE[socket.TCP_KEEPCNT])
 _POLL_SECONDS = 0.1
 _MOST_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class Peer(Protocol):
         ...
 
     def lost(self, rank: int) -> None:
-        """The connection to a rank broke; the rank may have said before that it is done."""
+        """Learn that the connection to a rank broke; the rank may have said before that it is done."""
         ...
 
 
@@ -42,24 +42,24 @@ class Lines(Protocol):
     """The connections of a rank."""
 
     def tell(self, *message: Any) -> None:
-        """Send the message to all that are connected, and to those that connect later."""
+        """Send the message to all connected ranks, and to those that connect later."""
         ...
 
     def mention(self, *message: Any) -> None:
-        """Send the message to all that are connected, and only to those."""
+        """Send the message to all connected ranks, and to no others."""
         ...
 
     def wait_until_told(self, seconds: float) -> bool:
-        """Wait at most this long until everybody is connected; return whether they are."""
+        """Wait at most `seconds` until all ranks are connected; return whether they are."""
         ...
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that this one expects and that have never connected."""
+        """The expected ranks that have never connected."""
         ...
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Close the connections."""
         ...
 
 
@@ -70,7 +70,7 @@ class Hub:
         self._listener = listener
         self._never_there = set(range(1, num_others + 1))
         self._peer = peer
-        self._lines: dict[_Line, int | None] = {}
+        self._lines: dict[_Connection, int | None] = {}
         self._said: list[Message] = []
         self._lock = threading.Lock()
         self._all_there = threading.Event()
@@ -119,13 +119,13 @@ class Hub:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            line = _Line(connection)
+            line = _Connection(connection)
             with self._lock:
                 self._lines[line] = None
             selector.register(connection, selectors.EVENT_READ, line)
 
-    def _read(self, line: "_Line") -> bool:
-        """Pass on what has arrived; False if the connection has ended, or was not made by a rank."""
+    def _read(self, line: "_Connection") -> bool:
+        """Pass on the messages that arrived; return False if the connection ended, or a stranger made it."""
         messages = line.receive()
         for message in messages or ():
             if self._lines[line] is not None:
@@ -136,7 +136,7 @@ class Hub:
                 return False
         return messages is not None
 
-    def _welcome(self, line: "_Line", rank: int) -> None:
+    def _welcome(self, line: "_Connection", rank: int) -> None:
         with self._lock:
             self._lines[line] = rank
             self._never_there.discard(rank)
@@ -145,22 +145,22 @@ class Hub:
             if not self._never_there:
                 self._all_there.set()
 
-    def _lose(self, line: "_Line") -> None:
+    def _lose(self, line: "_Connection") -> None:
         line.close()
         with self._lock:
             rank = self._lines.pop(line)
-        # A connection that never named a rank was not made by one.
+        # A stranger made a connection that never named a rank.
         if rank is not None and not self._closed.is_set():
             self._peer.lost(rank)
 
 
 class Spoke:
-    """Another rank's end of its connection to rank 0, which may not be there yet."""
+    """Another rank's end of its connection to rank 0, which may not listen yet."""
 
     def __init__(self, host: str, port: int, rank: int, peer: Peer) -> None:
         self._address = host, port
         self._peer = peer
-        self._line: _Line | None = None
+        self._line: _Connection | None = None
         self._said: list[Message] = [_greet(rank)]
         self._lock = threading.Lock()
         self._connected = threading.Event()
@@ -201,11 +201,11 @@ class Spoke:
             if self._connected.is_set() and not self._closed.is_set():
                 self._peer.lost(0)
                 return
-            # Nobody who listens there said that it is rank 0.
+            # No process that listens there said that it is rank 0.
             self._closed.wait(_POLL_SECONDS)
 
-    def _follow(self, line: "_Line") -> None:
-        """Pass on what rank 0 says, until the connection ends or it is not rank 0's."""
+    def _follow(self, line: "_Connection") -> None:
+        """Pass on rank 0's messages until the connection ends, or shows that it is not rank 0's."""
         while not self._closed.is_set() and (messages := line.receive()) is not None:
             for message in messages:
                 if self._connected.is_set():
@@ -216,21 +216,21 @@ class Spoke:
                     line.close()
                     return
 
-    def _connect(self) -> "_Line | None":
+    def _connect(self) -> "_Connection | None":
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(self._address, timeout=NOTICED_SECONDS)
-                # On one host, connecting to a port that nobody listens on may connect the socket to itself.
+                # On one host, connecting to a port on which no process listens may connect the socket to itself.
                 if connection.getsockname() != connection.getpeername():
                     return self._begin(connection)
                 connection.close()
             self._closed.wait(_POLL_SECONDS)
         return None
 
-    def _begin(self, connection: socket.socket) -> "_Line":
+    def _begin(self, connection: socket.socket) -> "_Connection":
         connection.settimeout(None)
         with self._lock:
-            self._line = _Line(connection)
+            self._line = _Connection(connection)
             for message in self._said:
                 self._line.send(message)
         return self._line
@@ -248,7 +248,7 @@ def _read_greeting(message: Message) -> int | None:
     return None
 
 
-class _Line:
+class _Connection:
     """One end of a connection: messages, each a line of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -258,18 +258,18 @@ class _Line:
         # Data that is never acknowledged breaks the connection, as silence does.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * NOTICED_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A forked process would keep the connection open when this one is gone.
+        # A forked process would keep the connection open after this one ends.
         os.register_at_fork(after_in_child=connection.close)
         self._connection = connection
         self._unfinished = b""
 
     def send(self, message: Message) -> None:
-        """Send the message; that a peer is gone is noticed in `receive`."""
+        """Send the message; `receive` notices the loss of the peer."""
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Return the other end's next messages; None if the connection broke, or what came is not a message."""
+        """Return the other end's next messages; None if the connection broke, or brought no message but other bytes."""
         try:
             data = self._connection.recv(1 << 16)
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
@@ -286,16 +286,16 @@ class _Line:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that the other ranks reach at `host`, on that address alone if it is known here."""
+    """Open a socket that the other ranks reach at `host`, on that address alone if this host knows it."""
     try:
         return socket.create_server((_bound(host), port))
     except OSError:
-        # Only to the others is `host` a name of this machine: which of its addresses they reach is not known here.
+        # Only the others know this machine as `host`: it cannot tell which of its addresses they reach.
         return socket.create_server(("", port))
 
 
 def _bound(host: str) -> str:
-    """Return the address to listen on: "", for all, if `host` is the loopback here and other hosts must reach it."""
+    """Return the address to listen on; "" means all, if `host` is the loopback here and other hosts must reach it."""
     address = socket.gethostbyname(host)
     is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return "" if address.startswith("127.") and not is_alone else address

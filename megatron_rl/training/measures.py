@@ -1,4 +1,4 @@
-"""What each replica measures of an iteration, and the iteration's metrics, computed from all replicas' measures."""
+"""Measures of an iteration, by each replica, and the iteration's metrics, computed from those of all replicas."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from megatron_rl.protocol.wire import GroupPart, Mismatch
 
 
 class Measures(msgspec.Struct):
-    """Sums, least and largest values by name; `merge` combines those of several ranks."""
+    """Sums, least and largest values by name; `merge` adds those of another rank."""
 
     sums: dict[str, float] = {}
     least: dict[str, float] = {}
@@ -24,7 +24,7 @@ class Measures(msgspec.Struct):
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def bound(self, name: str, value: float) -> None:
-        """Remember the least and the largest."""
+        """Keep the least and the largest value."""
         self.least[name] = min(self.least.get(name, math.inf), value)
         self.largest[name] = max(self.largest.get(name, -math.inf), value)
 
@@ -34,13 +34,13 @@ class Measures(msgspec.Struct):
         for name, value in other.least.items():
             self.least[name] = min(self.least.get(name, math.inf), value)
         for name, value in other.largest.items():
-            # NaN is the largest of all: Python's max would lose it.
+            # NaN counts as the largest: Python's max would lose it.
             known = self.largest.get(name, -math.inf)
             self.largest[name] = value if value != value else max(known, value)
 
 
 def measure_contents(of_slots: Iterable[Contents]) -> Measures:
-    """Measure what the slots of a replica held."""
+    """Measure the contents of a replica's slots."""
     measures = Measures()
     for contents in of_slots:
         measures.add("tokens.computed", contents.num_tokens)
@@ -73,14 +73,14 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOutcome:
-    """What one optimizer step did."""
+    """The outcome of an optimizer step."""
 
     gradient_norm: float
     learning_rate: float
     was_taken: bool
     denominator: float
     gradient_zeros: int | None = None
-    """Only with --log-num-zeros-in-grad."""
+    """Elements of the gradient that are zero; None without --log-num-zeros-in-grad."""
 
 
 NOTHING_SAMPLED = Mismatch(mean=0.0, largest=0.0, bound=None)
@@ -89,17 +89,17 @@ NOTHING_SAMPLED = Mismatch(mean=0.0, largest=0.0, bound=None)
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What the updates of an iteration did."""
+    """The outcome of an iteration's updates."""
 
     updates: Sequence[UpdateOutcome]
     measures: Measures
     """Measures of this rank's replica, on the replica's reporting rank; each rank has its part of auxiliary losses."""
     mismatch: Mismatch = NOTHING_SAMPLED
-    """Difference from the engines' log-probs, over all replicas' tokens; the same on every rank."""
+    """Difference from the engines' log-probs over all replicas' tokens; the same on every rank."""
     contents: Sequence[Contents] = ()
     """Contents of the replica's slots, in their order."""
     log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    """By slot, for the first ones: its targets' log-probs under the policy that sampled, as the trainer computes them.
+    """Log-probs of the targets of the first slots, by slot: the trainer's, under the policy that sampled.
 
     Only the replica's reporting rank has them.
     """
@@ -164,11 +164,11 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
 
 
 def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the means of the auxiliary losses that routers have."""
+    """Compute the means of the routers' auxiliary losses."""
     names = ("moe_load_balancing_loss", "moe_z_loss")
     return {name: sums[name] / sums["micro_batches"] for name in names if name in sums}
 
 
 def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:
-    """List the bounds that the loss has."""
+    """List the bounds of the ratio that the loss has."""
     return (bound for bound in ("low", "high", "dual") if f"clipped_{bound}" in sums)

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs may be from those of the engines before the run ends."""
+"""The difference between the log-probs of trainer and engines, and the bounds beyond which a run warns or ends."""
 
 import dataclasses
 import math
@@ -11,12 +11,12 @@ from megatron_rl.protocol.probe import find_allowance
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""The mean difference when all is well, with some room."""
+"""Mean difference of a healthy run in each precision, with some room."""
 _ERROR = 5.0
 
 
 class MismatchBeyond(MegatronRLError):
-    """An iteration's tokens were not sampled by the policy that is to be trained on them."""
+    """Raised if the policy to be trained did not sample an iteration's tokens."""
 
     exit_code = ExitCode.RUN
 
@@ -31,8 +31,8 @@ class MismatchBeyond(MegatronRLError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """What one replica has measured of an update's tokens."""
+class ReplicaMismatch:
+    """Differences of log-probs over one replica's tokens in an update: their sum and the largest."""
 
     total: float
     largest: float
@@ -44,12 +44,12 @@ class MismatchBounds:
     """Bounds of the mean difference: given by a flag, or derived from the precisions of trainer and engines."""
 
     dtypes: tuple[str, ...]
-    """The precision in which the trainer computes, and that in which weights are published."""
+    """The precisions in which the trainer computes and weights are published."""
     temperature: float
     given: float | None = None
 
     def error(self, kind: EngineKind) -> float | None:
-        """Return the bound beyond which a run ends; None if engines draw tokens by chance."""
+        """Return the bound beyond which a run ends; None if engines draw tokens at random."""
         if not kind.has_model:
             return None
         if self.given is not None:
@@ -69,7 +69,7 @@ def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBou
 
 
 def find_warning_bound(settings: Settings) -> float:
-    """Return the mean difference to warn beyond: infinite for engines that draw by chance, unless a flag gives one."""
+    """Return the mean difference to warn beyond: infinite for engines that draw at random, unless a flag gives one."""
     if settings.observe.mismatch_warning is not None:
         return settings.observe.mismatch_warning
     if settings.rollout.engine == "scripted":
@@ -78,7 +78,7 @@ def find_warning_bound(settings: Settings) -> float:
     return HEALTHY[find_coarsest_dtype(*(dtype for dtype in dtypes if dtype is not None))]
 
 
-def combine_parts(parts: Iterable[Part], bound: float | None) -> Mismatch:
+def combine_parts(parts: Iterable[ReplicaMismatch], bound: float | None) -> Mismatch:
     """Combine the parts of all replicas; NaN counts as the largest."""
     known = list(parts)
     num_tokens = sum(part.num_tokens for part in known)

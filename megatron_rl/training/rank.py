@@ -1,4 +1,4 @@
-"""A rank's process while its parts are made."""
+"""The values that all parts of a run are made from, on one rank."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from megatron_rl.observe.startup import Startup
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """The things that the parts of a run are made from."""
+    """The process whose parts are made."""
 
     settings: RunSettings
     session: Session

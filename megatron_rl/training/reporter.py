@@ -1,4 +1,4 @@
-"""What the loop tells people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
+"""Reports for people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
 
 import contextlib
 import dataclasses
@@ -34,34 +34,34 @@ from megatron_rl.training.tracing import RankTrace, Untraced, open_trace
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 _FOLLOW_SECONDS = 0.5
-# Of a log-prob in the samples.
+# Decimals of a log-prob in the samples.
 _DECIMALS = 5
 
 
 class Reporter:
-    """Takes what the loop tells, and tells nobody: the reporter of every rank but the first."""
+    """Takes the loop's reports and writes nothing: the reporter of every rank but the first."""
 
     def begin(self, version: int) -> None:
-        """Take note that the iteration of this version begins."""
+        """Show that the iteration of this version begins."""
 
     def phase(self, name: str) -> None:
-        """Take note of the part of an iteration that begins."""
+        """Show that a part of the iteration begins."""
 
     def say(self, text: str) -> None:
         """Tell people a line."""
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
-        """Show the sidecar's counts of the iteration that runs, from now on."""
+        """Show the sidecar's counts of the running iteration, from now on, if the display has room for them."""
 
     def evaluation(self, version: int, groups: Sequence[Group]) -> None:
-        """Take the responses that held-out prompts got from a version."""
+        """Write some of the responses of an evaluation."""
 
     def iteration(
         self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
     ) -> None:
-        """Report an iteration that is over.
+        """Report a finished iteration.
 
-        `contents` are those of the slots of this rank's replica, and `log_probs` the trainer's for some of them.
+        `contents` are those of the slots of this rank's replica; `log_probs` are the trainer's, for some slots.
         """
         self.write(version, metrics)
 
@@ -134,7 +134,7 @@ class SamplesReporter(MetricsReporter):
             try:
                 now = status()
             except MegatronRLError:
-                # The loop meets the same error, and reports it.
+                # The loop gets the same error, and reports it.
                 continue
             if (iteration := now.get("iteration")) is not None:
                 groups, waiting = iteration["groups"], now["slots_waited_for"]
@@ -187,7 +187,7 @@ class SamplesReporter(MetricsReporter):
             for slot, of_slot in enumerate(contents)
             for part, of_part in _divide_log_probs(of_slot.parts, log_probs.get(slot))
         )
-        # The slots that a group was split over follow each other.
+        # A group may be split over several slots, one after the other.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
             left = self._samples.left(version)
             if left <= 0:
@@ -195,7 +195,7 @@ class SamplesReporter(MetricsReporter):
             of_parts = list(of_group)
             first = of_parts[0][0]
             responses = [item for part, of_part in of_parts for item in zip(part.responses, of_part, strict=True)]
-            # Those that are divided over the whole update say little of one group.
+            # Advantages that are divided over the whole update say little about one group.
             advantages = None if self._advantages.is_divided else self._advantages(first).tolist()
             sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
             self._samples.write(version, [sampled])
@@ -207,7 +207,7 @@ class SamplesReporter(MetricsReporter):
         responses: Sequence[tuple[Response, np.ndarray | None]],
         advantages: Sequence[float] | None = None,
     ) -> SampledGroup:
-        """Decode a group; beside each response are the trainer's log-probs of its tokens, if they are known."""
+        """Decode a group; each response comes with the trainer's log-probs of its tokens, or with None."""
         tokens = (prompt_tokens, *(response.tokens for response, _ in responses))
         prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
         sampled = [
@@ -235,7 +235,7 @@ class SamplesReporter(MetricsReporter):
 def _divide_log_probs(
     parts: Iterable[GroupPart], log_probs_N: np.ndarray | None
 ) -> Iterator[tuple[GroupPart, list[np.ndarray | None]]]:
-    """Give each response of a slot the log-probs of its tokens, which follow each other in the order of responses."""
+    """Divide the log-probs of a slot over its responses, in whose order they are."""
     begin = 0
     for part in parts:
         of_part: list[np.ndarray | None] = []
@@ -253,7 +253,7 @@ def _round(log_probs: np.ndarray) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """What a rank notes while the run lives: reports for people, times, and the trace."""
+    """The records of a rank while the run lives: reports for people, times, and the trace."""
 
     reporter: Reporter
     timeline: Timeline
@@ -269,30 +269,26 @@ class RunLog:
             yield
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """What reports and traces of a run with engines need."""
+def open_log(
+    rank: Rank, version: int, client: RolloutClient | None = None, advantages: GroupAdvantages | None = None
+) -> RunLog:
+    """Open the files that a run writes from a version on; every rank calls it.
 
-    client: RolloutClient
-    advantages: GroupAdvantages
-
-
-def open_log(rank: Rank, version: int, sampled: Sampled | None = None) -> RunLog:
-    """Open what a run writes from a version on; every rank calls it. A run that samples nothing has no `sampled`."""
+    Without engines there are neither a `client` nor `advantages`.
+    """
     settings, startup = rank.settings, rank.startup
     trace: RankTrace | Untraced = Untraced()
     if settings.observe.trace == "on":
-        sidecar = None if sampled is None else sampled.client
-        trace = open_trace(settings.folder, rank.session, version, sidecar, rank.say)
+        trace = open_trace(settings.folder, rank.session, version, client, rank.say)
         rank.stack.callback(trace.close)
     timeline, reporter = Timeline(recorder=trace.recorder), Reporter()
     if rank.session.rank == 0:
         others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
-        reporter = build_reporter(settings, version, None if sampled is None else sampled.advantages, others)
+        reporter = build_reporter(settings, version, advantages, others)
         rank.stack.callback(reporter.close)
         config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
-        if sampled is not None:
-            reporter.follow(sampled.client.status)
+        if client is not None:
+            reporter.follow(client.status)
         startup.say("all is ready")
         timeline.restart(startup.seconds)
     return RunLog(reporter, timeline, trace, rank.recipe.finish_iteration)
@@ -304,10 +300,10 @@ def build_reporter(
     advantages: GroupAdvantages | None,
     others: Sequence[Sink] | None = None,
 ) -> Reporter:
-    """Build the reporter of a run from a version on; drop what an earlier attempt wrote from that version on.
+    """Build rank 0's reporter of a run from a version on; drop the records of that version and later ones.
 
-    A run that begins again keeps copies first. A run that samples nothing has no `advantages`. `others` replace the
-    sinks that flags ask for.
+    If a run does not resume, its folder's earlier files are copied first. `advantages` is None without engines.
+    `others` replace the sinks that flags ask for.
     """
     observe, folder, num_iterations = settings.observe, settings.folder, settings.training.train_iters
     assert num_iterations is not None

@@ -1,4 +1,4 @@
-"""The groups of an iteration, as the loop sees them: submitted by rank 0, given to every rank slot by slot."""
+"""The groups of an iteration: rank 0 submits their prompts, and every rank gets them slot by slot."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _MOST_NAMED = 5
 
 
 class TakesPrompts(Protocol):
-    """Where prompts come from."""
+    """A source of prompts, with a place in it."""
 
     def peek(self, count: int, num_carried: int = 0) -> list[Prompt]: ...
 
@@ -50,25 +50,25 @@ MakeBatcher = Callable[[float | None], Batcher]
 """Makes the batcher of an iteration from its baseline: see `GroupAdvantages`."""
 
 Schedule = Callable[[IterationSlots, Session], None]
-"""Waits until training may start with the slots of an iteration."""
+"""Waits until training on the slots of an iteration may start."""
 
 
 def start_at_once(slots: IterationSlots, session: Session) -> None:
-    """Do not wait: each micro-batch is waited for where it is computed, and generation goes on meanwhile."""
+    """Do not wait: training waits for each micro-batch when it is next, while engines generate others."""
 
 
 def wait_for_all(slots: IterationSlots, session: Session) -> None:
-    """Wait until all groups are there, so that nothing overlaps: the baseline to compare with."""
+    """Wait until all groups have arrived, so that nothing overlaps: a schedule to compare with."""
     slots.wait_for_all()
     session.barrier()
 
 
 SCHEDULES: dict[str, Schedule] = {"periodic": start_at_once, "sync": wait_for_all}
-"""By the names of --schedule."""
+"""The schedules, by the names of --schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class SubmissionTerms:
     """The part of a submission that is the same in every iteration."""
 
     division: Division
@@ -80,13 +80,13 @@ class Terms:
 
 
 class Rollouts:
-    """One rank's side of all iterations."""
+    """Submits iterations and opens their slots, on one rank."""
 
     def __init__(
         self,
         client: RolloutClient,
         session: Session,
-        terms: Terms,
+        terms: SubmissionTerms,
         make_batcher: MakeBatcher,
         schedule: Schedule,
         prompts: TakesPrompts | None,
@@ -108,7 +108,7 @@ class Rollouts:
     @contextlib.contextmanager
     def iteration(self, identity: Identity) -> Iterator[IterationSlots]:
         """Submit an iteration and yield the slots of this rank's replica; `complete` ends the iteration."""
-        # Every rank learns of a failure. And none asks for a slot, which has a deadline, while rank 0 still evaluates.
+        # Every rank learns of a failure. And no rank asks for a slot, which has a deadline, while rank 0 evaluates.
         with self._timeline.part("submit"):
             self._session.run_or_raise_everywhere(lambda: self._submit(identity))
         slots = self._open_slots(identity)
@@ -119,7 +119,7 @@ class Rollouts:
             slots.finish()
         except MismatchBeyond as error:
             refused = error.mismatch
-            # Every rank raises this, and the first one to end ends all: have it recorded before that.
+            # Every rank raises this, and the first rank that ends ends all: the sidecar must record it before.
             self._session.run_or_raise_everywhere(
                 lambda: self._client.refuse(identity.version, refused) if self._session.rank == 0 else None
             )
@@ -128,7 +128,7 @@ class Rollouts:
             slots.close()
 
     def complete(self, version: int, mismatch: Mismatch) -> None:
-        """Tell the sidecar that an iteration was trained on, and the mismatch measured of its tokens."""
+        """Tell the sidecar that an iteration was trained on, and the mismatch of its tokens."""
         audit_head, baseline = "", None
         if self._session.rank == 0:
             assert self._prompts is not None
@@ -140,7 +140,7 @@ class Rollouts:
         self.state = RunState(audit_head, self._session.broadcast(baseline) if self._terms.has_baseline else None)
 
     def describe_prompts(self) -> dict[str, Any]:
-        """Return metrics of what became of the last iteration's prompts; on rank 0, if flags choose among them."""
+        """Return metrics of the last iteration's prompts; none if every prompt is used, or on other ranks than 0."""
         census = self._census
         described: dict[str, Any] = {}
         if census is not None and self._terms.division.plan.num_spare:
@@ -224,9 +224,9 @@ def build_rollouts(
     timeline: Timeline,
     state: RunState,
 ) -> Rollouts:
-    """Build a rank's side of all iterations; `state` is that of the iteration before."""
+    """Build the rollouts of a rank; `state` is that of the iteration before."""
     settings, session = rank.settings, rank.session
-    terms = Terms(
+    terms = SubmissionTerms(
         settings.sizes.division,
         build_sampling(settings, settings.sampling.temperature, prompts),
         settings.service.deadline_minutes * 60,
@@ -240,7 +240,7 @@ def build_rollouts(
 
 
 def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSource | None) -> Sampling:
-    """Return how responses are sampled; rank 0, which has prompts, is the one that asks for them."""
+    """Build the sampling that the flags give; only rank 0 has prompts, and only its sampling is used."""
     sampling = settings.sampling
     stops = [] if prompts is None or sampling.ignore_eos else prompts.stops
     return Sampling(

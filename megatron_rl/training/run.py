@@ -1,4 +1,4 @@
-"""A run on one rank, from its settings to its exit code. `build.py` makes its parts."""
+"""One rank of a run, from the settings to the exit code. `build.py` makes its parts."""
 
 import contextlib
 import datetime
@@ -69,7 +69,7 @@ def train(
 
 
 def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStack) -> tuple[Inputs, OwnSidecar | None]:
-    """On rank 0, read the data and start the sidecar, if the run has one of its own; `stack` ends it."""
+    """Read the data and start the run's own sidecar, if it has one; `stack` ends it. Only rank 0 calls this."""
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
     inputs = read_inputs(settings, startup)
@@ -103,7 +103,7 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
 
 
 def _try_attention(settings: Settings, device: torch.device) -> None:
-    """On accelerators, whose kernels no test of a CPU has run, raise unless attention is computed."""
+    """Raise unless attention can be computed here; on a CPU, tests have shown that it can."""
     if device.type == "cpu":
         return
     one = settings.architecture
@@ -158,7 +158,7 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
 
 
 def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
-    """Connect to the store and return it; from then on, if not earlier, the ranks watch each other."""
+    """Connect to the store and return it; if the ranks did not watch each other yet, they do from then on."""
     if watch.is_connected:
         return _store_of_rank_0(watch, timeout)
     store, _, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -168,7 +168,7 @@ def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
 
 
 def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
-    """Open the store at a port that rank 0 tells the others: at MASTER_PORT they watch each other."""
+    """Open the store at a port that rank 0 tells the others, since they watch each other at MASTER_PORT."""
     host = os.environ["MASTER_ADDR"]
     if watch.rank == 0:
         listener = listen(host, 0)

@@ -1,4 +1,4 @@
-"""When a run is saved, what is saved beside model and optimizer, and what a resumed run must match."""
+"""Checkpoints of a run: when they are due, the values beside model and optimizer, the checks of a resumed run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.checkpoint.folders import iteration_folder, withdraw
+from megatron_rl.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.policy import Policy, Reference
@@ -27,7 +27,7 @@ class Data(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """What an iteration leaves to the next one, beside weights and the place in the data."""
+    """The values that an iteration leaves to the next one, beside weights and the place in the data."""
 
     audit_head: str = ""
     """Head of the sidecar's audit log when the iteration was completed; on rank 0."""
@@ -36,16 +36,16 @@ class RunState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """Where a run begins or resumes."""
+class StartPoint:
+    """The place where a run begins or resumes."""
 
     version: int = 0
-    """The number of iterations that are done."""
+    """The number of finished iterations."""
     state: RunState = RunState()
 
 
 class Saver:
-    """Saves one run, in Megatron's format and, if asked for, in Hugging Face's; and goes on from what was saved."""
+    """Saves and resumes one run, in Megatron's format; with --save-hf it saves in Hugging Face's too."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Saver:
         reference: Reference | None,
         recipe: Recipe = STAND_ALONE,
     ):
-        """`prompts` is rank 0's."""
+        """`prompts` are the data of the run; only rank 0 has them."""
         self._settings = settings
         self._session = session
         self._policy = policy
@@ -71,11 +71,11 @@ class Saver:
         self.last_saved: Path | None = None
         self.last_hf: Path | None = None
 
-    def load(self, say: Callable[[str], None]) -> Start:
+    def load(self, say: Callable[[str], None]) -> StartPoint:
         """Load the checkpoint of --load, if there is one, and return where the run starts."""
         loaded = self._checkpointer.load()
         if loaded is None:
-            return Start()
+            return StartPoint()
         say(f"the run continues from {loaded.source}, version {loaded.version}")
         for note in loaded.notes:
             say(note)
@@ -85,17 +85,17 @@ class Saver:
         if not self._settings.checkpoint.finetune:
             self._loaded = loaded.version, loaded.source
         self._complete(loaded.version, loaded.source, say)
-        return Start(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
+        return StartPoint(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
 
     def save_if_due(self, version: int, is_last: bool, state: RunState) -> None:
-        """Save in both formats if that is due; first, a checkpoint written in the background becomes the newest."""
+        """Save in both formats if that is due; before, complete a checkpoint that was written in the background."""
         config, self._num_done = self._settings.checkpoint, version
         self._checkpointer.poll()
         if not is_save_due(self._settings, version, is_last):
             return
         if config.save_hf is not None:
             hf_folder = iteration_folder(config.save_hf, version)
-            # What this run left there before it was killed, or went back, does not match the checkpoint written now.
+            # An earlier attempt may have left a folder there, which does not match the checkpoint written now.
             self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if config.save is not None:
             self._checkpointer.save(version, self._extra(state))
@@ -104,13 +104,13 @@ class Saver:
             self._save_hf(hf_folder)
 
     def finish(self) -> None:
-        """Return when everything is written."""
+        """Wait until everything is written."""
         self._checkpointer.finish()
 
     def describe_loss(self) -> str:
-        """Say which checkpoint is the newest, how many finished iterations an interrupt loses, and how to resume."""
+        """Name the newest checkpoint, the number of finished iterations that an interrupt loses, and the way to resume."""
         config = self._settings.checkpoint
-        newest = None if config.save is None else folders.latest_iteration(config.save)
+        newest = None if config.save is None else latest_iteration(config.save)
         way = "the same command resumes from it"
         if config.save is not None and newest is not None:
             version, source = newest, iteration_folder(config.save, newest)
@@ -120,7 +120,7 @@ class Saver:
             version, source = self._loaded
         else:
             lost = _count(self._num_done, "")
-            way = "the same command begins anew" + ("; --save keeps checkpoints" if config.save is None else "")
+            way = "the same command begins again" + ("; --save keeps checkpoints" if config.save is None else "")
             return f"no checkpoint exists; {lost}, and {way}"
         lost = _count(self._num_done - version, " after it")
         return f"the newest checkpoint is {source}, of iteration {version}; {lost}, and {way}"
@@ -165,7 +165,7 @@ class Saver:
 
 
 def _count(number: int, place: str) -> str:
-    """Say how many finished iterations are lost."""
+    """Return the words for a number of lost iterations."""
     return f"1 finished iteration{place} is lost" if number == 1 else f"{number} finished iterations{place} are lost"
 
 

@@ -1,4 +1,4 @@
-"""On SIGTERM the running iteration is finished and saved, or given up after a grace period.
+"""Ends of a run before its time. On SIGTERM the running iteration is finished and saved, or given up after a grace.
 
 Before the first iteration there is nothing to finish: the process ends at once.
 
@@ -21,7 +21,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError
 
 
 class Stopped(MegatronRLError):
-    """A rank was asked to stop, and ends before its iteration is over; the other ranks end with it."""
+    """Raised on a rank that was asked to stop and ends within an iteration; the other ranks end with it."""
 
     exit_code = ExitCode.OUT_OF_GRACE
 
@@ -31,7 +31,7 @@ _NOT_BEGUN = "it was asked to stop before its first iteration"
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop."""
+    """SIGTERM, as a request to stop."""
 
     def __init__(self, grace_seconds: float, leave: Callable[[MegatronRLError], object]):
         """`leave` is called last if the process has to end at once; it must take no more than a few seconds."""
@@ -45,7 +45,7 @@ class StopRequest:
         self._writer.setblocking(False)
 
     def install(self) -> "StopRequest":
-        """Listen from now on; from the main thread."""
+        """Listen from now on; the main thread must call it."""
         signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop", daemon=True).start()
@@ -56,12 +56,12 @@ class StopRequest:
         return self._asked.is_set()
 
     def begin(self) -> None:
-        """Say that from now on there is an iteration to finish. Does not return if the process is already ending."""
+        """Let later requests finish the iteration. Does not return if the process is already ending."""
         with self._lock:
             self._has_begun = True
 
     def over(self) -> None:
-        """Say that everything is finished: the grace period ends nothing any more."""
+        """Note that everything is finished, so that the grace period ends nothing."""
         self._over.set()
 
     def _listen(self) -> None:
@@ -93,13 +93,13 @@ class ExitLimits:
     """
 
     def __init__(self, interval: int | None, minutes: int | None, count_seconds: Callable[[], float]):
-        """`count_seconds` says how long the run has taken."""
+        """`count_seconds` returns the run's seconds so far."""
         self._interval = interval
         self._minutes = minutes
         self._count_seconds = count_seconds
 
     def find_reason(self, version: int) -> str | None:
-        """Why the run ends with this many iterations done; None if it goes on."""
+        """Return the limit that `version` finished iterations reach; None if they reach none."""
         if self._interval is not None and version % self._interval == 0:
             return f"--exit-interval {self._interval}"
         if self._minutes is not None and self._count_seconds() > self._minutes * 60:
@@ -114,12 +114,12 @@ def build_exit_limits(settings: Settings, count_seconds: Callable[[], float]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Where the loop starts, and what ends it."""
+    """The first and the last iteration of a loop, and the reasons to end earlier."""
 
     version: int
-    """The number of iterations that are done when it starts."""
+    """The number of finished iterations when the loop starts."""
     num_iterations: int
-    """The number of iterations after which the run is complete, earlier ones included."""
+    """The number of finished iterations when the run is complete."""
     stop: StopRequest
     limits: ExitLimits
 

@@ -19,34 +19,34 @@ from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.weights.mapping import Coordinates
 
 _NUM_QUESTIONS = 8
-# The sidecar is asked once an iteration; so many of the last answers count.
+# The sidecar is asked once an iteration. The number of its last answers that count:
 _NUM_ANSWERS = 16
 
 
 class TellsTime(Protocol):
-    """The rollout client."""
+    """A process whose clock can be asked: the rollout client."""
 
     def clock(self) -> float: ...
 
 
 class Untraced:
-    """The trace of a run that records none."""
+    """Records nothing: for runs without a trace."""
 
     recorder = None
     steps = None
 
     def begin(self) -> None:
-        """Do nothing."""
+        pass
 
     def end(self, version: int) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 class RankTrace:
-    """What a rank records. Nothing of it can fail a run: a file that cannot be written ends the trace, and is said."""
+    """The trace of a rank. It cannot fail a run: if its file cannot be written, it says so and ends."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class RankTrace:
         offset: float,
         say: Callable[[str], None],
     ) -> None:
-        """`sidecar` is rank 0's, which knows its clock; `offset` is what rank 0 adds to its own."""
+        """`sidecar`, which has a clock, is rank 0's; `offset` is the seconds that rank 0 adds to its own clock."""
         self.steps = steps
         self.recorder = recorder
         self._file: TraceFile | None = file
@@ -73,7 +73,7 @@ class RankTrace:
         self.recorder.restart()
 
     def end(self, version: int) -> None:
-        """Write down an iteration."""
+        """Write the line of an iteration."""
         begun = self.recorder.now()
         self.steps.settle()
         facts = self._ask(1)
@@ -88,19 +88,19 @@ class RankTrace:
         self.recorder.add(self._writing, taken["end"], self.recorder.now())
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _ask(self, count: int) -> dict[str, Any]:
-        """Ask the sidecar for its time, and return what is known of its clock."""
+        """Ask the sidecar for its time, and return the offset of its clock and the bound of the error."""
         if self._sidecar is None:
             return {}
         try:
             self._answers.extend(ask(self.recorder.now, self._sidecar.clock, count))
         except MegatronRLError:
-            # An older sidecar cannot say, and one that is gone is the loop's to report.
+            # An older sidecar cannot tell, and if the sidecar is lost, the loop reports it.
             self._sidecar = None
             return {}
         found = estimate(self._answers).back()
@@ -110,7 +110,7 @@ class RankTrace:
 def open_trace(
     run: Path, session: Session, version: int, sidecar: TellsTime | None, say: Callable[[str], None]
 ) -> RankTrace:
-    """Begin or go on with the trace of a run; every rank calls it. What it holds of `version` and later is dropped."""
+    """Begin or resume the trace of a run; every rank calls it. Drop its lines of `version` and later ones."""
     offset, error = align_clocks(session)
     where = session.coordinates
     facts = {"offset": offset, "error": error, **_describe(session, where)}
@@ -130,7 +130,7 @@ def open_trace(
 
 
 def align_clocks(session: Session) -> tuple[float, float]:
-    """Return what this rank adds to its clock for the common one, and the bound of the error."""
+    """Return the seconds that this rank adds to its clock for the common one, and the bound of the error."""
     anchor = session.broadcast(find_own_offset())
     found = Offset(0.0, 0.0)
     for rank in range(1, session.world_size):
@@ -161,7 +161,7 @@ def _describe(session: Session, where: Coordinates) -> dict[str, Any]:
 
 
 def _drop_others(run: Path, num_ranks: int, version: int) -> None:
-    """Drop what ranks wrote, from this version on, that the run had before and has no more."""
+    """Drop the lines, from this version on, of ranks that an earlier attempt had and this one does not."""
     for path in (run / FOLDER).glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= num_ranks:

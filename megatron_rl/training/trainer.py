@@ -1,4 +1,4 @@
-"""The loop. How an iteration learns is its stage's: `grpo.py`, `supervised/stage.py`."""
+"""The loop of a run. The stage decides how an iteration learns: `grpo.py`, `supervised/stage.py`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_rl.training.stop import Course
 
 
 class Stage(Protocol):
-    """The part of an iteration that --stage decides; every rank calls each method, unless it says otherwise."""
+    """The part of an iteration that --stage decides; all ranks call each method, unless it says otherwise."""
 
     @property
     def log(self) -> RunLog: ...
@@ -24,7 +24,7 @@ class Stage(Protocol):
 
     @property
     def rates(self) -> Mapping[str, str]:
-        """Tokens per second in the metrics: by a rate's name, the measure that counts its tokens."""
+        """The rates in the metrics, in tokens per second: by name, the measure that counts the tokens."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Stage(Protocol):
         ...
 
     def publish(self, version: int) -> Identity:
-        """Bring the policy to the engines, if the stage has any; return what they now sample with."""
+        """Bring the policy to the engines, if the stage has any; return the identity of its weights."""
         ...
 
     def learn(self, identity: Identity) -> Learned:
@@ -41,11 +41,11 @@ class Stage(Protocol):
         ...
 
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
-        """On rank 0, return an iteration's metrics; `measures` are those of all replicas."""
+        """Return an iteration's metrics, on rank 0; `measures` are those of all replicas."""
         ...
 
     def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
-        """On rank 0, return what people should know when the run ends; `checkpoint` is the last one that it wrote."""
+        """Return lines for people at the end of a run, on rank 0; `checkpoint` is the last one that it wrote."""
         ...
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Trainer:
             self.saver.save_if_due(version, is_last, self._stage.state)
 
     def _finish(self, version: int) -> None:
-        """Wait until everything is written, and tell people what remains."""
+        """Wait until everything is written, and print the remarks of the stage."""
         with self.log.phase("save"):
             self.saver.finish()
         self.log.trace.end(version)
@@ -154,6 +154,6 @@ class Trainer:
 
 
 def _name(identity: Identity) -> dict[str, Any]:
-    """Return the metrics that say which weights an iteration had; without engines, they have no fingerprint."""
+    """Return the metrics that name an iteration's weights; without engines they have no fingerprint."""
     named: dict[str, Any] = {"version": identity.version}
     return named | {"fingerprint": identity.fingerprint} if identity.fingerprint else named

@@ -26,25 +26,25 @@ from typing import NamedTuple, NoReturn, Protocol
 from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
 from megatron_rl.training.lifelines import Hub, Lines, Message, Spoke, listen
 
-_LOST = "its process is gone without a word: it was killed, or its host cannot be reached"
+_LOST = "its process ended without a message: it was killed, or its host cannot be reached"
 _KEY = "megatron_rl/watch"
-# Another rank's failure may first show as a broken connection; that rank's own reason is on its way.
+# Another rank's failure may first show as a broken connection; the rank's own reason arrives soon after.
 _REASON_SECONDS = 1.0
-# Rank 0 answers at once, unless it is gone too.
+# Rank 0 answers at once, unless it is lost too.
 _ANSWER_SECONDS = 3.0
 _MISSING_SECONDS = 20.0
 # Ranks started together connect in a moment; the imports that follow leave the connecting thread little time.
 _GREETING_SECONDS = 2.0
 # Ranks of one run are started together: one that connects late can still hear of a failure for this long.
 _LATE_SECONDS = 10.0
-# What is waited for in these parts of an iteration has a deadline of its own.
+# In these parts of an iteration a rank waits for something that has a deadline of its own.
 _WITH_A_DEADLINE = ("wait", "publish", "evaluate", "save")
-# How often a rank says where it is within the time that it may stay there.
+# The number of times that a rank says where it is within the time that it may stay there.
 _NUM_REPORTS = 20
 
 
 class Store(Protocol):
-    """What torch.distributed's stores offer."""
+    """A store of torch.distributed."""
 
     def get(self, key: str) -> bytes: ...
 
@@ -81,22 +81,22 @@ class _NothingToFollow:
 
 
 class Failure(NamedTuple):
-    """Why the run ended, and where this happened first."""
+    """The reason for which the run ended, and the rank where it happened first."""
 
     reason: str
     rank: int
     exit_code: int
     speaker: int
-    """The rank that says so: the one that failed, or that noticed."""
+    """The rank that reports the failure: the one that failed, or the one that noticed."""
     place: str
-    """Where the speaker prints it: a rank that prints to the same place need not repeat it."""
+    """The place to which the speaker prints: a rank that prints to the same place need not repeat it."""
 
     def __str__(self) -> str:
         return f"{self.reason} (rank {self.rank})"
 
 
 class Stalls:
-    """On rank 0: where every rank was when it last said so, and for how long that has been the same."""
+    """The last known place of every rank, and the seconds since one of them changed; on rank 0."""
 
     def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most_seconds = most_seconds
@@ -105,14 +105,14 @@ class Stalls:
         self._since = clock()
 
     def heard(self, rank: int, num_steps: int, part: str) -> None:
-        """A rank is in this part of an iteration, after so many steps."""
+        """Note that a rank is in this part of an iteration, after `num_steps` steps."""
         place = num_steps, part
         if self._places.get(rank) != place or part in _WITH_A_DEADLINE:
             self._since = self._clock()
         self._places[rank] = place
 
     def find(self) -> str | None:
-        """Say that nobody gets further; None if somebody may."""
+        """Return the reason to end if no rank makes progress; None if one does, or waits for another process."""
         if self._clock() - self._since <= self.most_seconds:
             return None
         ranks = collections.defaultdict(list)
@@ -120,14 +120,14 @@ class Stalls:
             ranks[part].append(str(rank))
         where = "; ".join(f"{', '.join(of_part)} in {part}" for part, of_part in ranks.items())
         return (
-            f"no rank has got further for {self.most_seconds / 60:g} minutes, and none waits for engines (ranks "
-            f"{where}): look at what each does (py-spy dump --pid), and at the network between them; if a micro-batch "
+            f"no rank has made progress for {self.most_seconds / 60:g} minutes, and none waits for engines (ranks "
+            f"{where}). Look at each of them (py-spy dump --pid), and at the network between them. If a micro-batch "
             "takes that long, raise --distributed-timeout-minutes"
         )
 
 
 class Watch:
-    """A context around everything that ranks do together; once connected, a rank hears of the others' failures."""
+    """A context around the ranks' joint work: within it, once connected, a rank hears of the others' failures."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -145,7 +145,7 @@ class Watch:
 
     @classmethod
     def of_environment(cls) -> "Watch":
-        """Make the watch of the rank that the environment names. Without torchrun it is connected from now on."""
+        """Make the watch of the rank that the environment names. Without torchrun, connect it at once."""
         watch = cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         if watch.world_size > 1 and not meets_in_an_agent() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             watch.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -154,7 +154,7 @@ class Watch:
         return watch
 
     def connect(self, host: str, port: int) -> None:
-        """Listen there, on rank 0; on the others, connect to rank 0 as soon as it listens."""
+        """Listen at this address, on rank 0; on the others, connect to rank 0 as soon as it listens."""
         if self.rank == 0:
             try:
                 listener = listen(host, port)
@@ -169,7 +169,7 @@ class Watch:
         waiting.start()
 
     def connect_through(self, store: Store) -> None:
-        """Connect where MASTER_PORT is torchrun's store: rank 0 says in the store where it listens."""
+        """Connect if MASTER_PORT is torchrun's store: rank 0 writes into the store where it listens."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank != 0:
             own_host, _, own_port = store.get(_KEY).decode().rpartition(":")
@@ -185,28 +185,28 @@ class Watch:
         store.set(_KEY, f"{own}:{listener.getsockname()[1]}")
 
     def _name_missing(self, lines: Lines, place: str) -> None:
-        """Name the ranks that have not connected: each may still come, or may have ended before it connected."""
+        """Name the ranks that have not connected: each may still connect, or may have ended before."""
         if not lines.wait_until_told(_MISSING_SECONDS):
             ranks = ", ".join(map(str, lines.missing))
             print(
-                f"megatron_rl: rank {self.rank} has waited {_MISSING_SECONDS:g} s at {place} for rank {ranks}, never "
-                "there yet: see whether it was started, and what it printed",
+                f"megatron_rl: rank {self.rank} has waited {_MISSING_SECONDS:g} s at {place} for rank {ranks}, which "
+                "has not connected: check that it was started, and read its output",
                 file=sys.stderr,
                 flush=True,
             )
 
     @property
     def is_connected(self) -> bool:
-        """Whether the other ranks are told of this one."""
+        """Whether the other ranks hear of this one's end."""
         return self._lines is not None
 
     def say_store(self, port: int) -> None:
-        """Rank 0 tells the others where torch's store is."""
+        """Tell the others the port of torch's store; only rank 0 calls this."""
         assert self._lines is not None
         self._lines.tell("store", port)
 
     def store_port(self, seconds: float) -> int | None:
-        """Return the port of torch's store that rank 0 names; None if it names none within this time."""
+        """Return the port of torch's store that rank 0 names; None if it names none within `seconds`."""
         return self._store_port if self._has_store.wait(seconds) else None
 
     def follow(self, run: Followed, most_seconds: float) -> None:
@@ -318,7 +318,7 @@ class Watch:
             self._end(failure)
 
     def _decide(self, failure: Failure) -> Failure:
-        """On rank 0: the first failure is the run's, and everybody is told."""
+        """Make the first failure the run's, tell all ranks, and return it; only rank 0 calls this."""
         assert self._lines is not None
         with self._lock:
             if self._first is None:
@@ -344,10 +344,10 @@ class Watch:
 
 
 def tell_launcher(reason: str) -> None:
-    """Have torchrun print this as the root cause, at the very end: it takes the earliest error of all ranks."""
+    """Have torchrun print `reason` as the root cause, at the very end: it takes the earliest error of all ranks."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # Whole seconds: one less, to be before the ranks that end because of this one within the same second.
+        # torchrun reads whole seconds. One less is before the ranks that end, in the same second, because of this one.
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
@@ -363,5 +363,5 @@ def _place_of_errors() -> str:
 
 
 def meets_in_an_agent() -> bool:
-    """Whether torchrun hosts the store, and so holds its port."""
+    """Return whether torchrun hosts the store, and so holds its port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

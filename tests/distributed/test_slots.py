@@ -27,7 +27,7 @@ from megatron_rl.protocol.client import IterationFailed, RolloutError
 from megatron_rl.protocol.slots import divide
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.measures import Measures
-from megatron_rl.training.rollouts import Rollouts, Terms, build_batcher, start_at_once, wait_for_all
+from megatron_rl.training.rollouts import Rollouts, SubmissionTerms, build_batcher, start_at_once, wait_for_all
 from tests import hf_models
 from tests.distributed.grpo_trials import Source
 from tests.distributed.training import settings_of
@@ -81,7 +81,10 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
         micro_batch_size=4, num_updates=2,
     )  # fmt: skip
     prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-    terms, batcher = Terms(divide(plan), wire.Sampling(max_tokens=8), 60.0), Batcher(of_sums(ADVANTAGES["mean"]))
+    terms, batcher = (
+        SubmissionTerms(divide(plan), wire.Sampling(max_tokens=8), 60.0),
+        Batcher(of_sums(ADVANTAGES["mean"])),
+    )
     return Rollouts(sidecar, session, terms, lambda baseline: batcher, schedule, prompts if session.rank == 0 else None)
 
 
@@ -265,7 +268,7 @@ def opened(
             },
         )()
         prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-        terms = Terms(division, wire.Sampling(max_tokens=8), 60.0)
+        terms = SubmissionTerms(division, wire.Sampling(max_tokens=8), 60.0)
         with Rollouts(sidecar, session, terms, lambda baseline: batcher, start_at_once, prompts).iteration(
             identity
         ) as slots:

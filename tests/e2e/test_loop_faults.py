@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_while_it_waits_for_a_slot_ends_the_other_by_name(
         ranks.processes[victim].kill()
         assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
     (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
-    assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
+    assert said == f"its process ended without a message: it was killed, or its host cannot be reached (rank {victim})"
 
 
 def test_a_loss_of_nan_ends_the_run_before_the_update(world):
@@ -239,7 +239,7 @@ def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, 
         assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
         print(f"{moment}: the other rank ended {time.monotonic() - killed:.2f} s after rank {victim}")
     (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
-    assert said == f"its process is gone without a word: it was killed, or its host cannot be reached (rank {victim})"
+    assert said == f"its process ended without a message: it was killed, or its host cannot be reached (rank {victim})"
 
 
 @pytest.mark.each_change

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.protocol.precisions import find_coarsest_dtype
 from megatron_rl.protocol.probe import find_agreement, find_bound, limit_by_spread, measure_difference
 from megatron_rl.protocol.wire import EngineKind, Mismatch
-from megatron_rl.training.mismatch import MismatchBounds, Part, combine_parts
+from megatron_rl.training.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,18 @@ def test_the_bound_between_engines_is_tight_only_where_all_run_one_program_in_fl
 
 
 def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:
-    found = combine_parts([Part(3.0, 0.5, 30), Part(1.0, 2.0, 10)], 0.2)
+    found = combine_parts([ReplicaMismatch(3.0, 0.5, 30), ReplicaMismatch(1.0, 2.0, 10)], 0.2)
     assert found == Mismatch(mean=0.1, largest=2.0, bound=0.2)
     assert found.is_accepted
-    assert not combine_parts([Part(3.0, 0.5, 10)], 0.2).is_accepted
-    assert combine_parts([Part(3.0, 0.5, 10)], None).is_accepted
+    assert not combine_parts([ReplicaMismatch(3.0, 0.5, 10)], 0.2).is_accepted
+    assert combine_parts([ReplicaMismatch(3.0, 0.5, 10)], None).is_accepted
 
 
 def test_a_mismatch_of_nan_is_above_every_bound() -> None:
-    for parts in ([Part(math.nan, math.nan, 4), Part(1.0, 1.0, 4)], [Part(1.0, 1.0, 4), Part(math.nan, math.nan, 4)]):
+    for parts in (
+        [ReplicaMismatch(math.nan, math.nan, 4), ReplicaMismatch(1.0, 1.0, 4)],
+        [ReplicaMismatch(1.0, 1.0, 4), ReplicaMismatch(math.nan, math.nan, 4)],
+    ):
         found = combine_parts(parts, 1e9)
         assert math.isnan(found.largest)
         assert not found.is_accepted

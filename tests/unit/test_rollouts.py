@@ -13,7 +13,7 @@ from megatron_rl.data.slots import Identity
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutError
 from megatron_rl.protocol.slots import divide
-from megatron_rl.training.rollouts import Rollouts, Terms, start_at_once
+from megatron_rl.training.rollouts import Rollouts, SubmissionTerms, start_at_once
 
 IDENTITY = Identity("run", 3, "weights-3")
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
@@ -24,7 +24,8 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any, put_off: 
         rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
     )
     prompts: Any = types.SimpleNamespace(put_off=list(put_off), peek=lambda count, num_carried: [])
-    terms, batcher = Terms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0), Batcher(of_sums(ADVANTAGES["mean"]))
+    terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)
+    batcher = Batcher(of_sums(ADVANTAGES["mean"]))
     return Rollouts(client, session, terms, lambda baseline: batcher, start_at_once, prompts if rank == 0 else None)
 
 

@@ -39,13 +39,13 @@ def test_a_command_that_would_load_something_else_is_told_what_to_write(save: Pa
     )
 
 
-def test_before_the_first_save_a_run_resumes_from_what_it_loaded_or_begins_anew(tmp_path: Path) -> None:
+def test_before_the_first_save_a_run_resumes_from_what_it_loaded_or_begins_again(tmp_path: Path) -> None:
     loaded = (3, tmp_path / "iter_0000003")
     assert describe(4, loaded, save=tmp_path / "new", load=tmp_path) == (
         f"the newest checkpoint is {loaded[1]}, of iteration 3; 1 finished iteration after it is lost, and the same "
         "command resumes from it"
     )
     assert describe(2, save=tmp_path) == (
-        "no checkpoint exists; 2 finished iterations are lost, and the same command begins anew"
+        "no checkpoint exists; 2 finished iterations are lost, and the same command begins again"
     )
-    assert describe(2).endswith("the same command begins anew; --save keeps checkpoints")
+    assert describe(2).endswith("the same command begins again; --save keeps checkpoints")

@@ -135,11 +135,11 @@ def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
     assert "Traceback" in errors[1]
 
 
-def test_ranks_that_get_no_further_end_by_name():
+def test_ranks_that_make_no_progress_end_by_name():
     with Ranks("stall", 3) as ranks:
         codes, errors = ranks.ends()
     assert codes == [5, 5, 5]
-    assert "no rank has got further for 0.00333333 minutes, and none waits for engines" in errors[0]
+    assert "no rank has made progress for 0.00333333 minutes, and none waits for engines" in errors[0]
     assert "--distributed-timeout-minutes" in errors[0]
 
 
@@ -162,7 +162,7 @@ class Clock:
         (lambda time: [(0, 3, "publish"), (1, 4, "other")], False),
     ],
 )
-def test_ranks_are_stalled_when_none_gets_further_and_none_waits_for_others(says, is_stalled):
+def test_ranks_are_stalled_when_none_makes_progress_and_none_waits_for_others(says, is_stalled):
     clock = Clock()
     stalls = Stalls(600, clock)
     for rank in (0, 1):
@@ -197,7 +197,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(victim):
         ranks.processes[victim].kill()
         codes, errors = ranks.ends()
     assert codes == [-signal.SIGKILL if rank == victim else 5 for rank in range(3)]
-    reason = "the run ended: its process is gone without a word: it was killed, or its host cannot be reached"
+    reason = "the run ended: its process ended without a message: it was killed, or its host cannot be reached"
     for rank in {0, 1, 2} - {victim}:
         assert f"{reason} (rank {victim})" in errors[rank]
 
@@ -227,7 +227,7 @@ def test_a_host_that_is_gone_is_noticed_within_twenty_seconds():
     assert watch._MISSING_SECONDS <= 20
     reader = listen("127.0.0.1", 0)
     with reader, socket.create_connection(reader.getsockname()) as connection:
-        lifelines._Line(connection)
+        lifelines._Connection(connection)
         idle, interval, count = (
             connection.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
@@ -338,7 +338,7 @@ def test_ranks_that_have_never_been_there_are_named_after_a_while(monkeypatch, c
     hub.tell("store", 1)
     assert peer.event.wait(DEADLINE)
     watch.Watch(0, 4)._name_missing(hub, "here:1")
-    assert "rank 0 has waited 0 s at here:1 for rank 1, 3, never there yet" in capsys.readouterr().err
+    assert "rank 0 has waited 0 s at here:1 for rank 1, 3, which has not connected" in capsys.readouterr().err
     watch.Watch(2, 4)._name_missing(spoke, "here:1")
     assert capsys.readouterr().err == ""
     spoke.close()

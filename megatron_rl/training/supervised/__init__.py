@@ -1,1 +1,1 @@
-"""Supervised fine-tuning (--stage sft): the loop without a sidecar, and its parts."""
+"""Supervised fine-tuning (--stage sft): iterations without a sidecar."""

@@ -1,7 +1,7 @@
 """Demonstrations as packs: those of an update, and those held out. Nothing here depends on time.
 
-Rank 0 has the data, and sends every rank the demonstrations of an update before it. Each rank packs those of its
-replica: micro-batch j of replica r has the ones that `Division.bound_numbers` gives it.
+Rank 0 has the data, and sends every rank the demonstrations of an update before it begins. Each rank packs those of its
+replica: `Division.bound_numbers` says which demonstrations micro-batch j of replica r has.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ class Packer:
     num_parts: int
     """The number of ranks that share a pack's rows."""
     prepare: Callable[[Layout], object]
-    """Prepares what the attention looks up of a layout."""
+    """Prepares the tables that the attention looks up for a layout."""
     packing: Callable[[], AbstractContextManager] = nullcontext
-    """Entered while a pack is made, and when it is given to the schedule."""
+    """Context of the making of a pack, and of giving it to the schedule."""
 
     def pack(self, demonstrations: Sequence[Demonstration]) -> Pack:
-        """Without a demonstration the pack is padding."""
+        """Make a pack; without a demonstration it consists of padding."""
         with self.packing():
             sequences = [turns for one in demonstrations for turns in one.sequences]
             pack = pack_turns(sequences, self.multiple_of, self.vocab_size)
@@ -64,7 +64,7 @@ def build_packer(
 class Packs:
     """A replica's micro-batches in one run of the schedule.
 
-    All are made before it: inside, bringing one to a device would have the host wait for what the device computes.
+    All are made before it: inside, bringing a pack to a device would have the host wait for the device's work.
     """
 
     def __init__(self, parts: Sequence[Sequence[Demonstration]], packer: Packer):
@@ -78,7 +78,7 @@ class Packs:
     def __iter__(self) -> Iterator[Pack]:
         for pack in self._packs:
             with self._packer.packing():
-                # Only noted: a long update gets further.
+                # Only noted, as progress of a long update.
                 pass
             yield pack
 
@@ -88,25 +88,25 @@ class Packs:
 
     @property
     def num_targets(self) -> int:
-        """The tokens that are trained on."""
+        """The number of tokens that are trained on."""
         return sum(pack.num_targets for pack in self._packs)
 
     @property
     def num_computed(self) -> int:
-        """The tokens that go through the model, padding counted in."""
+        """The number of tokens that go through the model, padding included."""
         return sum(pack.num_tokens for pack in self._packs)
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all demonstrations, padding left out."""
+        """The number of tokens of all demonstrations, without padding."""
         return sum(one.num_tokens for part in self._parts for one in part)
 
 
 class Demonstrations:
-    """One rank's side of the data."""
+    """The data of a run, as one rank takes it."""
 
     def __init__(self, session: Session, division: Division, packer: Packer, source: DemonstrationSource | None):
-        """`source` is rank 0's; the others need none."""
+        """`source` is rank 0's; on the others it is None."""
         self._session = session
         self._division = division
         self._packer = packer
@@ -123,7 +123,7 @@ class Demonstrations:
 
     @property
     def epochs(self) -> float:
-        """How many passes over the data set have been made; on rank 0."""
+        """The number of passes over the data set so far; on rank 0."""
         assert self._source is not None
         return self._source.epochs
 
@@ -131,9 +131,9 @@ class Demonstrations:
 def divide_held_out(
     held_out: Sequence[Demonstration], micro_batch_size: int, session: Session, count_of_turn: int
 ) -> list[Sequence[Demonstration]]:
-    """Divide held-out demonstrations over the replicas; return the micro-batches of this one, some of which are empty.
+    """Divide held-out demonstrations over the replicas; return this one's micro-batches, of which some may be empty.
 
-    Every replica has equally many, a multiple of `count_of_turn`, which virtual stages take in turn.
+    Each replica has the same number of them, a multiple of `count_of_turn`, which virtual stages take in turn.
     """
     replicas = session.num_replicas
     parts = [held_out[first : first + micro_batch_size] for first in range(0, len(held_out), micro_batch_size)]

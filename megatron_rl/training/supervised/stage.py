@@ -1,6 +1,6 @@
-"""An iteration of --stage sft: one update over demonstrations, whose loss is the mean over the responses' tokens.
+"""An iteration of --stage sft: one update over demonstrations, without engines.
 
-The loss of a token is minus its log-prob; the mean is over all replicas.
+The loss is the mean, over the responses' tokens of all replicas, of minus their log-probs.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ from megatron_rl.training.learner import TrainingFailed, make_update, sum_over_r
 from megatron_rl.training.measures import Learned, Measures, UpdateOutcome, describe_auxiliary
 from megatron_rl.training.rank import Rank
 from megatron_rl.training.reporter import RunLog, open_log
-from megatron_rl.training.saver import RunState, Start
+from megatron_rl.training.saver import RunState, StartPoint
 from megatron_rl.training.supervised.packs import Demonstrations, Packer, Packs, build_packer, divide_held_out
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedStage:
-    """Learns from demonstrations; there are no engines."""
+    """Learns from demonstrations."""
 
     run: str
     """The run's name."""
     demonstrations: Demonstrations
     learner: "SupervisedLearner"
     largest_micro_batch: int
-    """Tokens that a micro-batch may have."""
+    """The number of tokens that a micro-batch may have."""
     log: RunLog
     evaluator: Evaluator
     rates: ClassVar[Mapping[str, str]] = {"trained": "tokens.computed"}
@@ -100,7 +100,7 @@ class SupervisedLearner:
 
 
 class SupervisedEvaluator:
-    """Computes the mean loss of held-out responses, a token each, on all ranks together."""
+    """Computes the mean loss over the tokens of held-out responses, on all ranks together."""
 
     def __init__(
         self, policy: Policy, session: Session, parts: Sequence[Sequence[Demonstration]], packer: Packer, interval: int
@@ -169,7 +169,9 @@ def _measure(packs: Packs, loss: float) -> Measures:
     return Measures(sums={name: float(value) for name, value in sums.items()})
 
 
-def build_supervised(rank: Rank, source: DemonstrationSource | None, policy: Policy, start: Start) -> SupervisedStage:
+def build_supervised(
+    rank: Rank, source: DemonstrationSource | None, policy: Policy, start: StartPoint
+) -> SupervisedStage:
     """Build the stage. Only rank 0 has the source."""
     settings, session = rank.settings, rank.session
     log = open_log(rank, start.version)
