@@ -9,7 +9,7 @@ from megatron_rl.training.rollouts import Schedule
 from megatron_rl.training.saver import Saver
 from megatron_rl.training.stop import Course, StopRequest, build_exit_limits
 from megatron_rl.training.supervised.stage import build_supervised
-from megatron_rl.training.trainer import Trainer
+from megatron_rl.training.trainer import Stage, Trainer
 
 
 def build_trainer(
@@ -22,6 +22,7 @@ def build_trainer(
     saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
+    stage: Stage
     if settings.run.stage == "sft":
         stage = build_supervised(rank, inputs.demonstrations, policy, start)
     else:

@@ -39,10 +39,13 @@ class Inputs:
 
 def read_inputs(settings: RunSettings, startup: Startup) -> Inputs:
     """Read the data; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
-    name = "demonstrations" if settings.run.stage == "sft" else "prompts"
+    is_supervised = settings.run.stage == "sft"
+    name = "demonstrations" if is_supervised else "prompts"
     startup.say(f"{name}: they are read and tokenized")
-    load = _load_demonstrations if settings.run.stage == "sft" else _load_prompts
-    data = load(settings)
+    demonstrations = _load_demonstrations(settings) if is_supervised else None
+    prompts = None if is_supervised else _load_prompts(settings)
+    data = demonstrations or prompts
+    assert data is not None
     startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
     _check_weights(settings)
     check_loaded_stage(settings)
@@ -52,7 +55,7 @@ def read_inputs(settings: RunSettings, startup: Startup) -> Inputs:
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
-    return Inputs(**{name: data}, notes=tuple(notes), is_finished=finished is not None)
+    return Inputs(prompts, demonstrations, tuple(notes), is_finished=finished is not None)
 
 
 def _load_prompts(settings: RunSettings) -> PromptSource:
