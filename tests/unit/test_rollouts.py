@@ -14,6 +14,7 @@ from megatron_rl.protocol import wire
 from megatron_rl.protocol.client import RolloutError
 from megatron_rl.protocol.slots import divide
 from megatron_rl.training.rollouts import Rollouts, SubmissionTerms, start_at_once
+from megatron_rl.training.saver import RunState
 
 IDENTITY = Identity("run", 3, "weights-3")
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)
@@ -68,3 +69,34 @@ def test_prompts_that_were_put_off_are_counted_and_the_first_are_named(count: in
 def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
     for rank in (0, 1):
         assert rollouts(rank, lambda action: action(), None).list_put_off(None) == []
+
+
+def test_an_iteration_is_batched_with_the_mean_reward_of_the_one_before() -> None:
+    given: list[float | None] = []
+
+    def make_batcher(baseline: float | None) -> Any:
+        given.append(baseline)
+        return Batcher(of_sums(ADVANTAGES["mean"]))
+
+    def complete(version: int, mismatch: wire.Mismatch) -> Any:
+        census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
+        return types.SimpleNamespace(head=f"head {version}", census=census)
+
+    session: Any = types.SimpleNamespace(
+        rank=0, replica=0, device=torch.device("cpu"), run_or_raise_everywhere=lambda action: action(),
+        replica_group=None, broadcast=lambda item: item,
+    )  # fmt: skip
+    prompts: Any = types.SimpleNamespace(
+        put_off=[], peek=lambda count, num_carried: [], advance=lambda *_: None, num_resting=None
+    )
+    client: Any = types.SimpleNamespace(submit=lambda _: None, complete=complete)
+    for has_baseline, expected in ((True, [0.75, 0.25, 1.25]), (False, [0.75, None, None])):
+        given.clear()
+        terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0, has_baseline)
+        one = Rollouts(client, session, terms, make_batcher, start_at_once, prompts, state=RunState("", 0.75))
+        for version in range(3):
+            with one.iteration(Identity("run", version, "weights")):
+                pass
+            one.complete(version, wire.Mismatch(mean=0.0, largest=0.0, bound=None))
+        assert given == expected
+        assert one.state == RunState("head 2", 2.25 if has_baseline else None)
