@@ -192,7 +192,7 @@ def meet_faults(folder: Path) -> dict[str, str]:
     return seen
 
 
-def test_what_the_sidecar_refuses_is_raised_on_every_rank_of_a_replica(tmp_path: Path) -> None:
+def test_a_refusal_of_the_sidecar_is_raised_on_every_rank_of_a_replica(tmp_path: Path) -> None:
     first, second = run_ranks(meet_faults, 2, hf_models.draw("qwen3", tmp_path / "model"))
     for seen in (first, second):
         assert seen["failed"] == "IterationFailed: iteration 3 failed: an engine is lost"

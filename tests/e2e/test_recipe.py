@@ -117,7 +117,7 @@ def said(world: loop.World, name: str, program: list[str], words: list[str], cod
 
 
 @pytest.mark.each_change
-def test_what_is_wrong_with_a_recipe_is_said_by_name_with_an_exit_code(world: loop.World, tmp_path: Path) -> None:
+def test_a_mistake_in_a_recipe_is_named_with_an_exit_code(world: loop.World, tmp_path: Path) -> None:
     script = stand_in_tree.make_tree(world.folder / "trees" / "wrong", "0.16")
     program, words = [*WRAPPED, str(script)], words_of(world, "wrong")
     text = said(world, "unknown", program, [*words, "--of-the-recipe", "3", "--no-such-flag"], 2)

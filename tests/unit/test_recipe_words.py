@@ -69,7 +69,7 @@ def test_their_parser_reads_its_words_alone_and_its_errors_are_one_line(capsys: 
     assert "usage" not in capsys.readouterr().err
 
 
-def test_what_megatron_asserts_of_arguments_is_an_error_with_its_text() -> None:
+def test_a_failed_assertion_of_megatrons_about_arguments_is_an_error_with_its_text() -> None:
     with pytest.raises(UsageError, match="refuses the recipe's arguments: heads do not divide"), parsing.refusals():
         raise AssertionError("heads do not divide")
 

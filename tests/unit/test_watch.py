@@ -222,7 +222,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_not_lost():
     assert "the run ended: interrupted: no iteration had begun, and nothing is lost (rank 0)" in errors[1]
 
 
-def test_a_host_that_is_gone_is_noticed_within_twenty_seconds():
+def test_the_loss_of_a_host_is_noticed_within_twenty_seconds():
     assert lifelines.NOTICED_SECONDS <= 20
     assert watch._MISSING_SECONDS <= 20
     reader = listen("127.0.0.1", 0)
@@ -293,7 +293,7 @@ def test_a_connection_that_is_not_a_rank_is_ignored(words):
 @pytest.mark.parametrize(
     "words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'["failed", "nonsense", 1, 4]\n', b'["rank", 1]\n']
 )
-def test_who_listens_where_rank_0_will_is_not_taken_for_it(words):
+def test_a_stranger_that_listens_at_the_address_of_rank_0_is_not_taken_for_it(words):
     first, second = Peer(), Peer()
     with listen("127.0.0.1", 0) as stranger:
         port = stranger.getsockname()[1]
