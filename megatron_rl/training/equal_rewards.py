@@ -1,6 +1,6 @@
-"""What is said of iterations in which every response of a group got the same reward.
+"""Lines for people about iterations in which all responses of each group got the same reward.
 
-Pure. Such iterations come in streaks. The first of a streak is warned of, and the end of a longer one gives its length.
+Pure. Such iterations come in streaks. A warning says that a streak begins, and a note gives the length of a longer one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,14 @@ from megatron_rl.config.settings import Settings
 
 
 class EqualRewards:
-    """Follows a run's iterations, and returns what is new to say."""
+    """Follows the iterations of a run, and returns the lines about them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._length = 0
 
     def follow(self, metrics: Mapping[str, Any]) -> str | None:
-        """Return what is to say after an iteration with these metrics."""
+        """Return the line after an iteration with these metrics, if there is one."""
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
         if equal == groups:
             self._length += 1
@@ -28,7 +28,7 @@ class EqualRewards:
         return f"note: rewards within groups differ again, after {length} iterations in which none did"
 
     def end(self) -> str | None:
-        """Return what is to say at the end of the run."""
+        """Return the line at the end of the run, if there is one."""
         length, self._length = self._length, 0
         if length < 2:
             return None
@@ -44,7 +44,7 @@ class EqualRewards:
 
 
 def _list_other_terms(settings: Settings) -> Iterator[str]:
-    """List what makes a gradient where no response of a group has another reward than the others."""
+    """Yield the terms that have a gradient though all rewards of each group are equal."""
     algorithm, transformer = settings.algorithm, settings.transformer
     if algorithm.advantage == "global":
         yield "the distance to the mean reward of the iteration before (--grpo-advantage global)"
