@@ -108,7 +108,7 @@ class Saver:
         self._checkpointer.finish()
 
     def describe_loss(self) -> str:
-        """Name the newest checkpoint, the number of finished iterations that an interrupt loses, and the way to resume."""
+        """Return the newest checkpoint, the finished iterations that an interrupt loses, and the way to resume."""
         config = self._settings.checkpoint
         newest = None if config.save is None else latest_iteration(config.save)
         way = "the same command resumes from it"
