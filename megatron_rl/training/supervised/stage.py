@@ -16,9 +16,8 @@ from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.data.slots import Identity
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.auxiliary import take_losses
-from megatron_rl.mcore.step.forward_step import compute_log_probs, is_reporter, loss_scale, run_schedule
+from megatron_rl.mcore.step.forward_step import SupervisedStep, compute_log_probs, is_reporter, loss_scale, run_schedule
 from megatron_rl.mcore.step.policy import Policy
-from megatron_rl.mcore.step.forward_step import SupervisedStep
 from megatron_rl.mcore.step.trace import StepTrace
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.training.evaluator import Evaluator, NoEvaluator
