@@ -23,7 +23,6 @@ from megatron_rl.mcore.checkpoint import checkpointer
 from megatron_rl.mcore.model import gpt, rope
 from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
-from megatron_rl.sidecar.child import write_words
 from megatron_rl.training import stop
 from megatron_rl.training.evaluator import EngineEvaluator
 from megatron_rl.training.saver import is_save_due
@@ -173,7 +172,7 @@ def _evaluations(settings: Settings) -> dict[str, object]:
 def _iteration(settings: Settings) -> dict[str, object]:
     assert isinstance(settings, RunSettings)
     assert settings.sidecar is not None
-    return {"sizes": settings.sizes, "sidecar": write_words(settings.sidecar)}
+    return {"sizes": settings.sizes, "sidecar": settings.sidecar}
 
 
 def _limits(settings: Settings) -> dict[str, object]:

@@ -11,7 +11,7 @@ from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
 from megatron_rl.mcore.configs import find_megatron_version
 from megatron_rl.observe.config_file import RunConfig, Value
-from megatron_rl.sidecar.child import write_words
+from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.weights.mapping import measure_model
 
 # The name of a value, the value, and where it came from.
@@ -48,9 +48,8 @@ def describe_run(settings: RunSettings) -> RunConfig:
 
 def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
     yield from _list_values(settings)
-    if settings.sidecar is not None:
-        words = write_words(settings.sidecar)
-        yield "sidecar", iter([("command line", " ".join(words), "what concerns the sidecar")])
+    if settings.sidecar is not None and (rows := list(_list_sidecar_rows(settings, settings.sidecar))):
+        yield "sidecar", iter(rows)
 
 
 def _list_values(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
@@ -88,6 +87,14 @@ def _list_architecture_rows(settings: RunSettings) -> Iterator[Row]:
     for path, value in _list_leaves("", settings.architecture):
         source = settings.sources.get(f"architecture.{path}", origin)
         yield path, _write_cell(value), source
+
+
+def _list_sidecar_rows(settings: RunSettings, sidecar: SidecarSettings) -> Iterator[Row]:
+    """List what the run's sidecar is given in place of the values of the section rollout."""
+    for field in dataclasses.fields(sidecar.rollout):
+        value = getattr(sidecar.rollout, field.name)
+        if value != getattr(settings.rollout, field.name):
+            yield f"rollout.{field.name}", _write_cell(value), "follows from the run's other values"
 
 
 def _list_iteration_rows(settings: RunSettings) -> Iterator[Row]:

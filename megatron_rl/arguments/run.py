@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.arguments import files
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
@@ -18,7 +17,7 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.protocol.slots import Division, divide
 from megatron_rl.protocol.wire import LEAST_TEMPERATURE, Plan
 from megatron_rl.sidecar.child import problems as check_sidecar
-from megatron_rl.sidecar.settings import SidecarSettings, pick_devices
+from megatron_rl.sidecar.settings import SidecarSettings, resolve_for_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
     cores = _share_cores(settings)
     is_sampled = settings.run.stage == "grpo"
     has_sidecar = is_sampled and settings.service.endpoint is None
-    sidecar = _resolve_sidecar(settings, folder, cores) if has_sidecar else None
+    sidecar = resolve_for_run(settings, folder, cores, _count_local_ranks(settings)) if has_sidecar else None
     if is_first:
         problems += files.find_problems(settings)
     if is_first and is_sampled:
@@ -113,26 +112,6 @@ def _share_cores(settings: Settings) -> CoreShares:
     has_engines = is_cpu and is_started and rollout.engine == "vllm"
     num_workers = rollout.num_engines * rollout.tensor_parallel_size if has_engines else 0
     return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
-
-
-def _resolve_sidecar(settings: Settings, folder: Path | None, cores: CoreShares) -> SidecarSettings:
-    """The settings of the sidecar that the run starts."""
-    platform: Any = settings.platform
-    rollout = settings.rollout
-    num_threads = rollout.num_threads
-    if settings.platform == "cpu" and rollout.engine == "vllm":
-        num_threads = cores.threads_of_worker
-    # A run that is killed goes on from its checkpoint; with journals since then no group is generated again.
-    journals = max(settings.rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
-    sidecar = SidecarSettings(
-        platform=platform,
-        hf_model=settings.model.hf_model,
-        seq_length=settings.training.seq_length,
-        rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
-        reward=settings.reward,
-        trace=settings.observe.trace,
-    )
-    return pick_devices(sidecar, _count_local_ranks(settings))
 
 
 def _count_local_ranks(settings: Settings) -> int:

@@ -1,10 +1,11 @@
-"""What crosses the boundary between trainer, sidecar and engines: typed, versioned, MessagePack, no pickle.
+"""The messages between trainer, sidecar and engines: typed, versioned, MessagePack or JSON, no pickle.
 
 Arrays travel as little-endian bytes.
 """
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -328,7 +329,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def check_version(version: int, of: str) -> None:
-    """Refuse a wire version that this side does not speak."""
+    """Raise an InputError unless this is the wire version of this side."""
     if version != WIRE_VERSION:
         raise InputError(
             f"the wire version of {of} is {version}, and this side speaks {WIRE_VERSION}: install the same "
@@ -336,16 +337,60 @@ def check_version(version: int, of: str) -> None:
         )
 
 
-class _Versioned(msgspec.Struct):
+class _WireVersion(msgspec.Struct):
     wire: int = WIRE_VERSION
 
 
 def _read_version(data: bytes) -> int:
     """Return the wire version of a message that may have unknown fields; this side's if it says none."""
     try:
-        return msgspec.msgpack.decode(data, type=_Versioned).wire
+        return msgspec.msgpack.decode(data, type=_WireVersion).wire
     except (msgspec.DecodeError, UnicodeDecodeError):
         return WIRE_VERSION
+
+
+def encode_json(message: msgspec.Struct) -> bytes:
+    """Encode a message that people may read, as JSON; it may hold dataclasses and paths."""
+    return msgspec.json.format(msgspec.json.encode(message, enc_hook=_encode_path), indent=2) + b"\n"
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Decode a message of `encode_json`; the InputError names the field that does not fit.
+
+    msgspec ignores unknown fields of dataclasses, so they are looked for afterwards.
+    """
+    try:
+        given = msgspec.json.decode(data)
+        # Before the fields: another version may have others.
+        check_version(given.get("wire", WIRE_VERSION) if isinstance(given, dict) else WIRE_VERSION, "the message")
+        message = msgspec.convert(given, kind, dec_hook=_decode_path)
+    except msgspec.DecodeError as error:
+        raise InputError(f"not a {kind.__name__} of wire version {WIRE_VERSION}: {error}") from None
+    _check_known_fields(given, msgspec.to_builtins(message, enc_hook=_encode_path), kind.__name__)
+    return message
+
+
+def _check_known_fields(given: Any, known: Any, place: str) -> None:
+    """Raise an InputError if a field was given that is not known, at any depth."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        if unknown := sorted(given.keys() - known.keys()):
+            raise InputError(
+                f"the field {unknown[0]} of {place} is unknown: install the same megatron_rl on both sides"
+            )
+        for name, value in given.items():
+            _check_known_fields(value, known[name], f"{place}.{name}")
+
+
+def _encode_path(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decode_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(kind.__name__)
 
 
 def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allowed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The sidecar that rank 0 starts, with the trainer's flags, and ends."""
+"""The sidecar that rank 0 starts, with settings that follow from the run's, and ends."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import Flag, format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
@@ -19,10 +18,11 @@ from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.listening import is_loopback, parse_place
-from megatron_rl.sidecar.settings import LAST_WORDS, SHARED, SidecarSettings, list_flags
+from megatron_rl.sidecar.settings import LAST_WORDS, MESSAGE_FLAG, SidecarSettings, write_message
 from megatron_rl.sidecar.starting import News
 
 _LOG = "sidecar.log"
+_MESSAGE = "sidecar.json"
 _ADDRESS = "address"
 _TOKEN = "token"
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -65,14 +65,8 @@ def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int |
         except UsageError as error:
             yield from error.problems
         return
-    yield from sidecar_settings.problems(sidecar, settings.architecture)
+    yield from sidecar_settings.problems(sidecar, settings.architecture, longest)
     yield from _problems_of_reach(sidecar.rollout.listen)
-    room = sidecar.rollout.max_model_len
-    if room is not None and longest is not None and 0 < room < longest and sidecar.rollout.engine == "vllm":
-        yield (
-            f"--rollout-max-model-len {room} must be at least {longest}, the most tokens of a prompt and its response: "
-            f"raise it, or leave it out"
-        )
 
 
 def _problems_of_reach(listen: str) -> Iterator[str]:
@@ -118,10 +112,11 @@ class OwnSidecar:
             (folder / name).unlink(missing_ok=True)
         if trials:
             starting.write_trials(folder / starting.TRIALS_FILE, trials)
+        write_message(folder / _MESSAGE, settings)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", *write_words(settings)),
+                command=(sys.executable, "-m", "megatron_rl.sidecar", MESSAGE_FLAG, str(folder / _MESSAGE)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,
@@ -232,25 +227,3 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _OF_RANKS and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
     }
-
-
-def write_words(sidecar: SidecarSettings) -> list[str]:
-    """Write the command line that says these settings."""
-    words = []
-    for flag in list_flags():
-        (target,) = flag.targets
-        subject, _, field = target.partition(".")
-        holder = sidecar if subject in SHARED else getattr(sidecar, subject)
-        value = getattr(holder, field)
-        if value != flag.default:
-            words += _words(flag, value)
-    return words
-
-
-def _words(flag: Flag, value: object) -> list[str]:
-    if flag.is_switch:
-        return [flag.name]
-    items = value if isinstance(value, list | tuple) else [value]
-    texts = [format_value(item) for item in items]
-    # A value that looks like a flag must not be taken for one.
-    return [f"{flag.name}={texts[0]}"] if texts and texts[0].startswith("-") else [flag.name, *texts]

@@ -30,7 +30,7 @@ from megatron_rl.sidecar.listening import find_url, listen
 from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
-from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, parse
+from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.starting import Starting
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.tracing import SidecarTrace
@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
     # httpx logs every request to an engine, many per second, and the audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        settings = parse(words)
+        settings = read_settings(words)
         with room_checked(settings.folder):
             asyncio.run(run(settings))
     except MegatronRLError as error:

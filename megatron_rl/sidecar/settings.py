@@ -1,4 +1,8 @@
-"""The sidecar's command line: our flags for rollout and rewards, parsed without megatron."""
+"""A sidecar's settings: resolved from a run's or parsed from flags, checked, and handed over as one message.
+
+The sidecar that a run starts reads the message. One that a person starts reads flags, without megatron. Both get the
+same object.
+"""
 
 import argparse
 import dataclasses
@@ -7,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import msgspec
+
 from megatron_rl.config import devices
+from megatron_rl.config.cores import CoreShares
 from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.settings import (
     ModelConfig,
@@ -15,9 +22,11 @@ from megatron_rl.config.settings import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    Settings,
     TrainingConfig,
 )
-from megatron_rl.errors import InputError, UsageError
+from megatron_rl.errors import InputError, UsageError, room_checked
+from megatron_rl.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
@@ -35,7 +44,7 @@ _SUBJECTS: dict[str, type] = {
     "reward": RewardConfig,
 }
 # The flags that the sidecar reads of these subjects.
-SHARED = {
+_SHARED = {
     "run": {"--platform"},
     "model": {"--hf-model"},
     "training": {"--seq-length"},
@@ -47,11 +56,13 @@ _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
 # Precedes the error of a sidecar that ends: the trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
+# Precedes the path of a message, in place of all flags.
+MESSAGE_FLAG = "--settings"
 
 
 @dataclasses.dataclass(frozen=True)
 class SidecarSettings:
-    """What a sidecar's command line says, checked."""
+    """The checked settings of a sidecar."""
 
     platform: Literal["auto", "cpu", "cuda", "npu"]
     hf_model: Path | None
@@ -84,6 +95,57 @@ class SidecarSettings:
         return place
 
 
+class SidecarMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a sidecar, from the trainer that starts it."""
+
+    wire: int = WIRE_VERSION
+    settings: SidecarSettings
+
+
+def write_message(path: Path, settings: SidecarSettings) -> None:
+    """Write settings for the sidecar that is started next; only the file's owner can read them."""
+    unfinished = path.with_name(f".{path.name}")
+    with room_checked(path):
+        unfinished.touch(mode=0o600)
+        unfinished.write_bytes(encode_json(SidecarMessage(settings=settings)))
+        unfinished.replace(path)
+
+
+def read_settings(words: Sequence[str]) -> SidecarSettings:
+    """Read the message that the words name, or else parse them as flags."""
+    if MESSAGE_FLAG not in words:
+        return parse(words)
+    if len(words) != 2 or words[0] != MESSAGE_FLAG:
+        raise UsageError(f"{MESSAGE_FLAG} takes the path of a message, and no other flags may be given")
+    path = Path(words[1])
+    try:
+        return decode_json(path.read_bytes(), SidecarMessage).settings
+    except OSError as error:
+        raise InputError(f"{MESSAGE_FLAG} {path} cannot be read: {error}") from None
+    except InputError as error:
+        raise InputError(f"{MESSAGE_FLAG} {path}: {error}") from None
+
+
+def resolve_for_run(settings: Settings, folder: Path | None, cores: CoreShares, num_ranks: int) -> SidecarSettings:
+    """Resolve the settings of the sidecar that a run starts beside these many ranks of its own host."""
+    platform: Any = settings.platform
+    rollout = settings.rollout
+    num_threads = rollout.num_threads
+    if platform == "cpu" and rollout.engine == "vllm":
+        num_threads = cores.threads_of_worker
+    # A run that is killed resumes from its checkpoint. With the journals since then no group is generated again.
+    journals = max(rollout.retain_journals, (settings.checkpoint.save_interval or 0) + 1)
+    sidecar = SidecarSettings(
+        platform=platform,
+        hf_model=settings.model.hf_model,
+        seq_length=settings.training.seq_length,
+        rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
+        reward=settings.reward,
+        trace=settings.observe.trace,
+    )
+    return pick_devices(sidecar, num_ranks)
+
+
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
     """Find this host's kind of device, without imports: engines may have another environment."""
     kinds: tuple[devices.Kind, ...] = ("npu", "cuda")
@@ -96,7 +158,7 @@ def list_flags() -> list[Flag]:
         flag
         for subject, config in _SUBJECTS.items()
         for flag in derive_flags(config, subject)
-        if subject not in SHARED or flag.name in SHARED[subject]
+        if subject not in _SHARED or flag.name in _SHARED[subject]
     ]
 
 
@@ -155,13 +217,13 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return values, found
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
 
 def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _FlagParser(
         prog="python -m megatron_rl.sidecar",
         description="Supervises the engines and hands finished groups to the trainer.",
         allow_abbrev=False,
@@ -178,13 +240,20 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
     return parser
 
 
-def problems(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
+def problems(settings: SidecarSettings, architecture: Architecture | None, longest: int | None = None) -> Iterator[str]:
     """Yield each mistake that would end a sidecar with these settings; the architecture is that of --hf-model.
 
+    `longest` is the most tokens of a prompt and its response together, None if a run has not said it.
     Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
     imports, and how far the kernel can confine it.
     """
     yield from _problems_of_engines(settings, architecture)
+    room = settings.rollout.max_model_len
+    if room is not None and longest is not None and 0 < room < longest and settings.rollout.engine == "vllm":
+        yield (
+            f"--rollout-max-model-len {room} must be at least {longest}, the most tokens of a prompt and its response: "
+            f"raise it, or leave it out"
+        )
     if parse_place(settings.rollout.listen) is None:
         yield (
             f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address, "

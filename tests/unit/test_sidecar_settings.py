@@ -5,13 +5,16 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _factory
-from megatron_rl.sidecar.settings import parse
+from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message
 from megatron_rl.sidecar.vllm.engine import VllmFactory
 from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
@@ -265,3 +268,71 @@ def test_the_interpreter_of_vllm_must_be_executable(model: Path, tmp_path: Path)
     assert "must be a program" in problems(f"{VLLM} --hf-model {model} --rollout-python {program}")[0]
     os.chmod(program, 0o700)
     assert parse(f"{VLLM} --hf-model {model} --rollout-python {program}".split())
+
+
+def test_a_message_gives_the_settings_that_its_flags_are_parsed_to(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completions): ...")
+    settings = parse(
+        f"{VLLM} --hf-model {model} --reward {tmp_path}/mine.py:score=0.5 --reward-readable {tmp_path} "
+        f"--reward-memory-gib 0.5 --reward-environment PATH --rollout-python {sys.executable} --trace off "
+        "--rollout-max-model-len 128 --rollout-dtype float32 --rollout-start-minutes 2.5 --rollout-max-in-flight 5 "
+        "--rollout-listen [::1]:0".split()
+    )
+    path = tmp_path / "sidecar.json"
+    write_message(path, settings)
+    assert read_settings(["--settings", str(path)]) == settings
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Each flag of the sidecar is given a value that is not its default."""
+    values = {int: 3, float: 2.5, str: "x", Path: Path("/some/where"), bool: True}
+    fields: dict[str, dict[str, object]] = {}
+    for flag in list_flags():
+        subject, _, field = flag.targets[0].partition(".")
+        assert flag.convert is not None
+        value = flag.choices[-1] if flag.choices else values[flag.convert]
+        assert value != flag.default
+        fields.setdefault(subject, {})[field] = value if flag.nargs is None else [value, value]
+    rollout, reward = RolloutConfig(**fields.pop("rollout")), RewardConfig(**fields.pop("reward"))
+    of_others = {name: value for values in fields.values() for name, value in values.items()}
+    settings = SidecarSettings(rollout=rollout, reward=reward, **of_others)  # type: ignore[arg-type]
+    path = tmp_path / "sidecar.json"
+    write_message(path, settings)
+    assert read_settings(["--settings", str(path)]) == settings
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            f'"wire": {WIRE_VERSION}',
+            '"wire": 0',
+            f"the wire version of the message is 0, and this side speaks {WIRE_VERSION}",
+        ),
+        (
+            '"num_engines": 1',
+            '"num_engines": "one"',
+            r"Expected `int`, got `str` - at `\$.settings.rollout.num_engines`",
+        ),
+        ('"num_engines"', '"num_engins"', "the field num_engins of SidecarMessage.settings.rollout is unknown"),
+        ('"max_num_seqs"', '"a": 1, "max_num_seqs"', "the field a of SidecarMessage.settings.rollout is unknown"),
+        ("{", "", f"not a SidecarMessage of wire version {WIRE_VERSION}"),
+    ],
+)
+def test_a_message_of_another_version_or_with_other_fields_is_refused(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "sidecar.json"
+    write_message(path, parse(f"{SCRIPTED} --reward exact".split()))
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(InputError, match=said):
+        read_settings(["--settings", str(path)])
+
+
+def test_a_message_that_is_missing_or_given_with_flags_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--settings /no/message cannot be read"):
+        read_settings(["--settings", "/no/message"])
+    with pytest.raises(UsageError, match="no other flags may be given"):
+        read_settings(["--settings", "/no/message", "--rollout-num-engines", "2"])
+    assert read_settings(f"{SCRIPTED} --reward exact".split()).rollout.engine == "scripted"
