@@ -74,7 +74,7 @@ def draw_slot(
             finish_reason="stop",
             seed=number,
             engine="0",
-            spans=[wire.Span(version="1", start=0, end=response)],
+            spans=[wire.VersionSpan(version="1", start=0, end=response)],
             fingerprint="weights",
             reward=float(number % 2),
         )

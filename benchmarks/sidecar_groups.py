@@ -23,8 +23,8 @@ from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.sidecar.engines import EngineState
+from megatron_rl.sidecar.group_maker import PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
-from megatron_rl.sidecar.making import PoolScorer, build_decoder
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService

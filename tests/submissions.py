@@ -12,8 +12,8 @@ from megatron_rl.protocol.wire import (
     Prompt,
     Response,
     Sampling,
-    Span,
     Submission,
+    VersionSpan,
     encode_log_probs,
     encode_tokens,
 )
@@ -74,7 +74,7 @@ def make_group(
             finish_reason="stop",
             seed=seed + j,
             engine=engine,
-            spans=[Span(version=str(submission.version), start=0, end=num_tokens)],
+            spans=[VersionSpan(version=str(submission.version), start=0, end=num_tokens)],
             fingerprint=submission.fingerprint,
             reward=float(j) if has_signal else 1.0,
             components={"exact": float(j), "other": None},

@@ -16,7 +16,7 @@ from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import Settings
-from megatron_rl.protocol.precisions import can_hold
+from megatron_rl.protocol.probe import can_hold
 
 
 def check_settings(settings: Settings) -> Iterator[str]:

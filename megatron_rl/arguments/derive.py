@@ -11,7 +11,7 @@ from megatron_rl.arguments.projects import Words, choose_estimator, is_of_projec
 from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.cores import count_cores
 from megatron_rl.errors import UsageError
-from megatron_rl.protocol.precisions import find_narrower
+from megatron_rl.protocol.probe import find_narrower
 from megatron_rl.types import Architecture
 from megatron_rl.weights import mapping
 

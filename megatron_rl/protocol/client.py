@@ -21,16 +21,24 @@ class RolloutError(MegatronRLError):
     """The sidecar refused, failed or could not be reached."""
 
 
-class IterationFailed(RolloutError):
-    """`sidecar.iteration.IterationFailed`, as it reaches a rank: all ranks get the same reason."""
+class IterationLost(RolloutError):
+    """The iteration failed in the sidecar; all ranks get the same reason."""
 
 
 class OtherWorkers(RolloutError):
-    """`sidecar.supervisor.OtherWorkers`, as it reaches a rank."""
+    """The trainer opened a stream for another number of workers than the engines have, and must count again."""
 
 
-class EvaluationFailed(RolloutError):
-    """`sidecar.evaluation.EvaluationFailed`, as it reaches a rank; the iteration that runs goes on."""
+class EvaluationLost(RolloutError):
+    """The evaluation failed in the sidecar; an iteration that runs beside it continues."""
+
+
+_ERRORS: dict[wire.ErrorCode, type[RolloutError]] = {
+    wire.ErrorCode.ITERATION_FAILED: IterationLost,
+    wire.ErrorCode.EVALUATION_FAILED: EvaluationLost,
+    wire.ErrorCode.WORKERS_CHANGED: OtherWorkers,
+}
+"""The errors that callers tell apart, by their codes."""
 
 
 class RolloutClient:
@@ -187,13 +195,10 @@ def read_token(path: Path) -> str:
 
 
 def _build_error(answer: httpx.Response, what: str) -> RolloutError:
-    kind = ""
     try:
-        text, kind = answer.json()["error"], answer.json().get("kind", "")
-    except (ValueError, KeyError, TypeError):
-        text = answer.text[:300]
-    if answer.status_code == 410:
-        return EvaluationFailed(text) if kind == "EvaluationFailed" else IterationFailed(text)
-    if kind == OtherWorkers.__name__:
-        return OtherWorkers(text)
-    return RolloutError(f"{what} was answered {answer.status_code}: {text}")
+        found = msgspec.json.decode(answer.content, type=wire.ErrorAnswer)
+    except msgspec.DecodeError:
+        return RolloutError(f"{what} was answered {answer.status_code}: {answer.text[:300]}")
+    if found.code in _ERRORS:
+        return _ERRORS[found.code](found.error)
+    return RolloutError(f"{what} was answered {answer.status_code}: {found.error}")

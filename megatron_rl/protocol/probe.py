@@ -1,6 +1,7 @@
-"""The probe of a version: tokens whose log-probs engines and the trainer all compute, and how far these may differ.
+"""The probe of a version: tokens whose log-probs engines and the trainer all compute. How far these may differ follows
+from the precisions.
 
-The tokens are drawn anew for every version, uniformly from the vocabulary, so that over many versions all of a model
+The tokens are drawn again for every version, uniformly from the vocabulary, so that over many versions all of a model
 is tested. Log-probs are taken at temperature 1, of every token but the first.
 """
 
@@ -10,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.protocol.precisions import find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
+
+_COARSER = ("float64", "float32", "float16", "bfloat16")
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 # The largest mean difference that is accepted between two programs with the same weights: at least five times what was
 # measured on random weights, on which programs differ more than on trained ones. An accelerator may multiply float32
@@ -37,6 +40,21 @@ class Difference(NamedTuple):
 
     mean: float
     largest: float
+
+
+def find_coarsest_dtype(*dtypes: str) -> str:
+    """Return the dtype with the fewest bits of precision."""
+    return max(dtypes, key=_COARSER.index)
+
+
+def find_narrower(trained: str, stored: str) -> str:
+    """Return the dtype of fewer bytes, which loses nothing that both have; of equally many, the one trained in."""
+    return stored if _BYTES[stored] < _BYTES[trained] else trained
+
+
+def can_hold(dtype: str, published: str) -> bool:
+    """Check whether numbers of the published dtype keep every bit in this one, so that they can be compared in it."""
+    return dtype == published or _BYTES[dtype] > _BYTES[published]
 
 
 def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:

@@ -40,7 +40,7 @@ class GroupRefused(MegatronRLError):
 
 
 def tag_version(version: int) -> str:
-    """Return the `Span.version` of tokens that were sampled under this version."""
+    """Return the `VersionSpan.version` of tokens that were sampled under this version."""
     return str(version)
 
 

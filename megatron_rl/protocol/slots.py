@@ -3,7 +3,7 @@
 A unit is what a single claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
 
 - every replica has the same number of slots, num_prompts * group_size / (num_replicas * micro_batch_size);
-- updates divide groups (by their numbers, `protocol/places.py`) and slots into equal runs, and a unit lies in one
+- updates divide groups (by their numbers, `protocol/selection.py`) and slots into equal runs, and a unit lies in one
   update;
 - every unit holds equally many groups, and the units of an update together hold as many as the update has prompts.
 """

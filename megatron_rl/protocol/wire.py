@@ -3,6 +3,7 @@
 Arrays travel as little-endian bytes.
 """
 
+import enum
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +140,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens [start, end) of a response were sampled under this version."""
 
     version: str
@@ -156,7 +157,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     finish_reason: FinishReason
     seed: int
     engine: str
-    spans: list[Span]
+    spans: list[VersionSpan]
     fingerprint: str
     """The fingerprint of the weights it was sampled with, as the engine digested them."""
     reward: float = 0.0
@@ -309,6 +310,22 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wire: int = WIRE_VERSION
     version: int
     mismatch: Mismatch
+
+
+class ErrorCode(enum.StrEnum):
+    """Errors of the sidecar that the trainer tells apart, as they travel: classes may be renamed."""
+
+    REFUSED = "refused"
+    ITERATION_FAILED = "iteration failed"
+    EVALUATION_FAILED = "evaluation failed"
+    WORKERS_CHANGED = "workers changed"
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a request that failed, as JSON."""
+
+    error: str
+    code: ErrorCode = ErrorCode.REFUSED
 
 
 def encode(message: msgspec.Struct) -> bytes:

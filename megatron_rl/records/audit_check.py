@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.arrivals import Arrivals
-from megatron_rl.protocol.places import Places, has_signal, open_places
 from megatron_rl.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
+from megatron_rl.protocol.selection import SelectionByArrival, SelectionBySignal, has_signal, open_selection
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Proof
 from megatron_rl.records import audit_log
@@ -121,7 +120,7 @@ class _Attempt:
         self.submit = submit
         self.engines = engines
         self.summary = IterationSummary(submit.version, submit.fingerprint, line)
-        self.places: Places | Arrivals | None = None
+        self.selection: SelectionBySignal | SelectionByArrival | None = None
         self.groups: dict[int, int] = {}
         self.claimed: set[int] = set()
         self.units: set[Place] = set()
@@ -233,7 +232,7 @@ class _EventChecker:
         num_prompts = event.plan.count_submitted(event.num_carried)
         if num_prompts == len(event.prompts) == len(event.seeds):
             # Only if the prompts prove the number: a forged number may be larger than the memory.
-            attempt.places = None if division is None else open_places(division, event.num_carried)
+            attempt.selection = None if division is None else open_selection(division, event.num_carried)
         else:
             counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
             yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
@@ -267,8 +266,8 @@ class _EventChecker:
             yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
             return
         attempt.groups[event.prompt] = len(event.responses)
-        if attempt.places is not None:
-            attempt.places.learn(event.prompt, has_signal(event.responses, attempt.submit.plan))
+        if attempt.selection is not None:
+            attempt.selection.learn(event.prompt, has_signal(event.responses, attempt.submit.plan))
         _count(attempt.summary, event)
         attempt.num_cut += any(response.finish_reason == "cut" for response in event.responses)
         if attempt.num_cut > attempt.submit.plan.num_tail:
@@ -299,7 +298,7 @@ class _EventChecker:
             return
         attempt.units.add(claim.place)
         attempt.summary.num_claims += 1
-        problem = attempt.places.find_problem(claim) if attempt.places else None
+        problem = attempt.selection.find_problem(claim) if attempt.selection else None
         if problem:
             yield BreachName.WRONG_SLOT, f"version {event.version}: {problem}"
         for prompt in event.prompts:
@@ -342,8 +341,8 @@ class _EventChecker:
                 f"version {event.version}: the trainer reports {said[0]} groups and {said[1]} responses, the log has "
                 f"{found[0]} and {found[1]}",
             )
-        if attempt.places is not None:
-            self._gather(attempt, attempt.places.put_off())
+        if attempt.selection is not None:
+            self._gather(attempt, attempt.selection.put_off())
         self._end(event.version, "complete")
 
     def _gather(self, attempt: _Attempt, put_off: Sequence[int]) -> None:
@@ -375,14 +374,14 @@ class _EventChecker:
 
 def _list_trained(attempt: _Attempt) -> Sequence[int]:
     """List the prompts that must have been trained on, and those without a group that could change the choice."""
-    if attempt.places is None:
+    if attempt.selection is None:
         return range(len(attempt.submit.prompts))
     still_wanted = [
         prompt
-        for prompt in range(attempt.places.num_prompts)
-        if prompt not in attempt.groups and attempt.places.is_wanted(prompt, 0)
+        for prompt in range(attempt.selection.num_prompts)
+        if prompt not in attempt.groups and attempt.selection.is_wanted(prompt, 0)
     ]
-    return sorted({*still_wanted, *attempt.places.chosen()})
+    return sorted({*still_wanted, *attempt.selection.chosen()})
 
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:

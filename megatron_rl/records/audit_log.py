@@ -164,7 +164,7 @@ class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
 
 
 class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Version, start and end, as in `wire.Span`."""
+    """Version, start and end, as in `wire.VersionSpan`."""
 
     version: str
     start: int

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.sidecar.making import Work
+from megatron_rl.sidecar.group_maker import Work
 
 MakeAll = Callable[[wire.Evaluation, Work], Awaitable[str | None]]
 

@@ -18,21 +18,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
+from megatron_rl.sidecar.supervisor import WrongWorkerCount
 
 MAX_BODY_BYTES = 1 << 30
 MAX_PATIENCE_SECONDS = 60.0
 MAX_NEW_ENGINES = 64
 _OPEN = "/health"
 _PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
-_STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
-    ((IterationFailed, EvaluationFailed), 410),
-    ((Conflict, WrongVersion, NotAllClaimed, ClaimConflict), 409),
-    ((NoSuchSlot,), 404),
-    ((InputError, UsageError), 400),
+_STATUS: tuple[tuple[tuple[type[Exception], ...], int, ErrorCode], ...] = (
+    ((IterationFailed,), 410, ErrorCode.ITERATION_FAILED),
+    ((EvaluationFailed,), 410, ErrorCode.EVALUATION_FAILED),
+    ((Conflict, WrongVersion, NotAllClaimed, ClaimConflict), 409, ErrorCode.REFUSED),
+    ((NoSuchSlot,), 404, ErrorCode.REFUSED),
+    ((InputError, UsageError), 400, ErrorCode.REFUSED),
+    ((WrongWorkerCount,), 500, ErrorCode.WORKERS_CHANGED),
+    ((Exception,), 500, ErrorCode.REFUSED),
 )
+"""The status and the code of each error; the first row that fits counts."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -65,8 +71,8 @@ class _Guard:
 
 
 async def _report(_: Request, error: Exception) -> Response:
-    status = next((code for kinds, code in _STATUS if isinstance(error, kinds)), 500)
-    return JSONResponse({"error": str(error), "kind": type(error).__name__}, status_code=status)
+    status, code = next((status, code) for kinds, status, code in _STATUS if isinstance(error, kinds))
+    return JSONResponse(msgspec.to_builtins(ErrorAnswer(error=str(error), code=code)), status_code=status)
 
 
 async def _body(request: Request, kind: type[T]) -> T:

@@ -6,8 +6,9 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
    group serves the request that has waited longest.
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
    order "prompt" it takes the groups that are bound to it, in the order of their numbers, however they finished.
-3. A slot takes only groups that `Places` has bound to its update, or to itself: with spare prompts, what is trained on
-   does not depend on what finished first. Only where the last groups are put off it does (`Arrivals`).
+3. A slot takes only groups that the selection has bound to its update, or to itself (`protocol/selection.py`). With
+   spare prompts, the groups that are trained on do not depend on which finished first. They do only where the last
+   groups are put off.
 4. No slot waits while the groups that it would take are finished and bound.
 5. A slot that was answered is always answered with the same bytes.
 6. No group is claimed twice; when every slot has been answered, every group that is trained on has been claimed.
@@ -30,7 +31,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.places import Pool, bound, has_signal, open_places
+from megatron_rl.protocol.selection import Binding, clip_rewards, has_signal, open_selection
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
@@ -69,7 +70,7 @@ class GroupState(enum.StrEnum):
 
 
 @dataclasses.dataclass
-class _Pool:
+class _Queue:
     """Finished groups, and the units that may take them: those of one update or, in prompt order, one unit alone."""
 
     # Both are sets in the order of insertion.
@@ -111,7 +112,7 @@ class Iteration:
                 f"{submission.num_carried} prompts that were put off are more than the "
                 f"{submission.plan.num_prompts} of an iteration"
             )
-        self._places = open_places(self.division, submission.num_carried)
+        self._selection = open_selection(self.division, submission.num_carried)
         self._before = before
         self._next = 0
         # Finished groups that are not bound yet, in the order in which they finished: as keys.
@@ -121,7 +122,7 @@ class Iteration:
         self._states = [GroupState.WAITING] * num_prompts
         self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
-        self._pools: defaultdict[Pool, _Pool] = defaultdict(_Pool)
+        self._queues: defaultdict[Binding, _Queue] = defaultdict(_Queue)
         self._answers: dict[Place, bytes] = {}
 
     @property
@@ -148,7 +149,7 @@ class Iteration:
             self._check_finished(group)
             self._finish(group)
         for claim in claims:
-            problem = self._places.find_problem(claim) or self._conflict(claim)
+            problem = self._selection.find_problem(claim) or self._conflict(claim)
             if problem:
                 raise ClaimConflict(
                     f"a claim of version {self.version} cannot be restored: {problem}; move its journal away and "
@@ -161,7 +162,7 @@ class Iteration:
         while self._next < len(self._states):
             prompt = self._next
             if self._states[prompt] is GroupState.WAITING:
-                if not self._places.is_wanted(prompt, self._num_ahead()):
+                if not self._selection.is_wanted(prompt, self._num_ahead()):
                     return None
                 self._move(prompt, GroupState.RUNNING)
                 self._next += 1
@@ -172,7 +173,7 @@ class Iteration:
     def is_wanted(self, prompt: int) -> bool:
         """Whether a prompt that is running may still be trained on; if not, it no longer counts as running."""
         is_all = len(self._states) == self.submission.plan.num_prompts
-        is_wanted = is_all or self._places.is_wanted(prompt)
+        is_wanted = is_all or self._selection.is_wanted(prompt)
         if not is_wanted and self._states[prompt] is GroupState.RUNNING:
             self._move(prompt, GroupState.WAITING)
         return is_wanted
@@ -185,7 +186,7 @@ class Iteration:
         self._check_failure()
         self._check_finished(group)
         self._record(self._record_group, group)
-        return [place for pool in self._finish(group) for place in self._serve(pool)]
+        return [place for queue in self._finish(group) for place in self._serve(queue)]
 
     def failed(self, reason: str) -> None:
         """End the iteration without success; the first reason stays."""
@@ -205,14 +206,14 @@ class Iteration:
         unit = self._checked_unit(replica, index, version)
         place = Place(replica, index)
         if place not in self._answers:
-            pool = self._pool_of_unit(unit)
-            pool.asked[unit] = None
-            self._serve(pool)
+            queue = self._queue_of_unit(unit)
+            queue.asked[unit] = None
+            self._serve(queue)
         return self._answers.get(place)
 
     def census(self) -> Census:
         """Say what became of the prompts, once all is settled."""
-        num_considered, put_off = self._places.num_considered, self._places.put_off()
+        num_considered, put_off = self._selection.num_considered, self._selection.put_off()
         late = set(put_off)
         all_seen = [None if prompt in late else self._seen[prompt] for prompt in range(num_considered)]
         seen = [one for one in all_seen if one is not None]
@@ -234,7 +235,7 @@ class Iteration:
 
     def asked(self) -> list[Place]:
         """Return the units that wait, named by their first slots; those of one update in the order of requests."""
-        return [unit for pool in self._pools.values() for unit in pool.asked]
+        return [unit for queue in self._queues.values() for unit in queue.asked]
 
     def missing(self) -> str:
         """Say in words what is missing until the iteration can end."""
@@ -242,14 +243,14 @@ class Iteration:
         unfinished = [
             prompt
             for prompt in self.prompts_in(GroupState.RUNNING) + self.prompts_in(GroupState.WAITING)
-            if self._places.is_wanted(prompt, 0)
+            if self._selection.is_wanted(prompt, 0)
         ]
         num_unfinished = min(len(unfinished), num_prompts)
         shown = ", ".join(map(str, unfinished[:8])) + (", ..." if len(unfinished) > 8 else "")
         which = f" (prompts {shown})" if unfinished else ""
         num_without = self._num_without() if self.submission.plan.num_spare else 0
         without = f", {num_without} had no signal" if num_without else ""
-        num_ready = sum(len(pool.finished) for pool in self._pools.values())
+        num_ready = sum(len(queue.finished) for queue in self._queues.values())
         return (
             f"{num_unfinished} of {num_prompts} groups are not finished{which}{without}, "
             f"{num_ready} finished ones are not claimed"
@@ -291,9 +292,9 @@ class Iteration:
         self._check_failure()
         return self.division.unit(replica, index)
 
-    def _pool_of_unit(self, unit: Place) -> _Pool:
+    def _queue_of_unit(self, unit: Place) -> _Queue:
         is_bound = self.submission.plan.order == "prompt"
-        return self._pools[unit if is_bound else self.division.update_of_slot(unit.slot)]
+        return self._queues[unit if is_bound else self.division.update_of_slot(unit.slot)]
 
     def _num_without(self) -> int:
         return sum(not has for _, has in self._seen.values())
@@ -306,31 +307,31 @@ class Iteration:
         if self._before is None or not self.submission.plan.num_spare:
             return 0
         num_without, num_seen = self._before[0] + self._num_without(), self._before[1] + len(self._seen)
-        return self._places.num_open * num_without // max(num_seen - num_without, 1)
+        return self._selection.num_open * num_without // max(num_seen - num_without, 1)
 
     def _move(self, prompt: int, state: GroupState) -> None:
         self._counts[self._states[prompt]] -= 1
         self._counts[state] += 1
         self._states[prompt] = state
 
-    def _finish(self, group: Group) -> list[_Pool]:
+    def _finish(self, group: Group) -> list[_Queue]:
         """Take a group in; return where groups that are bound from now on lie."""
         prompt = group.prompt.index
         self._groups[prompt] = group
-        rewards = bound([response.reward for response in group.responses], self.submission.plan)
+        rewards = clip_rewards([response.reward for response in group.responses], self.submission.plan)
         has = has_signal(group.responses, self.submission.plan)
         self._seen[prompt] = (math.fsum(rewards) / len(rewards), has)
         self._move(prompt, GroupState.FINISHED)
-        self._places.learn(prompt, has)
+        self._selection.learn(prompt, has)
         self._unbound[prompt] = None
-        pools: dict[Pool, None] = {}
+        bindings: dict[Binding, None] = {}
         for finished in list(self._unbound):
-            pool = self._places.find_pool(finished)
-            if pool is not None:
+            binding = self._selection.find_binding(finished)
+            if binding is not None:
                 del self._unbound[finished]
-                self._pools[pool].finished[finished] = None
-                pools[pool] = None
-        return [self._pools[pool] for pool in pools]
+                self._queues[binding].finished[finished] = None
+                bindings[binding] = None
+        return [self._queues[binding] for binding in bindings]
 
     def _record(self, record: Callable[..., None], *what: object) -> None:
         try:
@@ -340,13 +341,13 @@ class Iteration:
             self.failed(f"the journal cannot be written: {error}")
             raise
 
-    def _serve(self, pool: _Pool) -> list[Place]:
+    def _serve(self, queue: _Queue) -> list[Place]:
         served: list[Place] = []
-        while pool.asked and len(pool.finished) >= self.division.groups_per_unit:
-            unit = next(iter(pool.asked))
-            prompts = list(itertools.islice(pool.finished, self.division.groups_per_unit))
+        while queue.asked and len(queue.finished) >= self.division.groups_per_unit:
+            unit = next(iter(queue.asked))
+            prompts = list(itertools.islice(queue.finished, self.division.groups_per_unit))
             if self.submission.plan.order == "prompt":
-                prompts = self._places.sort(prompts)
+                prompts = self._selection.sort(prompts)
             claim = Claim(replica=unit.replica, index=unit.slot, prompts=prompts)
             self._record(self._record_claim, claim)
             self._take(claim)
@@ -378,10 +379,10 @@ class Iteration:
                     parts=parts,
                 )
             )
-        pool = self._pool_of_unit(claim.place)
-        pool.asked.pop(claim.place, None)
+        queue = self._queue_of_unit(claim.place)
+        queue.asked.pop(claim.place, None)
         for prompt in claim.prompts:
-            del self._groups[prompt], pool.finished[prompt]
+            del self._groups[prompt], queue.finished[prompt]
             self._move(prompt, GroupState.CLAIMED)
         self.claims.append(claim)
 

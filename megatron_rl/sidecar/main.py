@@ -24,10 +24,10 @@ from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
+from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, listen
-from megatron_rl.sidecar.making import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings

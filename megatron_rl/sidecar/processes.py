@@ -15,7 +15,7 @@ _NEEDED_TITLE = "VLLM::"
 _MOST_TITLE = 60
 
 
-class Process(NamedTuple):
+class ProcessStatus(NamedTuple):
     """A process at one moment."""
 
     state: str
@@ -25,7 +25,7 @@ class Process(NamedTuple):
     """When it started, in the kernel's ticks: two processes with the same number differ in it."""
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessStatus | None:
     """Read the process's state; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -33,7 +33,7 @@ def read_process(pid: int) -> Process | None:
         return None
     # The name, in parentheses, may have spaces and parentheses itself.
     fields = text.rpartition(")")[2].split()
-    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
+    return ProcessStatus(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
 def list_group(group: int) -> list[int]:
@@ -55,13 +55,13 @@ class ProcessWatch:
 
     def __init__(self, leader: int) -> None:
         self._leader = leader
-        self._needed: dict[int, tuple[Process, str]] = {}
-        self._titled: dict[int, tuple[Process, str]] = {}
+        self._needed: dict[int, tuple[ProcessStatus, str]] = {}
+        self._titled: dict[int, tuple[ProcessStatus, str]] = {}
         self._num_stopped: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
         """Watch this process and those between it and the leader, unless it does not descend from the leader."""
-        line: dict[int, tuple[Process, str]] = {}
+        line: dict[int, tuple[ProcessStatus, str]] = {}
         while pid > 1 and (found := read_process(pid)) is not None:
             line[pid] = found, _read_title(pid)
             if pid == self._leader:
@@ -83,7 +83,7 @@ class ProcessWatch:
                 return f"its process {pid} ({_read_title(pid)}) is stopped, as by SIGSTOP"
         return None
 
-    def _find_titled(self) -> dict[int, tuple[Process, str]]:
+    def _find_titled(self) -> dict[int, tuple[ProcessStatus, str]]:
         """Return the processes that have been seen with a title of vLLM's, whether they still run or not."""
         for pid in list_group(self._leader):
             title = _read_title(pid)
@@ -92,7 +92,7 @@ class ProcessWatch:
         return self._titled
 
 
-def _has_ended(pid: int, known: Process) -> bool:
+def _has_ended(pid: int, known: ProcessStatus) -> bool:
     found = read_process(pid)
     return found is None or found.started != known.started or found.state in _ENDED
 

@@ -30,16 +30,15 @@ from typing import TypeVar
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.recorder import Recorder
 from megatron_rl.protocol import probe, wire
-from megatron_rl.protocol.precisions import find_coarsest_dtype
-from megatron_rl.protocol.probe import Difference
+from megatron_rl.protocol.probe import Difference, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
     EngineRefused,
     NotCompared,
-    NotWritten,
     WeightReport,
+    WeightsNotWritten,
     WrongWeights,
 )
 from megatron_rl.sidecar.pace import Pace
@@ -126,7 +125,7 @@ class StepFailed(MegatronRLError):
     @property
     def is_for_nothing(self) -> bool:
         """Check whether another attempt must fail too: what was announced is not written, or cannot be compared."""
-        return any(isinstance(error, NotWritten | NotCompared) for error in self.errors.values())
+        return any(isinstance(error, WeightsNotWritten | NotCompared) for error in self.errors.values())
 
     @property
     def lost(self) -> list[str]:

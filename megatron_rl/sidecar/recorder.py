@@ -15,7 +15,7 @@ from megatron_rl.sidecar.publication import Proof
 
 
 class RunRecorder:
-    """The records of one run, in its folder. Satisfies `megatron_rl.sidecar.service.Recorder`."""
+    """The records of one run, in its folder. Satisfies `megatron_rl.sidecar.service.RunRecords`."""
 
     def __init__(
         self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None

@@ -19,8 +19,8 @@ from megatron_rl.protocol.provenance import Asked
 from megatron_rl.protocol.slots import Claim, Place
 from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
+from megatron_rl.sidecar.group_maker import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.iteration import Iteration
-from megatron_rl.sidecar.making import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.supervisor import WeightsNotProven
 from megatron_rl.sidecar.tracing import SidecarTrace
@@ -46,7 +46,7 @@ class Engines(Samplers, Protocol):
     def status(self) -> dict[str, Any]: ...
 
 
-class Recorder(Protocol):
+class RunRecords(Protocol):
     """Remembers an iteration, and gives it back after a restart."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None: ...
@@ -95,14 +95,14 @@ class RolloutService:
         self,
         engines: Engines,
         scorer: Scorer,
-        recorder: Recorder,
+        records: RunRecords,
         lease_seconds: float = 60.0,
         run: str | None = None,
         trace: SidecarTrace | None = None,
     ):
         """With `run`, no other run is served: this service keeps that run's records."""
         self.engines = engines
-        self._recorder = recorder
+        self._records = records
         self._lease_seconds = lease_seconds
         self._only_run = run
         self.lease = Lease()
@@ -181,11 +181,11 @@ class RolloutService:
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
             except WeightsNotProven as error:
-                self._recorder.not_proven(weights, error.wrong)
+                self._records.not_proven(weights, error.wrong)
                 raise
             finally:
                 self._note("publish", start, weights.version)
-            self._recorder.published(weights, published.proofs)
+            self._records.published(weights, published.proofs)
             self.weights = weights
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
@@ -213,14 +213,14 @@ class RolloutService:
         await self._stop()
         iteration = Iteration(
             submission,
-            self._recorder.finished,
-            self._recorder.claimed,
-            lambda: self._recorder.completed(version),
+            self._records.finished,
+            self._records.claimed,
+            lambda: self._records.completed(version),
             self._seen,
         )
-        groups, claims = self._recorder.begin(submission)
+        groups, claims = self._records.begin(submission)
         iteration.restore(groups, claims)
-        self._recorder.restored()
+        self._records.restored()
         self.counters.reused += len(groups)
         self.iteration = iteration
         self._submitted_at = time.monotonic()
@@ -240,7 +240,7 @@ class RolloutService:
         self._must_not_evaluate(f"evaluating {len(evaluation.prompts)} other prompts")
 
         def record(evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
-            self._recorder.evaluated(evaluation, groups)
+            self._records.evaluated(evaluation, groups)
             self.counters.evaluations += 1
             self._note("evaluation", begun, evaluation.version)
 
@@ -282,7 +282,7 @@ class RolloutService:
         was_over = iteration.is_over
         try:
             if mismatch is not None and not was_over:
-                self._recorder.judged(version, mismatch)
+                self._records.judged(version, mismatch)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))
@@ -292,14 +292,14 @@ class RolloutService:
             self._trace.end()
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
-        head, line = self._recorder.head()
+        head, line = self._records.head()
         return wire.Ended(version=version, head=head, line=line, census=census)
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """Fail an iteration that the trainer will not train on: its tokens are not of the trainer's policy."""
         iteration = self._find_iteration(version)
         if not iteration.is_over:
-            self._recorder.judged(version, mismatch)
+            self._records.judged(version, mismatch)
             self._fail(iteration, f"log-probs differ by {mismatch.mean:.3g} on average, beyond {mismatch.bound}")
         await self._stop()
 
@@ -401,7 +401,7 @@ class RolloutService:
             iteration.failed(reason)
             # It may be the log that failed; the trainer gets the reason anyway.
             with contextlib.suppress(OSError, MegatronRLError):
-                self._recorder.failed(iteration.version, iteration.failure or reason)
+                self._records.failed(iteration.version, iteration.failure or reason)
         for place in list(self._waiting):
             self._answer(place)
 

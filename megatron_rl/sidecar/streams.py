@@ -171,7 +171,7 @@ def _make_source(tensors: Tensors) -> Any:
 def _make_listed_source(tensors: Tensors) -> Any:
     from vllm.distributed.weight_transfer.base import WeightSource
 
-    class Source(WeightSource):
+    class ListedSource(WeightSource):
         @functools.cached_property
         def metadata(self) -> list[Any]:
             return _describe(tensors)
@@ -179,20 +179,20 @@ def _make_listed_source(tensors: Tensors) -> Any:
         def iter_full(self) -> Iterator[tuple[str, "torch.Tensor"]]:
             return iter(tensors)
 
-    return Source()
+    return ListedSource()
 
 
 def _make_called_source(tensors: Tensors) -> Any:
     from vllm.distributed.weight_transfer.base import WeightSource
 
-    class Source(WeightSource):
+    class CalledSource(WeightSource):
         def metadata(self) -> list[Any]:
             return _describe(tensors)
 
         def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
             return iter(tensors)
 
-    return Source()
+    return CalledSource()
 
 
 def _describe(tensors: Tensors) -> list[Any]:

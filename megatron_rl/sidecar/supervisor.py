@@ -56,7 +56,7 @@ class WeightsNotProven(PublishFailed):
         self.wrong = wrong
 
 
-class OtherWorkers(PublishFailed):
+class WrongWorkerCount(PublishFailed):
     """The trainer opened a stream for another number of workers than there are, and must count again."""
 
 
@@ -299,7 +299,7 @@ class Supervisor:
         """Assign each engine its place in the stream that the trainer has opened."""
         places = streams.assign_places([engine.num_workers for engine in engines])
         if places[0].world_size != weights.world_size:
-            raise OtherWorkers(
+            raise WrongWorkerCount(
                 f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines have "
                 f"{places[0].world_size - 1}"
             )

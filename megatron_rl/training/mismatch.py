@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
-from megatron_rl.protocol.precisions import find_coarsest_dtype
-from megatron_rl.protocol.probe import find_allowance
+from megatron_rl.protocol.probe import find_allowance, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}

@@ -25,7 +25,7 @@ from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
-from megatron_rl.sidecar.making import build_decoder
+from megatron_rl.sidecar.group_maker import build_decoder
 from megatron_rl.training.equal_rewards import EqualRewards
 from megatron_rl.training.mismatch import find_warning_bound
 from megatron_rl.training.rank import Rank

@@ -225,7 +225,7 @@ class Source:
             finish_reason="stop",
             seed=number,
             engine="0",
-            spans=[wire.Span(version=tag_version(self._identity.version), start=0, end=len(tokens))],
+            spans=[wire.VersionSpan(version=tag_version(self._identity.version), start=0, end=len(tokens))],
             fingerprint=self._identity.fingerprint,
             reward=group.rewards[number],
         )

@@ -23,7 +23,7 @@ from megatron_rl.mcore.session import Session, start_session
 from megatron_rl.mcore.step.policy import build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import IterationFailed, RolloutError
+from megatron_rl.protocol.client import IterationLost, RolloutError
 from megatron_rl.protocol.slots import divide
 from megatron_rl.training.learner import Learner
 from megatron_rl.training.measures import Measures
@@ -154,7 +154,7 @@ def meet_faults(folder: Path) -> dict[str, str]:
         start_session(settings_of(folder, LAYOUTS["PP2"])) as session,
     ):
         faults = {
-            "failed": Sidecar({3: IterationFailed("iteration 3 failed: an engine is lost")}),
+            "failed": Sidecar({3: IterationLost("iteration 3 failed: an engine is lost")}),
             "late": Sidecar({0: RolloutError("slot 0 of replica 0 did not come within 60 s")}),
             "stale": Sidecar(version=2),
         }
@@ -195,7 +195,7 @@ def meet_faults(folder: Path) -> dict[str, str]:
 def test_a_refusal_of_the_sidecar_is_raised_on_every_rank_of_a_replica(tmp_path: Path) -> None:
     first, second = run_ranks(meet_faults, 2, hf_models.draw("qwen3", tmp_path / "model"))
     for seen in (first, second):
-        assert seen["failed"] == "IterationFailed: iteration 3 failed: an engine is lost"
+        assert seen["failed"] == "IterationLost: iteration 3 failed: an engine is lost"
         assert seen["late"] == "RolloutError: slot 0 of replica 0 did not come within 60 s"
         assert seen["stale"].startswith("SlotRefused: slot (0, 0) of iteration 3 is of")
     assert (first["failed asked"], second["failed asked"]) == ("4", "0")

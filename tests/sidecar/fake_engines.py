@@ -15,9 +15,9 @@ from megatron_rl.sidecar.engines import (
     EngineRefused,
     EngineState,
     GroupRequest,
-    NotWritten,
     ProbeReport,
     WeightReport,
+    WeightsNotWritten,
     WrongWeights,
 )
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
@@ -100,7 +100,7 @@ class FakeEngine(ScriptedEngine):
             if fault == "lost":
                 raise EngineLost(f"engine {self.name} is lost at {step}")
             if fault == "not written":
-                raise NotWritten("the trainer ended before it had written 3 tensors: a, b, c")
+                raise WeightsNotWritten("the trainer ended before it had written 3 tensors: a, b, c")
             if fault == "refused":
                 raise EngineRefused(f"engine {self.name} refuses {step}")
 

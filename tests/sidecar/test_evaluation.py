@@ -8,8 +8,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import EvaluationFailed as ClientEvaluationFailed
-from megatron_rl.protocol.client import RolloutError
+from megatron_rl.protocol.client import EvaluationLost, RolloutError
 from megatron_rl.protocol.provenance import derive_evaluation_seed
 from megatron_rl.records.audit_check import verify
 from megatron_rl.sidecar.engines import EngineState, GroupRequest
@@ -248,7 +247,7 @@ def test_a_client_gets_an_evaluation_while_an_iteration_runs(tmp_path: Path) -> 
 
 def test_a_client_is_told_why_an_evaluation_failed(tmp_path: Path) -> None:
     with serving(tmp_path, engine("0", delay=lambda r: 5.0)) as server, started(server) as client:
-        with pytest.raises(ClientEvaluationFailed, match="6 of 6 groups are not finished after 0.3 s"):
+        with pytest.raises(EvaluationLost, match="6 of 6 groups are not finished after 0.3 s"):
             client.evaluate(evaluation(deadline_seconds=0.3))
         client.publish(weights(1), 10)
 

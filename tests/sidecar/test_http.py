@@ -18,13 +18,23 @@ import pytest
 import uvicorn
 from fastapi.routing import APIRoute
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError, read_token
+from megatron_rl.protocol.client import (
+    EvaluationLost,
+    IterationLost,
+    OtherWorkers,
+    RolloutClient,
+    RolloutError,
+    read_token,
+)
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
+from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.http import build_application
+from megatron_rl.sidecar.iteration import IterationFailed, NoSuchSlot
 from megatron_rl.sidecar.listening import listen
-from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.service import Conflict, RolloutService
+from megatron_rl.sidecar.supervisor import WrongWorkerCount
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
 
 TOKEN = "secret"
@@ -113,8 +123,36 @@ def test_a_failed_iteration_reaches_every_rank_with_its_reason(tmp_path: Path) -
     with serving(tmp_path, engine("0", group_faults=faults)) as server, started(server) as client:
         client.submit(submission())
         for place in ((0, 0), (1, 1)):
-            with pytest.raises(IterationFailed, match="no engine is left"):
+            with pytest.raises(IterationLost, match="no engine is left"):
                 client.slot(0, *place, 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "said"),
+    [
+        (IterationFailed, IterationLost, "the reason"),
+        (EvaluationFailed, EvaluationLost, "the reason"),
+        (WrongWorkerCount, OtherWorkers, "the reason"),
+        (Conflict, RolloutError, "POST /v1/iterations was answered 409: the reason"),
+        (NoSuchSlot, RolloutError, "POST /v1/iterations was answered 404: the reason"),
+        (InputError, RolloutError, "POST /v1/iterations was answered 400: the reason"),
+        (MegatronRLError, RolloutError, "POST /v1/iterations was answered 500: the reason"),
+    ],
+)
+def test_a_rank_tells_errors_of_the_service_apart_after_their_classes_were_renamed(
+    kind: type[Exception], expected: type[RolloutError], said: str, tmp_path: Path
+) -> None:
+    renamed = type("Renamed", (kind,), {})
+
+    async def fail(_: object) -> None:
+        raise renamed("the reason")
+
+    with serving(tmp_path) as server, started(server) as client:
+        assert server.service is not None
+        server.service.submit = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(expected) as caught:
+            client.submit(submission())
+    assert (type(caught.value), str(caught.value)) == (expected, said)
 
 
 def test_without_the_token_every_route_but_health_answers_401(tmp_path: Path) -> None:
@@ -275,7 +313,7 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
         for place in [(replica, index) for replica in range(2) for index in range(2)]:
             client.slot(0, *place, 10)
         client.refuse(0, msgspec.structs.replace(mismatch, bound=1e-9))
-        with pytest.raises(IterationFailed, match="beyond"):
+        with pytest.raises(IterationLost, match="beyond"):
             client.complete(0, mismatch)
 
 

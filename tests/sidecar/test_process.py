@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import IterationFailed, RolloutClient, RolloutError
+from megatron_rl.protocol.client import IterationLost, RolloutClient, RolloutError
 from tests.ranks import ROOT
 from tests.sidecar.scripted_service import submission, weights
 from tests.sidecar.sidecar_process import alive, sidecar
@@ -269,7 +269,7 @@ def test_without_flags_rewards_reach_no_files_or_variables_and_the_failure_says_
         client.take_lease("run")
         client.publish(weights(), 10)
         client.submit(submission())
-        with pytest.raises(IterationFailed) as caught:
+        with pytest.raises(IterationLost) as caught:
             client.slot(0, 0, 0, 10)
         reason = str(caught.value)
         assert "reward reaches failed for prompt" in reason
@@ -285,7 +285,7 @@ def test_a_reward_that_takes_longer_than_the_flag_says_fails_its_group_by_name(t
         client.take_lease("run")
         client.publish(weights(), 10)
         client.submit(submission())
-        with pytest.raises(IterationFailed) as caught:
+        with pytest.raises(IterationLost) as caught:
             client.slot(0, 0, 0, 10)
         reason = str(caught.value)
         assert "reward slow failed for prompt" in reason

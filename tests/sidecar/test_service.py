@@ -13,8 +13,8 @@ from megatron_rl.protocol import wire
 from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
+from megatron_rl.sidecar.group_maker import Scorer
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
-from megatron_rl.sidecar.making import Scorer
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from tests.sidecar.scripted_service import PLAN, Engines, Memory, RewardLength, engine, evaluation, submission, weights
 

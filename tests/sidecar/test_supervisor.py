@@ -10,7 +10,13 @@ from megatron_rl.errors import InputError
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
-from megatron_rl.sidecar.supervisor import OtherWorkers, PublishFailed, Supervisor, SupervisorConfig, WeightsNotProven
+from megatron_rl.sidecar.supervisor import (
+    PublishFailed,
+    Supervisor,
+    SupervisorConfig,
+    WeightsNotProven,
+    WrongWorkerCount,
+)
 from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, weights
 from tests.sidecar.supervised import CONFIG, given, states, supervised, until
 
@@ -465,7 +471,7 @@ def test_a_stream_for_other_engines_than_there_are_is_refused_before_any_is_paus
         async with supervised(factory, 2) as supervisor:
             assert supervisor.status()["num_workers"] == 4
             stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=3)
-            with pytest.raises(OtherWorkers, match="streamed to 2 workers, and the engines have 4"):
+            with pytest.raises(WrongWorkerCount, match="streamed to 2 workers, and the engines have 4"):
                 await supervisor.publish(stream)
             assert "pause" not in factory.engine("engine-0").steps
 

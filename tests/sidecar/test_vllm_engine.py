@@ -19,7 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, NotWritten, WeightReport, WrongWeights
+from megatron_rl.sidecar.engines import (
+    EngineLost,
+    EngineRefused,
+    EngineState,
+    WeightReport,
+    WeightsNotWritten,
+    WrongWeights,
+)
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.worker import _specs
@@ -286,10 +293,10 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
             await until_it_reads(writing.folder)
             assert not loaded.done()
         left = len(writing.names) - num_written
-        with pytest.raises(NotWritten, match=f"ended before it had written {left} tensors: "):
+        with pytest.raises(WeightsNotWritten, match=f"ended before it had written {left} tensors: "):
             await loaded
         # Nobody writes any more, which is seen before a weight is touched.
-        with pytest.raises(NotWritten, match="lacks weights, and nobody writes them"):
+        with pytest.raises(WeightsNotWritten, match="lacks weights, and nobody writes them"):
             await engine.load(weights)
 
     with in_shared_memory(models.second, 14) as weights:

@@ -89,9 +89,9 @@ def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: 
     """What is proved after a worker has loaded tensors, and was given others."""
     name = str(next(iter(given.values())).dtype).removeprefix("torch.")
     specs = [TensorSpec(key, tuple(tensor.shape), name) for key, tensor in given.items()]
-    with digesting(worker.model, order, dict.fromkeys(given, name)) as sight:
+    with digesting(worker.model, order, dict.fromkeys(given, name)) as readings:
         worker.load(tensors)
-    return compare(order, sight, {key: digest(tensor).tolist() for key, tensor in given.items()}, specs)
+    return compare(order, readings, {key: digest(tensor).tolist() for key, tensor in given.items()}, specs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -75,7 +75,7 @@ def sampled(
                     finish_reason="stop",
                     seed=seed + number,
                     engine=engine,
-                    spans=[wire.Span(version=str(submission.version), start=0, end=len(response))],
+                    spans=[wire.VersionSpan(version=str(submission.version), start=0, end=len(response))],
                     fingerprint=submission.fingerprint,
                 )
                 for number, response in enumerate(responses)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import InputError
 from megatron_rl.protocol.provenance import GroupRefused, check_group, check_rewards
 from megatron_rl.protocol.slots import Claim, Division, Place, divide
-from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, Span, decode, encode_log_probs, encode_tokens
+from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, VersionSpan, decode, encode_log_probs, encode_tokens
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,
@@ -389,17 +389,21 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
-        (with_response(GROUP, 1, spans=[Span(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
+        (with_response(GROUP, 1, spans=[VersionSpan(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
         (
-            with_response(GROUP, 1, spans=[Span(version="3", start=1, end=3)]),
+            with_response(GROUP, 1, spans=[VersionSpan(version="3", start=1, end=3)]),
             "the span of tokens 1 to 3 must start at token 0",
         ),
         (
-            with_response(GROUP, 1, spans=[Span(version="3", start=0, end=5), Span(version="3", start=5, end=3)]),
+            with_response(
+                GROUP, 1, spans=[VersionSpan(version="3", start=0, end=5), VersionSpan(version="3", start=5, end=3)]
+            ),
             "the span of tokens 5 to 3 must start at token 5",
         ),
         (
-            with_response(GROUP, 1, spans=[Span(version="3", start=0, end=2), Span(version="4", start=2, end=3)]),
+            with_response(
+                GROUP, 1, spans=[VersionSpan(version="3", start=0, end=2), VersionSpan(version="4", start=2, end=3)]
+            ),
             "tokens 2 to 3 are of version '4', wanted '3'",
         ),
     ],

@@ -5,8 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl.protocol.precisions import find_coarsest_dtype
-from megatron_rl.protocol.probe import find_agreement, find_bound, limit_by_spread, measure_difference
+from megatron_rl.protocol.probe import (
+    find_agreement,
+    find_bound,
+    find_coarsest_dtype,
+    limit_by_spread,
+    measure_difference,
+)
 from megatron_rl.protocol.wire import EngineKind, Mismatch
 from megatron_rl.training.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
 

@@ -32,7 +32,7 @@ def response(length: int, reward: float = 0.0, version: str = "3", fingerprint: 
         finish_reason="stop",
         seed=1,
         engine="0",
-        spans=[wire.Span(version=version, start=0, end=length)],
+        spans=[wire.VersionSpan(version=version, start=0, end=length)],
         fingerprint=fingerprint,
         reward=reward,
     )
@@ -139,11 +139,11 @@ def test_a_fault_of_the_service_is_raised_where_the_batch_is_wanted():
         {"response": response(3, version="2")},
         {"response": response(3, fingerprint="weights-2")},
         {"response": msgspec.structs.replace(response(3), spans=[])},
-        {"response": msgspec.structs.replace(response(3), spans=[wire.Span(version="3", start=0, end=2)])},
+        {"response": msgspec.structs.replace(response(3), spans=[wire.VersionSpan(version="3", start=0, end=2)])},
         {
             "response": msgspec.structs.replace(
                 response(3),
-                spans=[wire.Span(version="2", start=0, end=1), wire.Span(version="3", start=1, end=3)],
+                spans=[wire.VersionSpan(version="2", start=0, end=1), wire.VersionSpan(version="3", start=1, end=3)],
             )
         },
     ],

@@ -1,8 +1,10 @@
 """What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
 
 import abc
+import asyncio
 import dataclasses
 import functools
+import json
 import os
 import sys
 import types
@@ -17,8 +19,11 @@ from safetensors.torch import save_file
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.protocol.wire import Weights
 from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongWeights
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
-from megatron_rl.sidecar.vllm.worker import WorkerExtension
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.held import NotHeld
+from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
 from megatron_rl.weights.files import write_digests
 from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.weights.mapping import TensorSpec
@@ -303,7 +308,7 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
     for answer in refused:
         assert answer == {
             "error": "1 tensors came with other numbers than their digests are of: b.weight",
-            "kind": "Refusal",
+            "code": "refused",
         }
 
 
@@ -336,7 +341,7 @@ def test_digests_that_do_not_fit_are_refused_before_a_weight_is_touched(tmp_path
     change(tmp_path)
     answer = load(extension, tmp_path)
     assert message in answer["error"]
-    assert answer["kind"] in ("Refusal", "InputError")
+    assert answer["code"] == "refused"
     assert not torch.equal(model.b.weight, TENSORS["b.weight"])
 
 
@@ -383,3 +388,40 @@ def test_the_seed_patch_refuses_code_that_it_does_not_know():
             return None
 
     assert vllm_seed_patch.patch_runner(Mended).startswith("not needed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(NotHeld, WrongWeights), (NotWritten, WeightsNotWritten), (Refusal, EngineRefused), (InputError, EngineRefused)],
+)
+def test_an_engine_tells_refusals_apart_after_their_classes_were_renamed(kind, expected):
+    renamed = type("Renamed", (kind,), {})
+
+    def refuse(self):
+        raise renamed("the reason")
+
+    answer = json.loads(json.dumps(answered(refuse)(None)))
+    with pytest.raises(expected, match="^engine e, worker 0, load: the reason$") as caught:
+        call_workers([answer])
+    assert type(caught.value) is expected
+
+
+def test_a_refusal_with_an_unknown_code_is_an_error_that_says_so():
+    with pytest.raises(
+        EngineRefused, match="the reason .code 'odd' is unknown: run the same megatron_rl on both sides"
+    ):
+        call_workers([{"error": "the reason", "code": "odd"}])
+
+
+def call_workers(answers):
+    """Have an engine call workers that give these answers."""
+
+    async def post(*_):
+        return {"results": answers}
+
+    async def call():
+        engine = VllmEngine("e", "/no/socket")
+        engine._connection.post = post
+        return await engine._workers("load", "megatron_rl_load")
+
+    return asyncio.run(call())

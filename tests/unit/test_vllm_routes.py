@@ -317,7 +317,7 @@ def test_the_committed_weights_can_be_asked_for(keeps_a_name):
 
 
 def test_reading_changes_nothing():
-    held = routes.Held(tag="3:abc")
+    held = routes.ServedWeights(tag="3:abc")
 
     async def scenario() -> None:
         scope = {"type": "http", "method": "GET", "path": "/health"}

@@ -23,6 +23,14 @@ class EngineState(enum.StrEnum):
     DEAD = "dead"
 
 
+class RefusalCode(enum.StrEnum):
+    """Reasons why an engine's worker refused a call, as they travel between processes: classes may be renamed."""
+
+    REFUSED = "refused"
+    NOT_WRITTEN = "not written"
+    WRONG_WEIGHTS = "wrong weights"
+
+
 class EngineLost(MegatronRLError):
     """The engine's process is gone, or does not answer within its deadline."""
 
@@ -35,7 +43,7 @@ class EngineBusy(EngineRefused):
     """The engine takes no requests for now, as while it is paused; it sampled nothing of this one."""
 
 
-class NotWritten(EngineRefused):
+class WeightsNotWritten(EngineRefused):
     """The trainer ended before it had written all weights."""
 
 

@@ -18,7 +18,15 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Span, Weights, encode_log_probs, encode_tokens
+from megatron_rl.protocol.wire import (
+    EngineKind,
+    Response,
+    Sampling,
+    VersionSpan,
+    Weights,
+    encode_log_probs,
+    encode_tokens,
+)
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
 from megatron_rl.sidecar.streams import StreamPlace
 
@@ -147,7 +155,7 @@ class ScriptedEngine:
             finish_reason="length" if is_cut else "stop",
             seed=seed,
             engine=self.name,
-            spans=[Span(version=str(self._report.version), start=0, end=length)],
+            spans=[VersionSpan(version=str(self._report.version), start=0, end=length)],
             fingerprint=self._report.fingerprint,
         )
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Response, Sampling, Span, decode_log_probs, decode_tokens, encode_tokens
+from megatron_rl.protocol.wire import Response, Sampling, VersionSpan, decode_log_probs, decode_tokens, encode_tokens
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 from megatron_rl.sidecar.vllm.routes import CUT, GroupAnswer, GroupCall, GroupChoice
 
@@ -84,7 +84,7 @@ def _response(
         seed=request.seed + choice.index,
         engine=engine,
         spans=[
-            Span(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
+            VersionSpan(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
             for span in choice.spans or ()
         ],
         fingerprint=fingerprint,

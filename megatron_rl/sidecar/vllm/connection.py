@@ -174,7 +174,7 @@ class Connection:
         return EngineLost(f"engine {self._name}: {text}{'' if self._handle else said}\n{self.last_words()}")
 
 
-class Progress:
+class CoreProgress:
     """Notices that a core makes no progress with what is in flight, which /health does not.
 
     The core makes progress when any number that it reports changes. It reports after each step that it takes, also

@@ -23,15 +23,16 @@ from megatron_rl.sidecar.engines import (
     EngineRefused,
     EngineState,
     GroupRequest,
-    NotWritten,
     ProbeReport,
+    RefusalCode,
     WeightReport,
+    WeightsNotWritten,
     WrongWeights,
 )
 from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
-from megatron_rl.sidecar.vllm.connection import Connection, Progress
+from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
@@ -54,8 +55,12 @@ _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
-_REFUSALS = {"NotHeld": WrongWeights, "NotWritten": NotWritten}
-"""What a worker's refusals are here, by the names of their classes."""
+_REFUSALS: dict[str, type[EngineRefused]] = {
+    RefusalCode.REFUSED: EngineRefused,
+    RefusalCode.NOT_WRITTEN: WeightsNotWritten,
+    RefusalCode.WRONG_WEIGHTS: WrongWeights,
+}
+"""The error to raise for each code of a worker's refusal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +109,7 @@ class VllmEngine:
         self._num_in_flight = 0
         self._waits_for = ""
         """What a step waits for beside this engine, or waited for when its deadline cut it off; empty if nothing."""
-        self._progress = Progress()
+        self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._connection = Connection(name, address, handle, deadlines.health)
 
@@ -389,8 +394,10 @@ class VllmEngine:
         answers = (await self._connection.post(step, "/collective_rpc", content))["results"]
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                kind = _REFUSALS.get(answer["kind"], EngineRefused)
-                raise kind(f"engine {self.name}, worker {rank}, {step}: {answer['error']}")
+                code, text = answer.get("code"), f"engine {self.name}, worker {rank}, {step}: {answer['error']}"
+                if code not in _REFUSALS:
+                    raise EngineRefused(f"{text} (code {code!r} is unknown: run the same megatron_rl on both sides)")
+                raise _REFUSALS[code](text)
         return answers
 
     def _common(self, step: str, answers: list[dict[str, Any]], key: str) -> str:

@@ -86,35 +86,35 @@ class Order:
     """Parameters made of something else."""
 
 
-class Sight(Generic[T]):
+class Readings(Generic[T]):
     """What was found in each parameter, at two moments."""
 
     def __init__(self) -> None:
         self.handed_over: dict[str, T] = {}
         """Found just before its layer processes it."""
-        self.lying: dict[str, T] = {}
+        self.in_place: dict[str, T] = {}
         """Found in place, after the load."""
 
-    def get(self, is_lying: bool) -> dict[str, T]:
-        return self.lying if is_lying else self.handed_over
+    def get(self, is_in_place: bool) -> dict[str, T]:
+        return self.in_place if is_in_place else self.handed_over
 
 
 @contextlib.contextmanager
-def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Sight[T]]:
+def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Readings[T]]:
     """While a model is loaded in this context, look at its parameters before their layers process them; at the end, at
     all of them in place.
 
     `look` gets a parameter's name, the parameter, and whether it is looked at in place.
     """
     names = {layer: name for name, layer in model.named_modules()}
-    sight: Sight[T] = Sight()
+    readings: Readings[T] = Readings()
 
     def watched(process: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
         def call(layer: torch.nn.Module) -> None:
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter.numel():
                     full_name = f"{names[layer]}.{name}" if names[layer] else name
-                    sight.handed_over[full_name] = look(full_name, parameter, False)
+                    readings.handed_over[full_name] = look(full_name, parameter, False)
             process(layer)
 
         return call
@@ -127,13 +127,13 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
     for method in methods.values():
         method.process_weights_after_loading = watched(method.process_weights_after_loading)
     try:
-        yield sight
+        yield readings
     finally:
         for method in methods.values():
             del method.process_weights_after_loading
     for name, parameter in model.named_parameters():
         if parameter.numel():
-            sight.lying[name] = look(name, parameter, True)
+            readings.in_place[name] = look(name, parameter, True)
 
 
 def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
@@ -149,24 +149,24 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
     given = {question.spec.name: question.random() for question in questions}
     found: dict[tuple[str, bool], ParameterRows] = {}
 
-    def is_found(name: str, parameter: torch.Tensor, is_lying: bool) -> bool:
-        answers = [sight.get(is_lying).get(name) for sight in (which, row, column)]
+    def is_found(name: str, parameter: torch.Tensor, is_in_place: bool) -> bool:
+        answers = [readings.get(is_in_place).get(name) for readings in (which, row, column)]
         rows = _rows(questions, answers, _matrix(parameter).shape[1], parameter.device)
         if rows is None:
             return False
         wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
-        found[name, is_lying] = rows
+        found[name, is_in_place] = rows
         return torch.equal(rows.digests(parameter, dtype).cpu(), torch.stack(wanted))
 
-    with looking(model, is_found) as sight:
+    with looking(model, is_found) as readings:
         load(given)
-    lying = {name for name, is_right in sight.lying.items() if is_right}
-    packed = {name for name, is_right in sight.handed_over.items() if is_right} - lying
+    in_place = {name for name, is_right in readings.in_place.items() if is_right}
+    packed = {name for name, is_right in readings.handed_over.items() if is_right} - in_place
     return Order(
-        rows={name: found[name, name in lying] for name in sorted(lying | packed)},
+        rows={name: found[name, name in in_place] for name in sorted(in_place | packed)},
         packed=frozenset(packed),
-        handed_over=frozenset(sight.handed_over),
-        unknown=tuple(sorted((sight.lying.keys() | sight.handed_over.keys()) - lying - packed)),
+        handed_over=frozenset(readings.handed_over),
+        unknown=tuple(sorted((readings.in_place.keys() | readings.handed_over.keys()) - in_place - packed)),
     )
 
 
@@ -210,22 +210,22 @@ def _ask(
     questions: Sequence[_Question],
     numbers: Callable[[_Question], torch.Tensor],
     code: torch.dtype,
-) -> Sight[torch.Tensor]:
+) -> Readings[torch.Tensor]:
     """Load numbers digit by digit, and read those in the first column of every parameter; -1 where there is none."""
 
-    def read(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor:
+    def read(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor:
         digits_R = _matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
         return digits_R.where((digits_R >= 0) & (digits_R < _BASE), -1)
 
     largest = max(int(numbers(question).max()) for question in questions)
-    answers: Sight[torch.Tensor] = Sight()
+    answers: Readings[torch.Tensor] = Readings()
     power = 1
     while power == 1 or power <= largest:
-        with looking(model, read) as sight:
+        with looking(model, read) as readings:
             load({question.spec.name: question.filled(numbers(question) // power % _BASE) for question in questions})
-        for is_lying in (False, True):
-            known = answers.get(is_lying)
-            for name, digits_R in sight.get(is_lying).items():
+        for is_in_place in (False, True):
+            known = answers.get(is_in_place)
+            for name, digits_R in readings.get(is_in_place).items():
                 known[name] = _with_digits(known.get(name), digits_R, power)
         power *= _BASE
     return answers
@@ -312,16 +312,18 @@ class Held:
 
 
 @contextlib.contextmanager
-def digesting(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> Iterator[Sight[torch.Tensor | None]]:
+def digesting(
+    model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]
+) -> Iterator[Readings[torch.Tensor | None]]:
     """Digest what a load leaves in the parameters.
 
     `dtypes` has the dtypes of the tensors that have come so far, and grows during the load: a layer is packed as soon
     as it has all of its tensors.
     """
 
-    def look(name: str, parameter: torch.Tensor, is_lying: bool) -> torch.Tensor | None:
+    def look(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor | None:
         rows = order.rows.get(name)
-        if rows is None or is_lying == (name in order.packed):
+        if rows is None or is_in_place == (name in order.packed):
             return None
         given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
         # Numbers that were rounded are not those that were given.
@@ -329,18 +331,23 @@ def digesting(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -
             return None
         return rows.digests(parameter, given.pop())
 
-    with looking(model, look) as sight:
-        yield sight
+    with looking(model, look) as readings:
+        yield readings
 
 
 def compare(
-    order: Order, sight: Sight[torch.Tensor | None], given: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
+    order: Order,
+    readings: Readings[torch.Tensor | None],
+    given: Mapping[str, Sequence[int]],
+    specs: Sequence[TensorSpec],
 ) -> Held:
     """Compare the digests of the parameters with those of the tensors that were given; raise NotHeld if they differ."""
-    if left := sorted(order.handed_over - sight.handed_over.keys()):
+    if left := sorted(order.handed_over - readings.handed_over.keys()):
         raise NotHeld(f"the layers of {len(left)} parameters did not process what was loaded: {_first(left)}")
     digests = {
-        name: lanes_SL for name in order.rows if (lanes_SL := sight.get(name not in order.packed).get(name)) is not None
+        name: lanes_SL
+        for name in order.rows
+        if (lanes_SL := readings.get(name not in order.packed).get(name)) is not None
     }
     parts: dict[str, dict[Rectangle, Lanes]] = {}
     wrong: set[str] = set()

@@ -5,8 +5,9 @@
   token is four bytes and its log-prob four more, as the engine gave them.
 - A pause returns as soon as nothing is in flight. vLLM's own route then also sleeps, for callers who read their answers
   elsewhere. Until the engine resumes, vLLM 0.33 refuses groups, which is answered with 503; an older one keeps them.
-- A commit names the weights that are loaded, and they can be asked for. A vLLM that cannot keep this name, as those
-  before 0.32, has it kept here; such a vLLM does not say either which weights sampled a token, and `Held` does.
+- A commit names the weights that are loaded, and the name can be asked for. For a vLLM that cannot keep this name, as
+  those before 0.32, it is kept here. Such a vLLM does not say either which weights sampled a token; `ServedWeights`
+  does.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """
@@ -36,7 +37,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 @dataclasses.dataclass
-class Held:
+class ServedWeights:
     """What this server knows of its weights, which only requests to it change.
 
     It proves which weights sampled a response where vLLM does not record that: if no request that might have changed
@@ -68,7 +69,7 @@ class Held:
         return [GroupSpan(tag, 0, num_tokens)] if is_proved else None
 
 
-Route = Callable[[Any, Held, bytes], Awaitable[Any]]
+Route = Callable[[Any, ServedWeights, bytes], Awaitable[Any]]
 """Takes vLLM's client of its engine, what the server holds, and a request's body; returns the answer."""
 
 
@@ -103,7 +104,7 @@ class GroupChoice(msgspec.Struct, frozen=True):
     log_probs: bytes
     """Little-endian float32."""
     spans: list[GroupSpan] | None
-    """As vLLM recorded them, or one for the whole response, as `Held` proves it; None if nobody knows."""
+    """As vLLM recorded them, or one for the whole response, as `ServedWeights` proves it; None if nobody knows."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -133,7 +134,7 @@ class Routes:
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        self._held = Held()
+        self._held = ServedWeights()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         route = _ROUTES.get(scope["path"]) if scope["type"] == "http" else None
@@ -162,7 +163,7 @@ class Routes:
         await send({"type": "http.response.body", "body": content})
 
 
-async def _answer(route: Route, client: Any, held: Held, body: bytes) -> tuple[int, bytes]:
+async def _answer(route: Route, client: Any, held: ServedWeights, body: bytes) -> tuple[int, bytes]:
     """Return status and body of the answer; if vLLM refuses, the body has its words."""
     try:
         answer = await route(client, held, body)
@@ -175,7 +176,7 @@ async def _answer(route: Route, client: Any, held: Held, body: bytes) -> tuple[i
     return 200, msgspec.msgpack.encode(answer)
 
 
-async def _generate(client: Any, held: Held, body: bytes) -> GroupAnswer:
+async def _generate(client: Any, held: ServedWeights, body: bytes) -> GroupAnswer:
     tag, num_begun = held.tag, held.num_begun
     answer = await sample_group(client, msgspec.msgpack.decode(body, type=GroupCall))
     choices = [
@@ -187,19 +188,19 @@ async def _generate(client: Any, held: Held, body: bytes) -> GroupAnswer:
     return msgspec.structs.replace(answer, choices=choices)
 
 
-async def _end(client: Any, _: Held, body: bytes) -> None:
+async def _end(client: Any, _: ServedWeights, body: bytes) -> None:
     # vLLM answers an aborted request with the tokens that it has.
     await client.abort(msgspec.msgpack.decode(body, type=Cut).request_id)
 
 
-async def _pause(client: Any, held: Held, _: bytes) -> None:
+async def _pause(client: Any, held: ServedWeights, _: bytes) -> None:
     core = client.engine_core
     pause = getattr(core, "pause_generation_async", None) or core.pause_scheduler_async
     await pause(mode="wait", clear_cache=True)
     held.tag = ""
 
 
-async def _commit(client: Any, held: Held, body: bytes) -> None:
+async def _commit(client: Any, held: ServedWeights, body: bytes) -> None:
     tag = msgspec.json.decode(body, type=Commit).tag
     with held.changing():
         if hasattr(client, "update_weight_version"):
@@ -207,7 +208,7 @@ async def _commit(client: Any, held: Held, body: bytes) -> None:
         held.tag = tag
 
 
-async def _report(client: Any, held: Held, _: bytes) -> Commit:
+async def _report(client: Any, held: ServedWeights, _: bytes) -> Commit:
     is_known = hasattr(client, "get_weight_version")
     return Commit(await client.get_weight_version() if is_known else held.tag)
 

@@ -1,7 +1,8 @@
 """Our extension of vLLM's workers: it receives weights, digests and loads them, and says which it holds.
 
 vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
-data. A refusal is the answer `{"error": ...}` and not an exception, of which vLLM would only say "worker failed".
+data. A refusal is the answer `{"error": ..., "code": ...}` and not an exception, of which vLLM would only say
+"worker failed".
 
 Before a load touches a weight, it compares the digests that came with the files with the announced fingerprint, and
 names and shapes with those of the checkpoint that the engine started from. Afterwards it compares the digests of what
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Sight, compare, digesting, learn_order
+from megatron_rl.sidecar.engines import RefusalCode
+from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Readings, compare, digesting, learn_order
 from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.weights.arrival import Arrival
@@ -45,6 +47,14 @@ class NotWritten(Refusal):
     """The trainer ended before it had written all weights."""
 
 
+_CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
+    (NotHeld, RefusalCode.WRONG_WEIGHTS),
+    (NotWritten, RefusalCode.NOT_WRITTEN),
+    (MegatronRLError, RefusalCode.REFUSED),
+)
+"""The codes of refusals; the first class that fits counts."""
+
+
 def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     """Turn a refusal into an answer."""
 
@@ -52,7 +62,8 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
         try:
             return method(self, *args)
         except MegatronRLError as refusal:
-            return {"error": str(refusal), "kind": type(refusal).__name__}
+            code = next(code for kind, code in _CODES if isinstance(refusal, kind))
+            return {"error": str(refusal), "code": str(code)}
 
     return call
 
@@ -238,7 +249,7 @@ class WorkerExtension:
             if self.megatron_rl_order is None:
                 yield record
             else:
-                with digesting(model, self.megatron_rl_order, record.dtypes) as record.sight:
+                with digesting(model, self.megatron_rl_order, record.dtypes) as record.readings:
                     yield record
         finally:
             del model.load_weights
@@ -262,9 +273,9 @@ class WorkerExtension:
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
         """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
-        if self.megatron_rl_order is None or record.sight is None:
+        if self.megatron_rl_order is None or record.readings is None:
             return Held(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
-        return compare(self.megatron_rl_order, record.sight, digests, record.specs)
+        return compare(self.megatron_rl_order, record.readings, digests, record.specs)
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
         """Pick this worker's share of the names: each belongs to one worker of the engine."""
@@ -297,7 +308,7 @@ class Record:
         self.specs: list[TensorSpec] = []
         self.dtypes: dict[str, str] = {}
         self.digests: dict[str, list[int]] = {}
-        self.sight: Sight[torch.Tensor | None] | None = None
+        self.readings: Readings[torch.Tensor | None] | None = None
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool

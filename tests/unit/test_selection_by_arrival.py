@@ -16,7 +16,7 @@ from megatron_rl.records.audit_check import verify
 from megatron_rl.records.audit_log import AuditLog, EngineReport
 from megatron_rl.sidecar.iteration import Iteration
 from tests.submissions import make_group, make_plan, make_submission, plans
-from tests.unit.test_places import play, trained
+from tests.unit.test_selection_by_signal import play, trained
 
 at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.protocol.places import Places, has_signal
+from megatron_rl.protocol.selection import SelectionBySignal, has_signal
 from megatron_rl.protocol.slots import Claim, Place, divide
 from megatron_rl.protocol.wire import Plan, Slot, Submission, decode
 from megatron_rl.records.audit_check import verify
@@ -77,11 +77,11 @@ def test_what_is_known_is_what_holds_whatever_the_others_turn_out_to_be(drawn) -
     if len(signals) > 12:
         plan = msgspec.structs.replace(make_plan(num_prompts=4, num_updates=2, order=plan.order), num_spare=3)
         signals, order = signals[:7], [prompt for prompt in order if prompt < 7]
-    places = Places(divide(plan))
+    selection = SelectionBySignal(divide(plan))
     is_known = [False] * len(signals)
     for prompt in [None, *order]:
         if prompt is not None:
-            places.learn(prompt, signals[prompt])
+            selection.learn(prompt, signals[prompt])
             is_known[prompt] = True
         open_ones = [one for one, known in enumerate(is_known) if not known]
         found: list[dict[int, int]] = []
@@ -93,9 +93,9 @@ def test_what_is_known_is_what_holds_whatever_the_others_turn_out_to_be(drawn) -
         for one in range(len(signals)):
             pools = {pool_of(plan, numbers[one]) if one in numbers else None for numbers in found}
             if is_known[one]:
-                assert places.find_pool(one) == (pools.pop() if len(pools) == 1 else None), (one, is_known)
+                assert selection.find_binding(one) == (pools.pop() if len(pools) == 1 else None), (one, is_known)
             else:
-                assert places.is_wanted(one) == any(one in numbers for numbers in found)
+                assert selection.is_wanted(one) == any(one in numbers for numbers in found)
 
 
 @at_any_speed

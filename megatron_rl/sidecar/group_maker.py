@@ -76,7 +76,7 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Begun:
+class _IterationStart:
     """What the groups of an iteration share."""
 
     since: float
@@ -111,7 +111,7 @@ class GroupMaker:
         """Make the groups and return how many were cancelled, which a task group does not report."""
         changed = asyncio.Event()
         cut = asyncio.Event() if may_be_cut(asked) else None
-        begun = _Begun(self._recorder.now(), cut)
+        start = _IterationStart(self._recorder.now(), cut)
         running: dict[int, asyncio.Task[None]] = {}
         sampling: set[int] = set()
         num_lost = num_finished = 0
@@ -135,7 +135,7 @@ class GroupMaker:
                     while len(sampling) < self._engines.max_in_flight and (prompt := work.next_prompt()) is not None:
                         index = prompt.index
                         sampling.add(index)
-                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, begun))
+                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, start))
                         running[index].add_done_callback(functools.partial(end, index))
                     for index in [index for index in running if not work.is_wanted(index)]:
                         running.pop(index).cancel()
@@ -154,9 +154,9 @@ class GroupMaker:
         return num_lost
 
     async def _make_group(
-        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], begun: _Begun
+        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], start: _IterationStart
     ) -> None:
-        group = await self._sample(asked, prompt, begun)
+        group = await self._sample(asked, prompt, start)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
         sampled = self._recorder.now()
@@ -173,7 +173,7 @@ class GroupMaker:
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
-    async def _sample(self, asked: Asked, prompt: wire.Prompt, begun: _Begun) -> wire.Group:
+    async def _sample(self, asked: Asked, prompt: wire.Prompt, start: _IterationStart) -> wire.Group:
         is_evaluation = isinstance(asked, wire.Evaluation)
         request = GroupRequest(
             request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
@@ -182,9 +182,9 @@ class GroupMaker:
             seed=derive_first_seed(asked, prompt.index),
             sampling=asked.sampling,
             can_wait=is_evaluation,
-            cut=begun.cut,
+            cut=start.cut,
             prompt=prompt.index,
-            since=begun.since,
+            since=start.since,
         )
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             responses = await self._engines.generate(request)

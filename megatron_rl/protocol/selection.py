@@ -1,15 +1,24 @@
 """Which groups of an iteration are trained on, and in which update; the same in the sidecar and in the audit.
 
-Without spare prompts that is said with the plan: all of them, prompt i at number i. With spare prompts, groups without
-a signal teach nothing, and later prompts take their numbers. Invariants:
+Without spare prompts that is said with the plan: all of them, prompt i at number i.
+
+With spare prompts (`SelectionBySignal`), groups without a signal teach nothing, and later prompts take their numbers.
+Invariants:
 
 1. The groups that are trained on are the first `num_prompts` with a signal, in the order of the prompts, and their
    numbers count them in that order. It does not matter which of them were sampled first, or faster: short responses
    have no advantage.
-2. Where the prompts end before so many are found, those without a signal take the numbers that are left, in order.
+2. If the prompts end before that many are found, those without a signal take the numbers that are left, in order.
 3. A group is bound to an update (or, with order "prompt", to a unit) as soon as every number that it can still get
    belongs there. It is never bound elsewhere later.
 4. A prompt is wanted while it can still get a number. The others need not be sampled.
+
+With `--rollout-tail carry` (`SelectionByArrival`), more prompts are submitted than are trained on. Invariants:
+
+1. The groups that finish first are trained on, until the iteration is full. The rest is put off.
+2. Prompts that were put off are gathered until an iteration is full of them (`Plan.count_carried`). It has no others,
+   and puts none off: all long responses are sampled side by side, whole, from its version.
+3. A prompt that was put off is trained on before any that is put off later.
 """
 
 import math
@@ -18,17 +27,18 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.protocol.arrivals import Arrivals
 from megatron_rl.protocol.slots import Claim, Division, Place
 from megatron_rl.protocol.wire import Plan
 
-Pool = int | Place
+Binding = int | Place
 """An update, or, with order "prompt", a unit."""
 
 _UNKNOWN, _WITHOUT, _WITH = 0, 1, 2
+# With several updates groups belong to updates by number, and short responses would have the first ones.
+_UPDATE = 0
 
 
-class Rewarded(Protocol):
+class ScoredResponse(Protocol):
     """A response's weighted sum of rewards, and what each function gave; None where one does not apply."""
 
     @property
@@ -38,7 +48,7 @@ class Rewarded(Protocol):
     def components(self) -> Mapping[str, float | None]: ...
 
 
-class Places:
+class SelectionBySignal:
     """What is known of the groups' numbers, from those that have finished."""
 
     def __init__(self, division: Division) -> None:
@@ -85,13 +95,13 @@ class Places:
         """Whether the prompt can still get a number; will, if at most `num_ahead` of the open ones have no signal."""
         return bool(self._least[prompt] < self._num_wanted and self._most[prompt] < self._num_wanted + num_ahead)
 
-    def find_pool(self, prompt: int) -> Pool | None:
+    def find_binding(self, prompt: int) -> Binding | None:
         """Return where the group is bound to; None as long as that is open, and for what is not trained on."""
         least, most = int(self._least[prompt]), int(self._most[prompt])
         if most >= self._num_wanted:
             return None
-        pool = self._pool(least)
-        return pool if least == most or pool == self._pool(most) else None
+        binding = self._bind(least)
+        return binding if least == most or binding == self._bind(most) else None
 
     def sort(self, prompts: Iterable[int]) -> list[int]:
         """Sort groups of one unit by their numbers."""
@@ -107,17 +117,17 @@ class Places:
         if strangers:
             return f"{name} takes prompt {strangers[0]}, which is not among the {len(self._known)} of the iteration"
         if self._division.plan.order == "prompt":
-            pools = {self.find_pool(prompt) for prompt in claim.prompts}
+            pools = {self.find_binding(prompt) for prompt in claim.prompts}
             if pools == {claim.place} and claim.prompts == self.sort(claim.prompts):
                 return None
             numbers = list(self._division.bound_numbers(claim.place))
             bound = "groups with the numbers " if self._division.plan.num_spare else ""
             return f"{name} takes prompts {claim.prompts}, and {bound}{numbers} are bound to it"
         update = self._division.update_of_slot(claim.index)
-        strangers = [prompt for prompt in claim.prompts if self.find_pool(prompt) != update]
+        strangers = [prompt for prompt in claim.prompts if self.find_binding(prompt) != update]
         return f"{name} is of update {update}, and prompt {strangers[0]} is not" if strangers else None
 
-    def _pool(self, number: int) -> Pool:
+    def _bind(self, number: int) -> Binding:
         is_bound = self._division.plan.order == "prompt"
         return self._division.bound_unit(number) if is_bound else self._division.update_of_number(number)
 
@@ -135,25 +145,86 @@ class Places:
         self._most[is_without] = (behind + np.count_nonzero(self._is_open))[is_without]
 
 
-def open_places(division: Division, num_carried: int = 0) -> Places | Arrivals:
+class SelectionByArrival:
+    """What is known of the groups, in the order in which they finished. Answers as `SelectionBySignal` does."""
+
+    def __init__(self, division: Division, num_carried: int) -> None:
+        self._division = division
+        self._num_carried = num_carried
+        self._room = division.plan.num_prompts - num_carried
+        self._arrived: set[int] = set()
+
+    def learn(self, prompt: int, has_signal: bool) -> None:
+        """Take in that a group has finished."""
+        if prompt >= self._num_carried:
+            if not self._room:
+                return
+            self._room -= 1
+        self._arrived.add(prompt)
+
+    @property
+    def num_prompts(self) -> int:
+        return self._division.plan.count_submitted(self._num_carried)
+
+    @property
+    def num_considered(self) -> int:
+        return self.num_prompts
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are trained on and have not finished."""
+        return self._division.plan.num_prompts - len(self._arrived)
+
+    def chosen(self) -> list[int]:
+        """What is trained on; once all is settled."""
+        return sorted(self._arrived)
+
+    def put_off(self) -> list[int]:
+        """What is not trained on; once all is settled."""
+        return [prompt for prompt in range(self.num_prompts) if prompt not in self._arrived]
+
+    def is_wanted(self, prompt: int, num_ahead: int | float = math.inf) -> bool:
+        """Whether the prompt can still be trained on. All are begun at once: nobody knows which will be last."""
+        return self._room > 0 or prompt < self._num_carried or prompt in self._arrived
+
+    def find_binding(self, prompt: int) -> int | None:
+        """Return the update that the group is bound to; None for what is not trained on."""
+        return _UPDATE if prompt in self._arrived else None
+
+    def sort(self, prompts: Iterable[int]) -> list[int]:
+        return sorted(prompts)
+
+    def find_problem(self, claim: Claim) -> str | None:
+        """Say why a claim does not fit what is known; None if it does."""
+        problem = self._division.find_problem(claim)
+        strangers = [prompt for prompt in claim.prompts if prompt not in self._arrived]
+        if problem or not strangers:
+            return problem
+        return (
+            f"slot ({claim.replica}, {claim.index}) takes prompt {strangers[0]}, which is not among the "
+            f"{len(self._arrived)} that came first"
+        )
+
+
+def open_selection(division: Division, num_carried: int = 0) -> SelectionBySignal | SelectionByArrival:
     """Return the rule by which the plan's groups are trained on; nothing is known yet."""
-    return Arrivals(division, num_carried) if division.plan.tail == "carry" else Places(division)
+    return SelectionByArrival(division, num_carried) if division.plan.tail == "carry" else SelectionBySignal(division)
 
 
-def bound(rewards: Sequence[float], plan: Plan) -> list[float]:
+def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
     """Return rewards as they count."""
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
     return [min(max(reward, least), largest) for reward in rewards]
 
 
-def has_signal(responses: Sequence[Rewarded], plan: Plan) -> bool:
+def has_signal(responses: Sequence[ScoredResponse], plan: Plan) -> bool:
     """Check whether what decides differs in a group: a function that the plan names, or the sum as it counts.
 
     Of a function's values only those of responses that it applies to are compared.
     """
     if not plan.deciding_rewards:
-        return _is_varied(bound([response.reward for response in responses], plan))
+        return _is_varied(clip_rewards([response.reward for response in responses], plan))
     return any(_is_varied([response.components.get(name) for response in responses]) for name in plan.deciding_rewards)
 
 
