@@ -15,19 +15,21 @@ from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.protocol.probe import can_hold
+from megatron_rl.types import Architecture
 
 
-def check_settings(settings: Settings) -> Iterator[str]:
+def check_settings(settings: DraftSettings) -> Iterator[str]:
     """Yield everything that is wrong with the flags of any command; `run` checks what concerns only runs.
 
     If the architecture is None it could not be read, and checks that depend on it are left out.
     """
-    if settings.architecture is not None:
-        yield from model_checks.check_model(settings)
-        yield from _check_length(settings)
-        yield from _check_world(settings)
+    model = settings.architecture
+    if model is not None:
+        yield from model_checks.check_model(settings, model)
+        yield from _check_length(settings, model)
+        yield from _check_world(settings, model)
     yield from check_stage(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
@@ -43,7 +45,7 @@ def check_settings(settings: Settings) -> Iterator[str]:
     yield from _check_checkpoint(settings)
 
 
-def _check_needs(settings: Settings) -> Iterator[str]:
+def _check_needs(settings: DraftSettings) -> Iterator[str]:
     """Yield flags that need another flag, which is missing."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
@@ -72,7 +74,7 @@ def _check_needs(settings: Settings) -> Iterator[str]:
             yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"
 
 
-def _check_curriculum(settings: Settings) -> Iterator[str]:
+def _check_curriculum(settings: DraftSettings) -> Iterator[str]:
     data = settings.data
     if data.rest_below is None and data.rest_above is None:
         if "data.rest_epochs" in settings.sources:
@@ -84,7 +86,7 @@ def _check_curriculum(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_pairs(settings: Settings) -> Iterator[str]:
+def _check_pairs(settings: DraftSettings) -> Iterator[str]:
     """Yield flags that exclude each other."""
     config, schedule = settings.transformer, settings.schedule
     for first, second, are_given in (
@@ -98,7 +100,7 @@ def _check_pairs(settings: Settings) -> Iterator[str]:
             yield f"{first} and {second} cannot be given together: drop one of them"
 
 
-def _check_algorithm(settings: Settings) -> Iterator[str]:
+def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
     """Yield parts of the algorithm that have no effect together, or none that is meant."""
     algorithm, config = settings.algorithm, settings.transformer
     sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
@@ -166,13 +168,13 @@ def _check_algorithm(settings: Settings) -> Iterator[str]:
                 )
 
 
-def _check_length(settings: Settings) -> Iterator[str]:
-    length, longest = settings.training.seq_length, settings.architecture.max_position_embeddings
+def _check_length(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    length, longest = settings.training.seq_length, model.max_position_embeddings
     if length is not None and length > longest:
         yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"
 
 
-def _check_world(settings: Settings) -> Iterator[str]:
+def _check_world(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     sizes, world = settings.parallel_sizes, settings.world_size
     if world is None:
         return
@@ -183,14 +185,14 @@ def _check_world(settings: Settings) -> Iterator[str]:
         )
     expert_tensor = sizes.expert_tensor or sizes.tensor
     expert_ranks = sizes.expert * expert_tensor * sizes.pipeline
-    if settings.architecture.experts and world % expert_ranks:
+    if model.experts and world % expert_ranks:
         yield (
             f"{world} ranks are not a multiple of {EP} {sizes.expert} times {ETP} {expert_tensor} "
             f"times {PP} {sizes.pipeline}: start a multiple of {expert_ranks} ranks, or make one of them smaller"
         )
 
 
-def _check_batches(settings: Settings) -> Iterator[str]:
+def _check_batches(settings: DraftSettings) -> Iterator[str]:
     training, sizes = settings.training, settings.parallel_sizes
     replicas = 0 if settings.world_size is None else settings.world_size // sizes.model
     if training.global_batch_size is None or not replicas:
@@ -205,7 +207,7 @@ def _check_batches(settings: Settings) -> Iterator[str]:
         )
 
 
-def check_division(settings: Settings, replicas: int) -> Iterator[str]:
+def check_division(settings: DraftSettings, replicas: int) -> Iterator[str]:
     """Yield a problem unless an update consists of whole micro-batches, equally many in each replica."""
     training = settings.training
     assert training.global_batch_size is not None
@@ -217,18 +219,18 @@ def check_division(settings: Settings, replicas: int) -> Iterator[str]:
         )
 
 
-def count_interleaved(settings: Settings) -> int:
+def count_interleaved(settings: DraftSettings) -> int:
     """Return how many micro-batches a virtual stage takes in turn."""
     return settings.transformer.microbatch_group_size_per_vp_stage or settings.parallel_sizes.pipeline
 
 
-def fills_interleaving(settings: Settings, num_micro_batches: int) -> bool:
+def fills_interleaving(settings: DraftSettings, num_micro_batches: int) -> bool:
     """Whether the interleaved schedule can run this many micro-batches."""
     stages = settings.parallel_sizes.pipeline
     return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 
 
-def _check_optimizer(settings: Settings) -> Iterator[str]:
+def _check_optimizer(settings: DraftSettings) -> Iterator[str]:
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield "--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd"
@@ -237,7 +239,7 @@ def _check_optimizer(settings: Settings) -> Iterator[str]:
         yield "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
 
 
-def _check_schedule(settings: Settings) -> Iterator[str]:
+def _check_schedule(settings: DraftSettings) -> Iterator[str]:
     schedule, optimizer = settings.schedule, settings.optimizer
     first, last = schedule.start_weight_decay, schedule.end_weight_decay
     for flag, value, top_flag, top in (
@@ -262,7 +264,7 @@ def _check_schedule(settings: Settings) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"
 
 
-def _check_checkpoint(settings: Settings) -> Iterator[str]:
+def _check_checkpoint(settings: DraftSettings) -> Iterator[str]:
     checkpoint = settings.checkpoint
     interval, retained = checkpoint.save_interval, checkpoint.save_retain_interval
     if retained is not None and interval is not None and retained % interval:
@@ -275,7 +277,7 @@ def _check_checkpoint(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_endpoint(settings: Settings) -> Iterator[str]:
+def _check_endpoint(settings: DraftSettings) -> Iterator[str]:
     endpoint = settings.service.endpoint
     if endpoint is not None and not _is_address(endpoint):
         yield (
@@ -284,7 +286,7 @@ def _check_endpoint(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_proof(settings: Settings) -> Iterator[str]:
+def _check_proof(settings: DraftSettings) -> Iterator[str]:
     """Check that engines of this run's own can hold what is published; others are asked at the first publish."""
     rollout, publish = settings.rollout, settings.publish
     if rollout.engine != "vllm" or settings.service.endpoint is not None or publish.proof == "probe":

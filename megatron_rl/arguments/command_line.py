@@ -17,7 +17,7 @@ from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.arguments.stage import list_others
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
-from megatron_rl.config.settings import RunConfig, Settings, Subjects
+from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.ops.shared_prompt import Conditions, choose_backend
 from megatron_rl.platforms import Platform
@@ -35,9 +35,9 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     are those of the megatron-core that runs on it.
     """
     reading = _read(argv)
-    settings = _resolve_settings(reading, _find_world_size(), needs_folder=False)
+    draft = _resolve_settings(reading, _find_world_size(), needs_folder=False)
     _raise_problems(reading)
-    return settings
+    return Settings.accept(draft)
 
 
 def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) -> RunSettings:
@@ -49,12 +49,12 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     world_size = _find_world_size() if world_size is None else world_size
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
-    settings = _resolve_settings(reading, world_size, needs_folder=True)
-    run, problems = resolve_run(settings, is_first=os.environ.get("RANK", "0") == "0")
+    draft = _resolve_settings(reading, world_size, needs_folder=True)
+    values, problems = resolve_run(draft, is_first=os.environ.get("RANK", "0") == "0")
     reading.consider(problems)
     _raise_problems(reading)
-    assert run is not None
-    return run
+    assert values is not None
+    return RunSettings.accept(draft, **vars(values))
 
 
 def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
@@ -63,12 +63,12 @@ def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
     What only a run needs may be missing: data, a reward, a learning rate, folders to write to.
     """
     reading = _read([*argv, "--print-config"])
-    settings = _resolve_settings(reading, world_size, needs_folder=True)
-    sizes, problems = resolve_sizes(settings, max(1, world_size // settings.parallel_sizes.model))
+    draft = _resolve_settings(reading, world_size, needs_folder=True)
+    sizes, problems = resolve_sizes(draft, max(1, world_size // draft.parallel_sizes.model))
     reading.consider(problems)
     _raise_problems(reading)
     assert sizes is not None
-    return settings, sizes
+    return Settings.accept(draft), sizes
 
 
 @dataclasses.dataclass
@@ -255,8 +255,8 @@ def _find_prefix(name: str) -> str | None:
     return None
 
 
-def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> Settings:
-    """Resolve the settings, which are valid only if nothing is wrong.
+def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> DraftSettings:
+    """Resolve the settings, and note what is wrong with them.
 
     If a folder is needed and missing, flags that describe a model are not read; the code that needs it reports that.
     """
@@ -271,25 +271,24 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     sources = {target: item.source for target, item in given.items()} | fields.sources
     if folder is not None:
         sources["architecture"] = str(folder / "config.json")
-    settings = Settings(
+    settings = DraftSettings(
         **subjects,
         platform=platform.name,
         world_size=world_size,
-        # If the architecture cannot be read, what depends on it is not checked, and an error follows.
-        architecture=architecture,  # type: ignore[arg-type]
+        architecture=architecture,
         **configs,
         sources=sources,
         notes=(*reading.notes, *fields.notes),
     )
     reading.consider((*fields.problems, *checks.check_settings(settings)))
     if architecture is not None:
-        settings = _choose_backend(settings, reading)
+        settings = _choose_backend(settings, architecture, reading)
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
         notes = (
             *_note_other_defaults(reading, settings.run.stage, settings.observe.verbose),
-            *checks.note_idle_flags(settings),
+            *checks.note_idle_flags(Settings.accept(settings)),
             *note_filter(settings),
         )
         settings = dataclasses.replace(settings, notes=(*settings.notes, *notes))
@@ -362,10 +361,9 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
     return architecture
 
 
-def _choose_backend(settings: Settings, reading: _Reading) -> Settings:
+def _choose_backend(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
     """Return the settings with the backend of shared-prompt attention that will run."""
     device = platforms.select(settings.platform).device_type
-    architecture = settings.architecture
     conditions = Conditions(
         device, settings.transformer.params_dtype, architecture.sliding_window, architecture.kv_channels
     )

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.settings import Settings
 from megatron_rl.data import prompt_files
+from megatron_rl.config.settings import DraftSettings
 
 
-def find_problems(settings: Settings) -> Iterator[str]:
+def find_problems(settings: DraftSettings) -> Iterator[str]:
     """Yield what is wrong with the files that this host reads and the folders that it writes.
 
     Nothing is read or made: rows, weights and checkpoints are checked when the run starts.
@@ -18,7 +18,7 @@ def find_problems(settings: Settings) -> Iterator[str]:
     yield from _check_folders(settings)
 
 
-def _check_evaluation(settings: Settings) -> Iterator[str]:
+def _check_evaluation(settings: DraftSettings) -> Iterator[str]:
     interval, data = settings.evaluation.interval, settings.data
     if interval is not None and not data.held_out and not data.eval_prompts:
         yield (
@@ -27,7 +27,7 @@ def _check_evaluation(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_folders(settings: Settings) -> Iterator[str]:
+def _check_folders(settings: DraftSettings) -> Iterator[str]:
     """Yield each folder that this host cannot make; a dashboard's folder may be missing."""
     checkpoint = settings.checkpoint
     for flag, folder in (

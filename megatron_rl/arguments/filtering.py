@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 
@@ -10,7 +10,7 @@ _FILTER, _BY = "--grpo-filter-groups-with-same-reward", "--grpo-filter-by"
 _SUM = "sum"
 
 
-def name_deciding_rewards(settings: Settings) -> list[str]:
+def name_deciding_rewards(settings: DraftSettings) -> list[str]:
     """Return the reward functions of which one must differ within a group; none if their weighted sum must."""
     algorithm, weights = settings.algorithm, _read_weights(settings)
     if not algorithm.filter_groups or algorithm.filter_by == _SUM:
@@ -22,7 +22,7 @@ def name_deciding_rewards(settings: Settings) -> list[str]:
     return list(weights)[:1] if len(weights) > 1 else []
 
 
-def check_filter(settings: Settings) -> Iterator[str]:
+def check_filter(settings: DraftSettings) -> Iterator[str]:
     """Yield what is wrong with the choice of groups by their rewards."""
     algorithm, names = settings.algorithm, [*_read_weights(settings)]
     by = algorithm.filter_by
@@ -44,14 +44,14 @@ def check_filter(settings: Settings) -> Iterator[str]:
         )
 
 
-def note_filter(settings: Settings) -> Iterator[str]:
+def note_filter(settings: DraftSettings) -> Iterator[str]:
     """Yield a note of the reward that decides where several are given and no flag names one."""
     named = name_deciding_rewards(settings)
     if named and settings.algorithm.filter_by is None and settings.algorithm.advantage != "gdpo":
         yield f"{_FILTER} compares {named[0]}, the first of --reward; {_BY} names another one, or {_SUM}"
 
 
-def _read_weights(settings: Settings) -> dict[str, float]:
+def _read_weights(settings: DraftSettings) -> dict[str, float]:
     """Return the functions' weights by name; none if --reward cannot be read, which is reported elsewhere."""
     try:
         return find_weights(settings.reward)

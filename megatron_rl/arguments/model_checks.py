@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_rl.arguments.resolve import count_layers, list_divisors
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DraftSettings
 from megatron_rl.types import Architecture, ParallelSizes
 
 TP = "--tensor-model-parallel-size"
@@ -13,9 +13,9 @@ EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
 
 
-def check_model(settings: Settings) -> Iterator[str]:
+def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     """Yield everything that is wrong, each with its flag, what it must be, and what to write instead."""
-    model, sizes = settings.architecture, settings.parallel_sizes
+    sizes = settings.parallel_sizes
     yield from _check_architecture(settings, model)
     yield from _check_tensor_parallel(model, sizes)
     yield from _check_context_parallel(settings, model, sizes)
@@ -27,7 +27,7 @@ def check_model(settings: Settings) -> Iterator[str]:
     yield from _check_platform(settings, model, sizes)
 
 
-def _check_architecture(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     if model.num_attention_heads % model.num_query_groups:
         yield (
             f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "
@@ -62,7 +62,7 @@ def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterato
         yield f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {list_divisors(*divided.values())}"
 
 
-def _check_context_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_context_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     if sizes.context == 1:
         return
     heads = model.num_attention_heads // sizes.tensor
@@ -73,7 +73,7 @@ def _check_context_parallel(settings: Settings, model: Architecture, sizes: Para
         )
 
 
-def _check_pipeline_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_pipeline_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     config = settings.transformer
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     layers = count_layers(vars(settings.transformer), model)
@@ -100,7 +100,7 @@ def _check_pipeline_parallel(settings: Settings, model: Architecture, sizes: Par
         yield f"after {said} there are {middle} layers for {stages} stages, which cannot be divided: change the count"
 
 
-def _check_virtual_stages(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_virtual_stages(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     config, count = settings.transformer, sizes.virtual_pipeline
     if count is None:
         if config.overlap_p2p_comm_warmup_flush:
@@ -120,7 +120,7 @@ def _check_virtual_stages(settings: Settings, model: Architecture, sizes: Parall
             yield f"{flag} {layers} must be a multiple of the {count} virtual stages of a rank: write one that is"
 
 
-def _check_expert_parallel(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_expert_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     experts = model.experts
     if experts is None:
         is_said = "transformer.expert_tensor_parallel_size" in settings.sources
@@ -145,7 +145,7 @@ def _check_expert_parallel(settings: Settings, model: Architecture, sizes: Paral
         yield f"experts with {TP} {sizes.tensor} need sequence parallelism: add --sequence-parallel"
 
 
-def _check_auxiliary_losses(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_auxiliary_losses(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     config = settings.transformer
     kind, balance = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     for flag, value in (("--moe-router-load-balancing-type", kind), ("--moe-aux-loss-coeff", balance)):
@@ -168,7 +168,7 @@ def _check_auxiliary_losses(settings: Settings, model: Architecture) -> Iterator
         )
 
 
-def _check_recompute(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_recompute(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     config = settings.transformer
     granularity, method, count = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
     if granularity == "full" and (method is None or count is None):
@@ -192,7 +192,7 @@ def _check_recompute(settings: Settings, model: Architecture) -> Iterator[str]:
         )
 
 
-def _check_recomputed_modules(settings: Settings, model: Architecture) -> Iterator[str]:
+def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already left out."""
     config = settings.transformer
     can = {"core_attn"} | ({"moe"} if model.experts else set())
@@ -206,7 +206,7 @@ def _check_recomputed_modules(settings: Settings, model: Architecture) -> Iterat
         )
 
 
-def _check_platform(settings: Settings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_platform(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     if settings.transformer.use_te_activation_func and settings.transformer.bias_activation_fusion:
         yield "--use-te-activation-func replaces a fusion: add --no-bias-swiglu-fusion, or drop the flag"
     if settings.platform != "cpu":

@@ -12,7 +12,7 @@ from megatron_rl.arguments import files
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
 from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.protocol.slots import Division, divide
 from megatron_rl.protocol.wire import LEAST_TEMPERATURE, Plan
@@ -73,8 +73,18 @@ class RunSettings(Settings):
         return self.training.train_iters * self.sizes.plan.num_updates
 
 
-def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None, list[str]]:
-    """Resolve the settings of the run, and find what is wrong beyond the checks of every command.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunValues:
+    """The values that a run adds to settings, as `RunSettings` has them."""
+
+    sizes: Sizes
+    folder: Path
+    sidecar: SidecarSettings | None
+    cores: CoreShares
+
+
+def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | None, list[str]]:
+    """Resolve what a run adds to its settings, and find what is wrong beyond the checks of every command.
 
     Only the first rank checks files, folders and what the sidecar needs: the others' hosts need not have them.
     """
@@ -100,11 +110,10 @@ def resolve_run(settings: Settings, is_first: bool) -> tuple[RunSettings | None,
         problems += check_sidecar(settings, sidecar, longest)
     if sizes is None or folder is None:
         return None, problems
-    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings)}
-    return RunSettings(**given, sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems
+    return RunValues(sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems
 
 
-def _share_cores(settings: Settings) -> CoreShares:
+def _share_cores(settings: DraftSettings) -> CoreShares:
     """Share out this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
     num_ranks = _count_local_ranks(settings) if is_cpu else 0
@@ -114,11 +123,11 @@ def _share_cores(settings: Settings) -> CoreShares:
     return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
 
 
-def _count_local_ranks(settings: Settings) -> int:
+def _count_local_ranks(settings: DraftSettings) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size or 1))
 
 
-def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
+def compute_sizes(settings: DraftSettings, num_replicas: int) -> Sizes:
     """Compute the sizes of a run on this many replicas; raise a UsageError with everything that is wrong."""
     sizes, problems = resolve_sizes(settings, num_replicas)
     if sizes is None or problems:
@@ -126,7 +135,7 @@ def compute_sizes(settings: Settings, num_replicas: int) -> Sizes:
     return sizes
 
 
-def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
+def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
     """Resolve the sizes of a run, and find everything that is wrong with them.
 
     If the number of replicas is not known, sizes are those of one, and what depends on the number is not checked.
@@ -158,7 +167,7 @@ def resolve_sizes(settings: Settings, num_replicas: int | None) -> tuple[Sizes |
     return sizes, problems
 
 
-def _resolve_demonstrations(settings: Settings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
+def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
     """Resolve sizes where nothing is sampled: a demonstration is a group of one response, without a prompt apart."""
     training = settings.training
     problems = [*_check_model(settings)]
@@ -191,7 +200,7 @@ def _resolve_demonstrations(settings: Settings, num_replicas: int | None) -> tup
     return sizes, problems
 
 
-def _check_missing(settings: Settings) -> Iterator[str]:
+def _check_missing(settings: DraftSettings) -> Iterator[str]:
     """Yield flags that every run needs and that are missing, beside those of its sizes."""
     if settings.training.train_iters is None:
         yield "--train-iters is missing: write the number of iterations"
@@ -199,12 +208,12 @@ def _check_missing(settings: Settings) -> Iterator[str]:
         yield "--lr is missing: training needs a learning rate"
 
 
-def _check_model(settings: Settings) -> Iterator[str]:
+def _check_model(settings: DraftSettings) -> Iterator[str]:
     if settings.model.hf_model is None:
         yield "--hf-model is missing: a run starts from a Hugging Face folder, and its data need the folder's tokens"
 
 
-def _check_sampling(settings: Settings) -> Iterator[str]:
+def _check_sampling(settings: DraftSettings) -> Iterator[str]:
     """Yield what the sidecar would refuse only after its engines have started."""
     temperature, evaluation = settings.sampling.temperature, settings.evaluation
     if not LEAST_TEMPERATURE <= temperature < math.inf:
@@ -224,7 +233,7 @@ def _check_sampling(settings: Settings) -> Iterator[str]:
         )
 
 
-def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
+def _check_updates(settings: DraftSettings, num_updates: int) -> Iterator[str]:
     """Check the schedule of the learning rate against the number of updates."""
     schedule = settings.schedule
     if schedule.lr_decay_iters is None and schedule.lr_warmup_iters >= num_updates:
@@ -241,7 +250,7 @@ def _check_updates(settings: Settings, num_updates: int) -> Iterator[str]:
         )
 
 
-def _check_reference(settings: Settings) -> Iterator[str]:
+def _check_reference(settings: DraftSettings) -> Iterator[str]:
     """Check the flags of a reference, which only some runs have."""
     algorithm = settings.algorithm
     for flag, value in (("--grpo-ref-interval", algorithm.ref_interval), ("--grpo-ref-model", algorithm.ref_model)):
@@ -251,7 +260,7 @@ def _check_reference(settings: Settings) -> Iterator[str]:
         yield f"--grpo-ref-model {algorithm.ref_model} must be a folder: write one in Hugging Face's format"
 
 
-def _check_offload(settings: Settings, division: Division) -> Iterator[str]:
+def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:
     has_old = division.plan.num_updates > 1 and settings.loop.tri_model == "fused"
     if settings.loop.frozen_offload and not settings.algorithm.kl_beta and not has_old:
         yield (
@@ -260,7 +269,7 @@ def _check_offload(settings: Settings, division: Division) -> Iterator[str]:
         )
 
 
-def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, list[str]]:
+def _divide(settings: DraftSettings, num_replicas: int) -> tuple[Division | None, list[str]]:
     """Divide an iteration, or say why that cannot be done."""
     algorithm, training = settings.algorithm, settings.training
     group_size, of_update = algorithm.group_size, training.global_batch_size
@@ -307,7 +316,7 @@ def _divide(settings: Settings, num_replicas: int) -> tuple[Division | None, lis
         return None, [str(error)]
 
 
-def _count_spare(settings: Settings, num_prompts: int) -> int:
+def _count_spare(settings: DraftSettings, num_prompts: int) -> int:
     """Count the prompts that an iteration may take in place of those without a signal."""
     algorithm = settings.algorithm
     if not algorithm.filter_groups:
@@ -315,7 +324,7 @@ def _count_spare(settings: Settings, num_prompts: int) -> int:
     return 2 * num_prompts if algorithm.spare_prompts is None else algorithm.spare_prompts
 
 
-def _count_tail(settings: Settings, num_prompts: int) -> int:
+def _count_tail(settings: DraftSettings, num_prompts: int) -> int:
     """Count the groups that the tail of an iteration has."""
     sampling = settings.sampling
     if sampling.tail == "stop":
@@ -323,7 +332,7 @@ def _count_tail(settings: Settings, num_prompts: int) -> int:
     return max(1, num_prompts // 8) if sampling.tail_groups is None else sampling.tail_groups
 
 
-def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]:
+def _check_interleaving(settings: DraftSettings, division: Division) -> Iterator[str]:
     """Check the number of micro-batches, which is known here even if no flag gives it."""
     count = division.slots_per_update
     sizes = settings.parallel_sizes
@@ -335,7 +344,7 @@ def _check_interleaving(settings: Settings, division: Division) -> Iterator[str]
         )
 
 
-def _check_lengths(settings: Settings) -> Iterator[str]:
+def _check_lengths(settings: DraftSettings) -> Iterator[str]:
     whole, prompt, response = _read_lengths(settings)
     if whole is None:
         yield "--seq-length is missing: write the most tokens that a prompt and a response have together"
@@ -356,7 +365,7 @@ def _check_lengths(settings: Settings) -> Iterator[str]:
         )
 
 
-def _resolve_lengths(settings: Settings) -> tuple[int, int] | None:
+def _resolve_lengths(settings: DraftSettings) -> tuple[int, int] | None:
     """Return the most tokens of a prompt and of a response, which together are at most --seq-length."""
     whole, prompt, response = _read_lengths(settings)
     if whole is None or (prompt is None and response is None) or any(_check_lengths(settings)):
@@ -367,11 +376,11 @@ def _resolve_lengths(settings: Settings) -> tuple[int, int] | None:
     return (prompt if prompt is not None else whole - response), response
 
 
-def _read_lengths(settings: Settings) -> tuple[int | None, int | None, int | None]:
+def _read_lengths(settings: DraftSettings) -> tuple[int | None, int | None, int | None]:
     return settings.training.seq_length, settings.data.max_prompt_tokens, settings.sampling.max_tokens
 
 
-def find_run_folder(settings: Settings) -> Path:
+def find_run_folder(settings: DraftSettings) -> Path:
     """Find the folder of everything of a run except its checkpoints; its name is the run's name."""
     save = settings.checkpoint.save
     if settings.rollout.folder is not None:
@@ -381,14 +390,14 @@ def find_run_folder(settings: Settings) -> Path:
     return save / "rollout" / save.resolve().name
 
 
-def find_shared_folder(settings: Settings) -> Path:
+def find_shared_folder(settings: DraftSettings) -> Path:
     """Find the folder of this run's published weights; runs of one name in different places have different folders."""
     of_user = settings.publish.folder or Path("/dev/shm") / f"megatron_rl-{getpass.getuser()}"
     run = find_run_folder(settings).resolve()
     return of_user / f"{run.name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
 
 
-def find_pack_multiple(settings: Settings) -> int:
+def find_pack_multiple(settings: DraftSettings) -> int:
     """Return the number that a pack's length is padded to a multiple of, so that all ranks get equally many rows."""
     config = settings.transformer
     return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import get_type_hints
 
-from megatron_rl.config.settings import Settings, Subjects
+from megatron_rl.config.settings import DraftSettings, Subjects
 
 # Of the subjects that are about sampling, what is read all the same.
 _READ_ALL_THE_SAME: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ def list_others() -> dict[str, tuple[str, ...]]:
     return {"sft": (*of_sampling, *_join(_OF_SAMPLING)), "grpo": _join(_OF_DEMONSTRATIONS)}
 
 
-def check_stage(settings: Settings) -> Iterator[str]:
+def check_stage(settings: DraftSettings) -> Iterator[str]:
     """Yield the flags that were written and that only the other stage has."""
     stage = settings.run.stage
     needed = "--stage grpo, which samples responses" if stage == "sft" else "--stage sft, which reads responses"

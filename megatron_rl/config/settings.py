@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.rollout import (
@@ -52,15 +52,16 @@ class Subjects:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Subjects):
-    """Everything that a command line said, checked, and what follows from it."""
+class DraftSettings(Subjects):
+    """Everything that a command line said, and what follows from it, while it is checked."""
 
     platform: str
     # The ranks of the run; None if not known yet, because no launcher has started this process.
     world_size: int | None
-    architecture: Architecture
-    # megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Code that builds something
-    # of them takes a copy, since Megatron writes into it.
+    # None if it cannot be read: checks that depend on it are left out.
+    architecture: Architecture | None
+    # megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, or a namespace of the values
+    # that it refuses. Code that builds something of them takes a copy, since Megatron writes into it.
     transformer: Any
     optimizer: Any
     ddp: Any
@@ -81,3 +82,17 @@ class Settings(Subjects):
             expert=config.expert_model_parallel_size,
             expert_tensor=config.expert_tensor_parallel_size,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DraftSettings):
+    """Everything that a command line said, checked, and what follows from it. Nothing is missing or refused."""
+
+    architecture: Architecture
+
+    @classmethod
+    def accept(cls, draft: DraftSettings, **values: Any) -> Self:
+        """Return the settings of a draft with which nothing is wrong; `values` are fields that a subclass adds."""
+        assert draft.architecture is not None
+        given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftSettings)}
+        return cls(**given, **values)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
 from megatron_rl.protocol.wire import Prompt
@@ -54,7 +54,7 @@ class Address:
         return RolloutClient(self.endpoint, self.token, patience)
 
 
-def problems(settings: Settings, sidecar: SidecarSettings | None, longest: int | None) -> Iterator[str]:
+def problems(settings: DraftSettings, sidecar: SidecarSettings | None, longest: int | None) -> Iterator[str]:
     """Yield each mistake that would end the run's sidecar; prompt and response have at most `longest` tokens.
 
     `sidecar` is None if one is running already; `longest` is None if the lengths are not known.
@@ -82,7 +82,7 @@ def _problems_of_reach(listen: str) -> Iterator[str]:
         )
 
 
-def read_given_address(settings: Settings) -> Address:
+def read_given_address(settings: DraftSettings) -> Address:
     """Return the address of the sidecar that flags name."""
     endpoint, folder = settings.service.endpoint, settings.rollout.folder
     assert endpoint is not None

@@ -17,12 +17,12 @@ from megatron_rl.config import devices
 from megatron_rl.config.cores import CoreShares
 from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.settings import (
+    DraftSettings,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    Settings,
     TrainingConfig,
 )
 from megatron_rl.errors import InputError, UsageError, room_checked
@@ -126,7 +126,7 @@ def read_settings(words: Sequence[str]) -> SidecarSettings:
         raise InputError(f"{MESSAGE_FLAG} {path}: {error}") from None
 
 
-def resolve_for_run(settings: Settings, folder: Path | None, cores: CoreShares, num_ranks: int) -> SidecarSettings:
+def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreShares, num_ranks: int) -> SidecarSettings:
     """Resolve the settings of the sidecar that a run starts beside these many ranks of its own host."""
     platform: Any = settings.platform
     rollout = settings.rollout

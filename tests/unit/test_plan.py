@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.arguments import files
 from megatron_rl.arguments.run import compute_sizes, find_run_folder, find_shared_folder
-from megatron_rl.config.settings import ModelConfig, Settings, Subjects, TrainingConfig
+from megatron_rl.config.settings import DraftSettings, ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture
 
@@ -188,3 +188,15 @@ def test_runs_of_one_name_in_two_places_hand_their_weights_over_in_two_places(tm
     }
     assert len(folders) == 2
     assert {folder.parent for folder in folders} == {tmp_path}
+
+
+def test_settings_are_made_only_of_a_draft_with_an_architecture():
+    draft = DraftSettings(
+        platform="cpu", world_size=1, architecture=None, transformer=None, optimizer=None, ddp=None, sources={}
+    )
+    with pytest.raises(AssertionError):
+        Settings.accept(draft)
+    architecture = settings().architecture
+    accepted = Settings.accept(dataclasses.replace(draft, architecture=architecture))
+    assert type(accepted) is Settings
+    assert accepted.architecture is architecture
