@@ -1,1 +1,1 @@
-"""What trainer and sidecar share: the wire format, the client, plans, seeds, and what makes a group on-policy."""
+"""The common ground of trainer and sidecar: messages, client, plans, seeds, and the checks of groups."""

@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout service. Every call may be repeated: the second time it changes nothing."""
+"""The trainer's client of the rollout service. Every call may be repeated: the second one changes nothing."""
 
 import time
 from pathlib import Path
@@ -13,12 +13,12 @@ from megatron_rl.protocol import wire
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
-# How much longer than the deadline of a publish, an evaluation or an iteration to wait for the reason of its failure.
+# Seconds beyond the deadline of a publish, an evaluation or an iteration, in which the reason of its failure may come.
 _GRACE_SECONDS = 10.0
 
 
 class RolloutError(MegatronRLError):
-    """The sidecar refused, failed or could not be reached."""
+    """The sidecar refused a request, failed or could not be reached."""
 
 
 class IterationLost(RolloutError):
@@ -42,10 +42,10 @@ _ERRORS: dict[wire.ErrorCode, type[RolloutError]] = {
 
 
 class RolloutClient:
-    """One rank's connection. A sidecar that cannot be reached for `patience` seconds is an error.
+    """A rank's client. A sidecar that cannot be reached for `patience` seconds is an error.
 
-    Threads may share a client: each call has a connection of its own, so a call that waits delays no other. Take the
-    lease before threads start: it belongs to the client.
+    Threads may share a client: each call has a connection of its own, so a call that waits delays no other. The lease
+    belongs to the client: take it before threads start.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class RolloutClient:
         self._http.close()
 
     def take_lease(self, run: str) -> int:
-        """Make the sidecar work for this run. One rank does this and tells the others, which call `use_lease`."""
+        """Take the sidecar's lease for this run. One rank does so and sends the number to the others (`use_lease`)."""
         answer = self._call("POST", "/v1/lease", params={"run": run, "wire": wire.WIRE_VERSION}).json()
-        # A sidecar of wire version 1 does not say which it speaks.
+        # A sidecar of wire version 1 does not answer with its version.
         wire.check_version(answer.get("wire", 1), f"the sidecar at {self.endpoint}")
         self.use_lease(answer["lease"])
         assert self._lease is not None
         return self._lease
 
     def use_lease(self, number: int) -> None:
-        """Send this lease with every request."""
+        """Send the lease of this number with every request."""
         self._lease = number
 
     def publish(self, weights: wire.Weights, deadline_seconds: float) -> wire.PublishAnswer:
@@ -91,7 +91,7 @@ class RolloutClient:
         return msgspec.convert(answer.json()["published"], wire.PublishAnswer)
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
-        """Send the trainer's log-probs of a probe; the publish of its version waits for them."""
+        """Send the trainer's log-probs of a probe, for which the publish of its version waits."""
         self._call("POST", "/v1/probe", content=wire.encode(answer))
 
     def submit(self, submission: wire.Submission) -> None:
@@ -103,7 +103,7 @@ class RolloutClient:
         return wire.decode(self.encoded_slot(version, replica, index, deadline_seconds), wire.Slot)
 
     def encoded_slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> bytes:
-        """Do as `slot`, and leave the answer undecoded: other ranks want the same bytes."""
+        """Wait for a slot and leave it encoded: other ranks need the same bytes."""
         path = f"/v1/iterations/{version}/slots/{replica}/{index}"
         answer = self._poll(path, deadline_seconds + _GRACE_SECONDS)
         if answer is not None:
@@ -114,9 +114,9 @@ class RolloutClient:
         )
 
     def evaluate(self, evaluation: wire.Evaluation) -> wire.Evaluated:
-        """Have prompts answered by the version that engines hold, and scored; wait for that until the deadline.
+        """Have the version that engines hold answer prompts, and have the answers scored; wait until the deadline.
 
-        An iteration may run meanwhile: its groups go first. The next publish must wait.
+        An iteration may run meanwhile, and its groups go first. The next publish must wait.
         """
         self._call("POST", "/v1/evaluations", content=wire.encode(evaluation))
         answer = self._poll(f"/v1/evaluations/{evaluation.version}", evaluation.deadline_seconds + _GRACE_SECONDS)
@@ -128,9 +128,9 @@ class RolloutClient:
         return wire.decode(answer, wire.Evaluated)
 
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
-        """Report that all of the iteration was trained on; return the audit log's head and what became of the prompts.
+        """Report that the whole iteration was trained on; return the audit log's head and the prompts' census.
 
-        Keep the head elsewhere, and `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
+        If the head is kept elsewhere, `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
         """
         content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
         answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()
@@ -142,11 +142,11 @@ class RolloutClient:
         self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
 
     def status(self) -> dict[str, Any]:
-        """What the sidecar is doing, and what waits for what."""
+        """Return the state of the sidecar, its engines and the requests that wait."""
         return self._call("GET", "/v1/status").json()
 
     def clock(self) -> float:
-        """The sidecar's steady clock, in seconds."""
+        """Read the sidecar's steady clock, in seconds."""
         return float(self._call("GET", "/v1/clock").json()["clock"])
 
     def num_workers(self) -> int:
@@ -158,7 +158,7 @@ class RolloutClient:
         self._call("POST", "/v1/shutdown")
 
     def _poll(self, path: str, seconds: float) -> bytes | None:
-        """Wait for the answer at that path; None if it did not come in time."""
+        """Wait for the answer at this path; return None if it does not come in time."""
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             answer = self._call("GET", path, params={"patience": min(remaining, _POLL_SECONDS)})
@@ -167,7 +167,7 @@ class RolloutClient:
         return None
 
     def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
-        """Repeat a request until it is answered: a broken connection does not say whether the request arrived."""
+        """Repeat a request until it is answered: a broken connection does not show whether it arrived."""
         headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
         deadline = time.monotonic() + self._patience
         while True:

@@ -30,8 +30,8 @@ _QUANTIZED = 4.0
 _EXPERTS, _EXPERTS_OF_ITERATION = 4.0, 2.0
 
 
-# Shares of the spread of the trainer's log-probs. Others that know nothing of them differ by the whole spread or more,
-# on average.
+# Shares of the spread of the trainer's log-probs. Log-probs of an unrelated model differ from them by the whole spread
+# or more, on average.
 _OF_SPREAD, _OF_SPREAD_COARSE = 0.5, 0.75
 
 
@@ -48,7 +48,7 @@ def find_coarsest_dtype(*dtypes: str) -> str:
 
 
 def find_narrower(trained: str, stored: str) -> str:
-    """Return the dtype of fewer bytes, which loses nothing that both have; of equally many, the one trained in."""
+    """Return the dtype of fewer bytes, which loses nothing that both have; between equals, the one trained in."""
     return stored if _BYTES[stored] < _BYTES[trained] else trained
 
 
@@ -71,7 +71,9 @@ def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> lis
 
 
 def measure_difference(engine: Sequence[float], others: Sequence[float]) -> Difference:
-    """Compare the tokens that the engine took: a prompt's first ones, whose log-probs do not depend on the rest."""
+    """Compare the log-probs of the tokens that the engine took. It takes a prompt's first ones, which do not depend on
+    the rest.
+    """
     distances = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(others[: len(engine)], dtype=np.float64))
     return Difference(float(distances.mean()), float(distances.max()))
 
@@ -85,9 +87,9 @@ def find_bound(kind: EngineKind, *dtypes: str) -> float:
 
 
 def limit_by_spread(bound: float, kind: EngineKind, log_probs: Sequence[float]) -> float:
-    """Lower a bound that a model could keep to whose log-probs have nothing to do with the trainer's, which are given.
+    """Lower a bound that an unrelated model could keep; `log_probs` are the trainer's.
 
-    It stays above what float32 rounds.
+    The bound stays above the rounding of float32.
     """
     values = np.asarray(log_probs, dtype=np.float64)
     spread = float(np.abs(values - np.median(values)).mean()) if len(values) else 0.0
@@ -103,7 +105,7 @@ def find_agreement(kind: EngineKind) -> float:
 
 
 def find_allowance(kind: EngineKind) -> float:
-    """Return how many times farther than by rounding alone an iteration's log-probs may be from the trainer's."""
+    """Return the factor by which an iteration's log-probs may be farther from the trainer's than by rounding."""
     return (_EXPERTS_OF_ITERATION if kind.has_experts else 1.0) * _quantized(kind)
 
 

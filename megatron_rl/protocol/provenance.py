@@ -1,6 +1,6 @@
-"""Checks that a group is what was asked for, sampled from first token to last under the version of its iteration.
+"""Checks that a group is the one asked for, and that every token was sampled under the version of its iteration.
 
-A group is checked here when it is made; its spans are checked once more before it is trained on (`data/slots.py`).
+A group is checked here when it is made. Its spans are checked once more before it is trained on (`data/slots.py`).
 """
 
 import hashlib
@@ -14,7 +14,10 @@ from megatron_rl.protocol.wire import Evaluation, FinishReason, Group, Response,
 
 
 def derive_group_seed(run: str, version: int, prompt_index: int) -> int:
-    """Derive the seed of a group's first response. vLLM gives response i this seed + i: groups' must lie far apart."""
+    """Derive the seed of a group's first response.
+
+    vLLM gives response i this seed + i, so the seeds of groups must lie far apart.
+    """
     text = f"{run}\0{version}\0{prompt_index}".encode()
     # Below 2**62, so that adding the number of a sample stays within a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
@@ -31,12 +34,12 @@ FINISH_REASONS = frozenset(get_args(FinishReason))
 
 
 def may_be_cut(asked: Asked) -> bool:
-    """Whether responses may be ended where they are."""
+    """Check whether responses may be cut off before they end."""
     return isinstance(asked, Submission) and asked.plan.tail == "truncate"
 
 
 class GroupRefused(MegatronRLError):
-    """A group is not what was submitted: it must be sampled again and not trained on."""
+    """A group differs from what was submitted: it must be sampled again, and not trained on."""
 
 
 def tag_version(version: int) -> str:
@@ -51,12 +54,12 @@ def derive_first_seed(asked: Asked, prompt_index: int) -> int:
 
 
 def check_group(asked: Asked, group: Group) -> None:
-    """Raise GroupRefused, with what is wrong, unless every response is what was asked for."""
+    """Raise GroupRefused, with the problem, unless every response is as it was asked for."""
     _refuse(asked, group, _find_problems(asked, group))
 
 
 def check_rewards(asked: Asked, group: Group) -> None:
-    """Raise GroupRefused unless every reward of a scored group is finite, and those that decide are among them."""
+    """Raise GroupRefused unless every reward of a scored group is finite, and those that decide are included."""
     _refuse(asked, group, _find_reward_problems(asked, group))
 
 
@@ -85,7 +88,7 @@ def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
         yield f"only {len(asked.prompts)} prompts were submitted"
         return
     if group.prompt.tokens != asked.prompts[index].tokens:
-        yield "the tokens of its prompt are not those that were submitted"
+        yield "the tokens of its prompt differ from those that were submitted"
     if len(group.responses) != asked.group_size:
         yield f"it has {len(group.responses)} responses, wanted {asked.group_size}"
     seed = derive_first_seed(asked, index)
@@ -106,7 +109,7 @@ def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
     tag, position = tag_version(asked.version), 0
     for span in response.spans:
         if span.version != tag:
-            yield f"tokens {span.start} to {span.end} are of version {span.version!r}, wanted {tag!r}"
+            yield f"tokens {span.start} to {span.end} have version {span.version!r}, wanted {tag!r}"
         if span.start != position or span.end < span.start:
             yield f"the span of tokens {span.start} to {span.end} must start at token {position} and not end before it"
         position = span.end
@@ -115,7 +118,7 @@ def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
     if response.finish_reason not in FINISH_REASONS:
         yield f"its finish reason is {response.finish_reason!r}"
     if response.finish_reason == "cut" and not may_be_cut(asked):
-        yield "it was cut off, and --rollout-tail does not say that it may"
+        yield "it was cut off, and --rollout-tail does not allow that"
     if response.finish_reason == "length" and num_tokens != asked.sampling.max_tokens:
         yield f"it was cut off after {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
     if num_tokens > asked.sampling.max_tokens:

@@ -1,6 +1,6 @@
-"""Which groups of an iteration are trained on, and in which update; the same in the sidecar and in the audit.
+"""The selection of the groups that an iteration trains on, and of their updates; the same in sidecar and audit.
 
-Without spare prompts that is said with the plan: all of them, prompt i at number i.
+Without spare prompts the plan decides: all groups are trained on, that of prompt i with number i.
 
 With spare prompts (`SelectionBySignal`), groups without a signal teach nothing, and later prompts take their numbers.
 Invariants:
@@ -31,7 +31,7 @@ from megatron_rl.protocol.slots import Claim, Division, Place
 from megatron_rl.protocol.wire import Plan
 
 Binding = int | Place
-"""An update, or, with order "prompt", a unit."""
+"""The update that a group is bound to, or, with order "prompt", the unit."""
 
 _UNKNOWN, _WITHOUT, _WITH = 0, 1, 2
 # With several updates groups belong to updates by number, and short responses would have the first ones.
@@ -39,7 +39,7 @@ _UPDATE = 0
 
 
 class ScoredResponse(Protocol):
-    """A response's weighted sum of rewards, and what each function gave; None where one does not apply."""
+    """A response's weighted sum of rewards, and the reward of each function; None where a function does not apply."""
 
     @property
     def reward(self) -> float: ...
@@ -49,7 +49,7 @@ class ScoredResponse(Protocol):
 
 
 class SelectionBySignal:
-    """What is known of the groups' numbers, from those that have finished."""
+    """The groups' numbers, as far as they follow from the groups that have finished."""
 
     def __init__(self, division: Division) -> None:
         self._division = division
@@ -71,7 +71,7 @@ class SelectionBySignal:
 
     @property
     def num_considered(self) -> int:
-        """The first so many prompts decided what is trained on; once all is settled."""
+        """The number of first prompts that decided the selection, once all is settled."""
         if not self._division.plan.num_spare:
             return self._num_wanted
         ends = np.flatnonzero(np.cumsum(self._known == _WITH) >= self._num_wanted)
@@ -79,24 +79,24 @@ class SelectionBySignal:
 
     @property
     def num_open(self) -> int:
-        """Prompts that are not finished and will be trained on if they and all other open ones have a signal."""
+        """The number of unfinished prompts that are trained on if they and all other open ones have a signal."""
         return int(np.count_nonzero(self._is_open & (self._most < self._num_wanted)))
 
     def put_off(self) -> list[int]:
-        """None: what has no number was considered, and is over."""
+        """Return no prompts: those without a number were considered, and are over."""
         return []
 
     def chosen(self) -> list[int]:
-        """What is trained on, in the order of the numbers; once all is settled."""
+        """List the prompts that are trained on, in the order of their numbers, once all is settled."""
         numbered = np.flatnonzero(self._most < self._num_wanted)
         return [int(prompt) for prompt in numbered[np.argsort(self._most[numbered], kind="stable")]]
 
     def is_wanted(self, prompt: int, num_ahead: int | float = math.inf) -> bool:
-        """Whether the prompt can still get a number; will, if at most `num_ahead` of the open ones have no signal."""
+        """Check whether the prompt can still get a number if at most `num_ahead` of the open ones have no signal."""
         return bool(self._least[prompt] < self._num_wanted and self._most[prompt] < self._num_wanted + num_ahead)
 
     def find_binding(self, prompt: int) -> Binding | None:
-        """Return where the group is bound to; None as long as that is open, and for what is not trained on."""
+        """Return the binding of a group; None while it is open, and for a group that is not trained on."""
         least, most = int(self._least[prompt]), int(self._most[prompt])
         if most >= self._num_wanted:
             return None
@@ -125,7 +125,7 @@ class SelectionBySignal:
             return f"{name} takes prompts {claim.prompts}, and {bound}{numbers} are bound to it"
         update = self._division.update_of_slot(claim.index)
         strangers = [prompt for prompt in claim.prompts if self.find_binding(prompt) != update]
-        return f"{name} is of update {update}, and prompt {strangers[0]} is not" if strangers else None
+        return f"{name} belongs to update {update}, and prompt {strangers[0]} does not" if strangers else None
 
     def _bind(self, number: int) -> Binding:
         is_bound = self._division.plan.order == "prompt"
@@ -138,7 +138,7 @@ class SelectionBySignal:
         self._least = np.cumsum(is_with) - is_with
         num_open_before = np.cumsum(self._is_open) - self._is_open
         self._most = self._least + num_open_before
-        # Those without a signal come after all that have one. An open one that is earlier goes before either way.
+        # Groups without a signal come after all that have one. An earlier open one goes before them either way.
         is_without = self._known == _WITHOUT
         behind = np.count_nonzero(is_with) + np.cumsum(is_without) - is_without
         self._least[is_without] = (behind + num_open_before)[is_without]
@@ -146,7 +146,7 @@ class SelectionBySignal:
 
 
 class SelectionByArrival:
-    """What is known of the groups, in the order in which they finished. Answers as `SelectionBySignal` does."""
+    """The groups in the order in which they finished. Has the methods of `SelectionBySignal`."""
 
     def __init__(self, division: Division, num_carried: int) -> None:
         self._division = division
@@ -172,23 +172,23 @@ class SelectionByArrival:
 
     @property
     def num_open(self) -> int:
-        """Groups that are trained on and have not finished."""
+        """The number of groups that are trained on and have not finished."""
         return self._division.plan.num_prompts - len(self._arrived)
 
     def chosen(self) -> list[int]:
-        """What is trained on; once all is settled."""
+        """List the prompts that are trained on, once all is settled."""
         return sorted(self._arrived)
 
     def put_off(self) -> list[int]:
-        """What is not trained on; once all is settled."""
+        """List the prompts that are not trained on, once all is settled."""
         return [prompt for prompt in range(self.num_prompts) if prompt not in self._arrived]
 
     def is_wanted(self, prompt: int, num_ahead: int | float = math.inf) -> bool:
-        """Whether the prompt can still be trained on. All are begun at once: nobody knows which will be last."""
+        """Check whether the prompt can still be trained on. All begin at once: which will be last is unknown."""
         return self._room > 0 or prompt < self._num_carried or prompt in self._arrived
 
     def find_binding(self, prompt: int) -> int | None:
-        """Return the update that the group is bound to; None for what is not trained on."""
+        """Return the update that the group is bound to; None for a group that is not trained on."""
         return _UPDATE if prompt in self._arrived else None
 
     def sort(self, prompts: Iterable[int]) -> list[int]:
@@ -207,21 +207,21 @@ class SelectionByArrival:
 
 
 def open_selection(division: Division, num_carried: int = 0) -> SelectionBySignal | SelectionByArrival:
-    """Return the rule by which the plan's groups are trained on; nothing is known yet."""
+    """Return the selection of the plan's groups, before any has finished."""
     return SelectionByArrival(division, num_carried) if division.plan.tail == "carry" else SelectionBySignal(division)
 
 
 def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
-    """Return rewards as they count."""
+    """Clip rewards to the plan's bounds."""
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
     return [min(max(reward, least), largest) for reward in rewards]
 
 
 def has_signal(responses: Sequence[ScoredResponse], plan: Plan) -> bool:
-    """Check whether what decides differs in a group: a function that the plan names, or the sum as it counts.
+    """Check whether the deciding rewards differ in a group: those of a function in the plan, or the clipped sum.
 
-    Of a function's values only those of responses that it applies to are compared.
+    A function's values are compared only among the responses that it applies to.
     """
     if not plan.deciding_rewards:
         return _is_varied(clip_rewards([response.reward for response in responses], plan))

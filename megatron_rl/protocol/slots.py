@@ -1,11 +1,11 @@
-"""How a plan divides an iteration's groups into slots; the same arithmetic in the trainer, the sidecar and the audit.
+"""The division of an iteration's groups into slots: the same arithmetic in the trainer, the sidecar and the audit.
 
-A unit is what a single claim takes: a slot of whole groups, or all the slots that one split group fills. Invariants:
+A single claim takes a unit: a slot of whole groups, or all the slots that one split group fills. Invariants:
 
 - every replica has the same number of slots, num_prompts * group_size / (num_replicas * micro_batch_size);
 - updates divide groups (by their numbers, `protocol/selection.py`) and slots into equal runs, and a unit lies in one
   update;
-- every unit holds equally many groups, and the units of an update together hold as many as the update has prompts.
+- all units hold the same number of groups, and those of an update together hold all groups of the update.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A unit holds these groups, in this order; `index` is its first slot."""
+    """The groups that a unit holds, in this order; `index` is its first slot."""
 
     replica: int
     index: int
@@ -38,13 +38,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A plan that divides evenly, and what follows from it."""
+    """A plan that divides evenly, with the sizes that follow from it."""
 
     plan: Plan
     groups_per_unit: int
     slots_per_unit: int
     units_per_update: int
-    """In each replica."""
+    """The units of an update in each replica."""
 
     @property
     def prompts_per_update(self) -> int:
@@ -52,7 +52,7 @@ class Division:
 
     @property
     def slots_per_update(self) -> int:
-        """Slots of one replica: the micro-batches of one run of its schedule."""
+        """The slots of one replica: the micro-batches of one run of its schedule."""
         return self.units_per_update * self.slots_per_unit
 
     @property
@@ -64,7 +64,7 @@ class Division:
         return self.plan.num_replicas * self.plan.num_updates * self.units_per_update
 
     def holds(self, replica: int, index: int) -> bool:
-        """Whether there is such a slot."""
+        """Check whether the plan has this slot."""
         return 0 <= replica < self.plan.num_replicas and 0 <= index < self.slots_per_replica
 
     def update_of_number(self, number: int) -> int:
@@ -79,15 +79,15 @@ class Division:
         return Place(replica, index - index % self.slots_per_unit)
 
     def slots(self, unit: Place) -> list[Place]:
-        """All slots of a unit."""
+        """List the slots of a unit."""
         return [Place(unit.replica, unit.slot + part) for part in range(self.slots_per_unit)]
 
     def bound_numbers(self, unit: Place) -> range:
         """Return the numbers of the groups of a unit, with order "prompt"; without spare prompts, its prompts.
 
-        The j-th unit of update u of replica r, with R replicas, n prompts an update and g groups a unit, holds the
-        numbers u * n + (j * R + r) * g and the g - 1 after it: the units of all replicas advance together, so prompts
-        that are sampled in order serve every replica alike.
+        Let there be R replicas, n prompts an update and g groups a unit. Unit j of update u of replica r holds g
+        numbers, from u * n + (j * R + r) * g on. So the units of all replicas advance together, and prompts that are
+        sampled in order serve every replica alike.
         """
         update, rest = divmod(unit.slot, self.slots_per_update)
         place = rest // self.slots_per_unit * self.plan.num_replicas + unit.replica
@@ -101,7 +101,7 @@ class Division:
         return Place(replica, update * self.slots_per_update + place * self.slots_per_unit)
 
     def find_problem(self, claim: Claim) -> str | None:
-        """Say why a claim has not the form that this plan wants, whatever groups it takes; None if it has."""
+        """Say why the form of a claim does not fit this plan, whatever groups it takes; None if it fits."""
         name = f"slot ({claim.replica}, {claim.index})"
         if not self.holds(*claim.place):
             replicas, slots = self.plan.num_replicas, self.slots_per_replica

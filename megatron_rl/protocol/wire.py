@@ -23,17 +23,17 @@ T = TypeVar("T")
 LEAST_TEMPERATURE = 0.01
 
 FinishReason = Literal["stop", "length", "cut"]
-"""`cut`: the response was ended where it was, by `Plan.tail`."""
+"""`cut`: the response was cut off before its end, by `Plan.tail`."""
 Order = Literal["completion", "prompt"]
 Proof = Literal["digests", "probe"]
 """The proof that engines hold a version, as docs/rollout.md describes it."""
 Tail = Literal["stop", "truncate", "carry"]
-"""What becomes of the last groups of an iteration, docs/rollout.md."""
+"""The treatment of the last groups of an iteration, as docs/rollout.md describes it."""
 JSON = dict[str, Any]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How responses are sampled. Options that make the sampled policy differ from the trained one are left out."""
+    """The sampling parameters. Options that make the sampled policy differ from the trained one are left out."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -50,40 +50,41 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The identity of the row in its data set, for logs."""
     tokens: bytes
     text: str | list[JSON] = ""
-    """Plain text, or chat messages."""
+    """The prompt as plain text or chat messages."""
     columns: JSON = {}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an iteration's groups are divided into slots; the same on every rank of the trainer and in the sidecar."""
+    """The division of an iteration's groups into slots; the same on every rank of the trainer and in the sidecar."""
 
     num_prompts: int
     group_size: int
     num_replicas: int
     micro_batch_size: int
-    """Responses in a slot: a multiple of the group size, or a divisor of it that splits a group."""
+    """The responses of a slot: a multiple of the group size, or a divisor of it that splits a group."""
     num_updates: int = 1
     order: Order = "completion"
     num_spare: int = 0
-    """Prompts beyond `num_prompts`, for groups without a signal; 0: every group is trained on."""
+    """The prompts beyond `num_prompts`, for groups without a signal; 0: every group is trained on."""
     deciding_rewards: list[str] = []
-    """The reward functions of which one must differ within a group, or it is without a signal; none: the sum must."""
+    """The reward functions that decide: one of them must differ within a group that has a signal. If empty, the sum."""
     least_reward: float | None = None
-    """A reward below it counts as this one."""
+    """The lower bound that rewards are clipped to."""
     largest_reward: float | None = None
+    """The upper bound that rewards are clipped to."""
     tail: Tail = "stop"
     num_tail: int = 0
-    """The most groups that are cut off, or the number of those that are put off."""
+    """The most groups that are cut off, or the number of groups that are put off."""
 
     def count_submitted(self, num_carried: int = 0) -> int:
-        """Count the prompts that are submitted: those that are trained on and what may take their places."""
+        """Count the prompts that are submitted: those that are trained on, and those that may take their places."""
         is_tailed = self.tail == "carry" and not num_carried
         return self.num_prompts + self.num_spare + (self.num_tail if is_tailed else 0)
 
     def count_carried(self, num_put_off: int) -> int:
-        """Count the prompts that an iteration must begin with, of those that earlier ones have put off.
+        """Count the prompts that an iteration must begin with because earlier ones have put them off.
 
-        Where the last groups are put off they are gathered, until they are an iteration of their own.
+        With the tail `carry` they are gathered until they fill an iteration of their own.
         """
         if self.tail == "carry" and num_put_off < self.num_prompts:
             return 0
@@ -91,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An iteration: the prompts whose responses version `version` of the policy is to sample."""
+    """An iteration: prompts, and the version of the policy that samples responses to them."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -100,10 +101,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plan: Plan
     sampling: Sampling
     prompts: list[Prompt]
-    """Those that earlier iterations put off, those of the plan, and then the spare ones."""
+    """The prompts that earlier iterations put off, then those of the plan, then the spare ones."""
     deadline_seconds: float
     num_carried: int = 0
-    """How many earlier iterations put off: they are trained on now."""
+    """The number of prompts that earlier iterations put off: they are trained on now."""
 
     def __post_init__(self) -> None:
         _check_sampling(self.sampling, self.deadline_seconds, is_greedy_allowed=False)
@@ -114,7 +115,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts that version `version` is evaluated on and never trained on; temperature 0 is greedy."""
+    """Prompts that a version is evaluated on and never trained on; temperature 0 is greedy."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -141,7 +142,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens [start, end) of a response were sampled under this version."""
+    """The version under which tokens [start, end) of a response were sampled."""
 
     version: str
     start: int
@@ -149,17 +150,17 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sampled completion with its provenance."""
+    """A sampled completion with its provenance."""
 
     tokens: bytes
     log_probs: bytes
-    """The log-prob of each token under the sampling distribution, at the sampling temperature; fp32."""
+    """The log-probs of the tokens under the sampling distribution, at the sampling temperature; float32."""
     finish_reason: FinishReason
     seed: int
     engine: str
     spans: list[VersionSpan]
     fingerprint: str
-    """The fingerprint of the weights it was sampled with, as the engine digested them."""
+    """The fingerprint of the weights that sampled it, as the engine digested them."""
     reward: float = 0.0
     components: dict[str, float | None] = {}
 
@@ -182,7 +183,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A group, or the part of it that one slot holds; `rewards` and `components` are those of the whole group."""
+    """A group, or the part of it in one slot; `rewards` and `components` belong to the whole group."""
 
     prompt_index: int
     row: str
@@ -194,7 +195,7 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to a slot request: the groups of one micro-batch of one replica; none if it is empty."""
+    """The answer to a request for a slot: the groups of one micro-batch of one replica, perhaps none."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -215,42 +216,42 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transport: Literal["shm", "nccl", "hccl"]
     dtype: str
     location: str = ""
-    """shm: the folder that holds the safetensors files. nccl, hccl: the master's host:port."""
+    """The folder of the safetensors files with shm, the master's host:port with nccl and hccl."""
     manifest: list[tuple[str, str, list[int]]] = []
-    """Names, dtypes and shapes in the order in which a stream sends them; a file carries its own."""
+    """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
     world_size: int = 0
-    """nccl, hccl: the size of the group that the trainer opens: itself and all workers of engines."""
+    """The size of the group that the trainer opens with nccl or hccl: itself and all workers of engines."""
     probe: bytes = b""
-    """Tokens whose log-probs the trainer sends too, in the `ProbeAnswer` that the publish awaits; may be empty."""
+    """The tokens whose log-probs the trainer sends in a `ProbeAnswer`, for which the publish waits; may be empty."""
     deadline_seconds: float | None = None
-    """How long engines may load, and the trainer compute the probe's log-probs; the sidecar's own bound if None."""
+    """Seconds that engines may load, and that the trainer may compute the probe; the sidecar's own bounds if None."""
     proof: Proof = "digests"
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine computes log-probs, which decides how far they may be from the trainer's."""
+    """An engine's way of computing log-probs, which decides how far they may be from the trainer's."""
 
     dtype: str = "float32"
     device: str = "cpu"
     is_quantized: bool = False
     has_experts: bool = False
-    """If two experts score almost alike, rounding decides between them."""
+    """Rounding decides between experts that score almost alike, so log-probs differ more."""
     has_model: bool = True
-    """False for scripted engines, whose tokens are drawn at random: nothing can be compared."""
+    """False for scripted engines, which draw tokens at random: their log-probs cannot be compared."""
 
 
 class PublishAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer to a publish: how the engines compute, and how much of what they hold was compared."""
+    """The answer to a publish: the engines' kind, and the number of parameters that were compared."""
 
     kind: EngineKind = EngineKind()
-    """The coarsest of them."""
+    """The coarsest kind among the engines."""
     num_compared: int = 0
-    """Parameters that were proved to hold, bit for bit, what was published: of the engine with the fewest."""
+    """The parameters proved to hold what was published, bit for bit, in the engine with the fewest of them."""
     num_parameters: int = 0
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer's log-probs of a version's probe; those of engines must be within a bound of them."""
+    """The trainer's log-probs of a version's probe; the engines' must be within a bound of them."""
 
     wire: int = WIRE_VERSION
     run: str
@@ -260,38 +261,38 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: str
     """The precision that the trainer computes in."""
     bound: float | None = None
-    """The largest mean difference accepted; None: it follows from the precisions."""
+    """The largest mean difference accepted; if None, it follows from the precisions."""
     agreement: float | None = None
-    """The largest mean difference between engines accepted; None: it follows from their precisions and devices."""
+    """The largest mean difference between engines accepted; if None, it follows from their precisions and devices."""
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far the trainer's log-probs were from those that an iteration's tokens were sampled with."""
+    """The distance between the trainer's log-probs of an iteration's tokens and those of their sampling."""
 
     mean: float
     largest: float
     bound: float | None
-    """The largest mean accepted; None if tokens were drawn at random."""
+    """The largest mean that is accepted; None if tokens were drawn at random."""
 
     @property
     def is_accepted(self) -> bool:
-        """Written so that NaN is not accepted."""
+        """True within the bound; NaN is not accepted."""
         return self.bound is None or self.mean <= self.bound
 
 
 class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of an iteration's prompts: more are sampled than trained on where groups may have no signal."""
+    """The outcome of an iteration's prompts: more are sampled than trained on if groups may have no signal."""
 
     num_considered: int
-    """The first so many prompts decided what was trained on; those after them are still to be taken."""
+    """The number of first prompts that decided the selection; those after them are still to be taken."""
     num_without_signal: int
-    """Among these, groups in which no reward that decides differs."""
+    """The considered groups in which no deciding reward differs."""
     reward: float
-    """The mean reward of the groups that were considered, as it counts: those without a signal are among them."""
+    """The mean clipped reward of the considered groups, those without a signal included."""
     put_off: list[int] = []
-    """Among the considered, prompts that a later iteration is to train on."""
+    """The considered prompts that a later iteration is to train on."""
     rewards: list[float | None] = []
-    """Of each of the considered the mean reward, as it counts; None of one that was put off."""
+    """The mean clipped reward of each considered group; None for one that was put off."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,11 +302,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     head: str
     """The hash of the audit log's last line."""
     line: int
+    """The number of that line."""
     census: Census
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer has trained on an iteration, or refuses to because of this mismatch."""
+    """The report that the trainer has trained on an iteration, or refuses to, with the mismatch that it measured."""
 
     wire: int = WIRE_VERSION
     version: int
@@ -334,7 +336,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decode a message; the InputError names the field that does not fit."""
+    """Decode a message; an InputError names the field that does not fit."""
     try:
         message = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -372,7 +374,7 @@ def encode_json(message: msgspec.Struct) -> bytes:
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode a message of `encode_json`; the InputError names the field that does not fit.
+    """Decode a message of `encode_json`; an InputError names the field that does not fit.
 
     msgspec ignores unknown fields of dataclasses, so they are looked for afterwards.
     """
@@ -417,8 +419,8 @@ def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allow
     if not (is_greedy or LEAST_TEMPERATURE <= temperature < math.inf):
         greedy = ", or 0 for greedy" if is_greedy_allowed else "; only evaluations may be greedy"
         raise InputError(
-            f"temperature {temperature:g} must be finite and at least {LEAST_TEMPERATURE}, which engines raise lower "
-            f"ones to{greedy}"
+            f"temperature {temperature:g} must be finite and at least {LEAST_TEMPERATURE}, because engines raise lower "
+            f"ones to that{greedy}"
         )
     if sampling.max_tokens < 1:
         raise InputError(f"max_tokens {sampling.max_tokens} must be at least 1")
@@ -436,7 +438,7 @@ def encode_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 
 def decode_tokens(data: bytes) -> np.ndarray:
-    """What `encode_tokens` made, without a copy."""
+    """Decode what `encode_tokens` encoded, without a copy."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -446,5 +448,5 @@ def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
 
 
 def decode_log_probs(data: bytes) -> np.ndarray:
-    """What `encode_log_probs` made, without a copy."""
+    """Decode what `encode_log_probs` encoded, without a copy."""
     return np.frombuffer(data, dtype="<f4")

@@ -380,7 +380,7 @@ def moved(index: int) -> Group:
     [
         (msgspec.structs.replace(GROUP, responses=GROUP.responses[:3]), "it has 3 responses, wanted 4"),
         (moved(9), "only 8 prompts were submitted"),
-        (moved(1), "tokens of its prompt are not those that were submitted"),
+        (moved(1), "tokens of its prompt differ from those that were submitted"),
         (with_response(GROUP, 1, fingerprint="e" * 64), "response 1 of engine engine-0: its fingerprint"),
         (with_response(GROUP, 1, seed=7), "response 1 has seed 7"),
         (with_response(GROUP, 1, tokens=b"abc"), "3 bytes of tokens"),
@@ -389,7 +389,7 @@ def moved(index: int) -> Group:
         (with_response(GROUP, 1, finish_reason="abort"), "its finish reason is 'abort'"),
         (with_response(GROUP, 1, finish_reason="length"), "cut off after 3 tokens, and 5 were allowed"),
         (with_response(GROUP, 1, spans=[]), "its spans end at token 0 of 3"),
-        (with_response(GROUP, 1, spans=[VersionSpan(version="2", start=0, end=3)]), "are of version '2', wanted '3'"),
+        (with_response(GROUP, 1, spans=[VersionSpan(version="2", start=0, end=3)]), "have version '2', wanted '3'"),
         (
             with_response(GROUP, 1, spans=[VersionSpan(version="3", start=1, end=3)]),
             "the span of tokens 1 to 3 must start at token 0",
@@ -404,7 +404,7 @@ def moved(index: int) -> Group:
             with_response(
                 GROUP, 1, spans=[VersionSpan(version="3", start=0, end=2), VersionSpan(version="4", start=2, end=3)]
             ),
-            "tokens 2 to 3 are of version '4', wanted '3'",
+            "tokens 2 to 3 have version '4', wanted '3'",
         ),
     ],
 )

@@ -92,9 +92,9 @@ def test_an_incomplete_answer_is_refused(tokens, changes, message):
     ("spans", "message"),
     [
         ([], "its spans end at token 0 of 3"),
-        ([GroupSpan("2:abc", 0, 3)], "tokens 0 to 3 are of version '2:abc', wanted '3'"),
-        ([GroupSpan("3:other", 0, 3)], "tokens 0 to 3 are of version '3:other', wanted '3'"),
-        ([GroupSpan(TAG, 0, 2), GroupSpan("2:abc", 2, 3)], "tokens 2 to 3 are of version '2:abc'"),
+        ([GroupSpan("2:abc", 0, 3)], "tokens 0 to 3 have version '2:abc', wanted '3'"),
+        ([GroupSpan("3:other", 0, 3)], "tokens 0 to 3 have version '3:other', wanted '3'"),
+        ([GroupSpan(TAG, 0, 2), GroupSpan("2:abc", 2, 3)], "tokens 2 to 3 have version '2:abc'"),
         ([GroupSpan(TAG, 0, 2)], "its spans end at token 2 of 3"),
         ([GroupSpan(TAG, 1, 3)], "the span of tokens 1 to 3 must start at token 0"),
     ],
