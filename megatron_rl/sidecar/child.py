@@ -34,23 +34,24 @@ _NUM_LINES = 20
 
 
 class SidecarFailed(MegatronRLError):
-    """The sidecar of this run did not start, or ended."""
+    """The sidecar of this run did not start, or has ended."""
 
     exit_code = ExitCode.RUN
 
 
-# A sidecar that names its error ends the run with the same kind of error.
+# If a sidecar names its error, the run ends with the same kind of error.
 _KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, InputError)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """How a sidecar is reached."""
+    """The address and the token of a sidecar."""
 
     endpoint: str
     token: str
 
     def client(self, patience: float) -> RolloutClient:
+        """Return a client with this patience in seconds."""
         return RolloutClient(self.endpoint, self.token, patience)
 
 
@@ -98,16 +99,16 @@ def read_given_address(settings: DraftSettings) -> Address:
 
 
 class OwnSidecar:
-    """A process that ends with this one, however this one ends. The kernel ties it to the thread that starts it.
+    """A process that ends with this one, however this one ends.
 
-    So it must be started from the main thread.
+    The kernel ties it to the thread that starts it, so that must be the main thread.
     """
 
     def __init__(self, settings: SidecarSettings, trials: Sequence[Prompt] = ()):
-        """The sidecar tries its rewards on the rows of `trials` before it starts engines."""
+        """Start the process. The sidecar tries its rewards on the rows of `trials` before it starts engines."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
-        # Left by an earlier sidecar that could not tidy up.
+        # An earlier sidecar may have left them if it was killed.
         for name in (_ADDRESS, starting.FILE_NAME, starting.TRIALS_FILE):
             (folder / name).unlink(missing_ok=True)
         if trials:
@@ -126,11 +127,11 @@ class OwnSidecar:
 
     @property
     def log(self) -> Path:
-        """Where what it prints is kept."""
+        """The file of its output."""
         return self._handle.log
 
     def address(self, seconds: float) -> Address:
-        """Wait until it serves."""
+        """Wait until it serves, at most for these seconds, and return its address."""
         deadline = time.monotonic() + seconds
         path = self._folder / _ADDRESS
         while not path.exists():
@@ -144,7 +145,7 @@ class OwnSidecar:
         return Address(path.read_text().strip(), read_token(self._folder / _TOKEN))
 
     def check(self) -> None:
-        """Raise if the sidecar has ended: its last error, as the same kind of error."""
+        """Raise the sidecar's last error, of the same kind, if it has ended."""
         ended, code = self._handle.poll(), self._handle.exit_code
         if ended is None or code is None:
             return
@@ -156,7 +157,7 @@ class OwnSidecar:
 
     @contextlib.contextmanager
     def reported(self, failed: Callable[[MegatronRLError], object], say: Callable[[str], object]) -> Iterator[None]:
-        """Within this context report the progress of the sidecar's start, and call `failed` at once if it ends."""
+        """Report the progress of the sidecar's start within a context, and call `failed` at once if it ends."""
         news = News(self._folder / starting.FILE_NAME)
 
         def tell() -> None:
@@ -174,10 +175,10 @@ class OwnSidecar:
         is_busy: Callable[[], bool] = lambda: False,
         each_look: Callable[[], object] = lambda: None,
     ) -> Iterator[None]:
-        """Within this context call `failed`, from another thread, as soon as the sidecar has ended.
+        """Call `failed`, within a context and from another thread, as soon as the sidecar has ended.
 
-        While the caller `is_busy` with what needs no sidecar, wait for that; nothing has failed if the context is left
-        then.
+        While the caller `is_busy` with work that needs no sidecar, wait for the end of that work. If the caller then
+        leaves the context, nothing has failed.
         """
         over = threading.Event()
 
@@ -187,7 +188,7 @@ class OwnSidecar:
                     self.check()
                 except MegatronRLError as error:
                     while is_busy():
-                        # Whoever was busy may now leave the context.
+                        # The caller may now leave the context.
                         over.wait(_LEAVE_SECONDS)
                     if not over.is_set():
                         failed(error)
@@ -203,7 +204,7 @@ class OwnSidecar:
             thread.join()
 
     def close(self) -> None:
-        """Ask it to end, then end it."""
+        """Ask the sidecar to end, and then kill it."""
         if self._handle.poll() is None and (self._folder / _ADDRESS).exists():
             try:
                 with self.address(1.0).client(patience=1.0) as client:
@@ -212,7 +213,7 @@ class OwnSidecar:
                 while self._handle.poll() is None and time.monotonic() < deadline:
                     time.sleep(_POLL_SECONDS)
             except (RolloutError, SidecarFailed):
-                # It does not answer; it is ended anyway.
+                # It does not answer, and is killed anyway.
                 pass
         self._handle.kill()
 
@@ -221,7 +222,7 @@ class OwnSidecar:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment without torchrun's variables, by which an engine would take itself for a rank."""
+    """Return our environment without torchrun's variables, which would make an engine take itself for a rank."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""One evaluation: the groups of all its prompts, separate from every iteration, or the reason why it failed."""
+"""One evaluation, separate from every iteration: the groups of all its prompts, or the reason of its failure."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ class EvaluationFailed(MegatronRLError):
 
 
 class EvaluationRun:
-    """An evaluation from its start to its answer. Belongs to the event loop that it is started in."""
+    """An evaluation from its start to its answer. Belongs to the event loop that starts it."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class EvaluationRun:
         make_all: MakeAll,
         record: Callable[[wire.Evaluation, list[wire.Group]], None],
     ) -> None:
-        """`record` is called before the evaluation is answered."""
+        """Start the evaluation; `record` is called before it is answered."""
         self.evaluation = evaluation
         self._record = record
         self._failure: str | None = None
@@ -41,15 +41,15 @@ class EvaluationRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has an answer or has failed."""
+        """True once it has an answer or has failed."""
         return self._ended.is_set()
 
     def is_same(self, evaluation: wire.Evaluation) -> bool:
-        """Whether this is the same evaluation; a failed one is not, so that it may be tried again."""
+        """Check whether this evaluation is the same and has not failed: a failed one may be tried again."""
         return self._failure is None and self.evaluation == evaluation
 
     async def answer(self, patience: float) -> bytes | None:
-        """Return the encoded `wire.Evaluated`; None if it was not finished within `patience` seconds."""
+        """Return the encoded `wire.Evaluated`; None if it is not finished within `patience` seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), patience)
         if self._failure is not None:
@@ -57,7 +57,7 @@ class EvaluationRun:
         return self._answer
 
     async def stop(self, reason: str) -> None:
-        """End it, unless it is over; everyone who waits for it gets the reason."""
+        """End it unless it is over; all requests that wait for it get the reason."""
         if not self.is_over:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -65,7 +65,7 @@ class EvaluationRun:
             self._end(reason)
 
     def next_prompt(self) -> wire.Prompt | None:
-        """Return the next prompt to sample; None once all are taken."""
+        """Return the next prompt to sample; None after the last one."""
         return next(self._prompts, None)
 
     def finished(self, group: wire.Group) -> None:
@@ -73,16 +73,16 @@ class EvaluationRun:
         self._groups[group.prompt.index] = group
 
     def is_wanted(self, prompt: int) -> bool:
-        """Whether a prompt is still to be answered: all are."""
+        """Return True: all prompts are answered."""
         return True
 
     def missing(self) -> str:
-        """Say in words what is missing until it can end."""
+        """Describe the groups that are missing until it can end."""
         num_prompts = len(self.evaluation.prompts)
         return f"{num_prompts - len(self._groups)} of {num_prompts} groups are not finished"
 
     def status(self) -> dict[str, Any]:
-        """The state, for /v1/status."""
+        """Return the state, for /v1/status."""
         return {
             "version": self.version,
             "failure": self._failure,

@@ -1,4 +1,4 @@
-"""Makes groups: samples each until it is what was asked for, scores it and hands it on, or says why that failed."""
+"""Makes groups: samples each until it is as asked for, scores it and hands it on, or says why that failed."""
 
 import asyncio
 import dataclasses
@@ -27,12 +27,12 @@ from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
 
-# How often a group is sampled before the iteration fails.
+# The attempts to sample a group before the iteration fails.
 _MAX_ATTEMPTS = 3
 
 
 class Samplers(Protocol):
-    """What samples groups: the engines together."""
+    """The engines together, which sample groups."""
 
     async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
 
@@ -41,7 +41,7 @@ class Samplers(Protocol):
 
 
 class Scorer(Protocol):
-    """Rewards for the responses of a group."""
+    """Gives rewards to the responses of a group."""
 
     async def score(self, group: wire.Group) -> wire.Group: ...
 
@@ -50,20 +50,20 @@ class Work(Protocol):
     """Groups to make: an iteration's or an evaluation's."""
 
     def next_prompt(self) -> wire.Prompt | None:
-        """Return the next prompt to sample; None if there is none, or none before another group has finished."""
+        """Return the next prompt to sample; None after the last one, and None until another group has finished."""
 
     def finished(self, group: wire.Group) -> None: ...
 
     def is_wanted(self, prompt: int) -> bool:
-        """Whether a group that is being made is still needed."""
+        """Check whether a group that is being made is still needed."""
 
     def missing(self) -> str:
-        """Say what is missing, when the deadline has passed."""
+        """Describe the groups that are missing, once the deadline has passed."""
 
 
 @dataclasses.dataclass
 class Counters:
-    """What /metrics shows beside the counts of the iteration."""
+    """The counters that /metrics shows beside those of the iteration."""
 
     groups: int = 0
     tokens: int = 0
@@ -77,11 +77,12 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class _IterationStart:
-    """What the groups of an iteration share."""
+    """The start of an iteration, which its groups share."""
 
     since: float
+    """The time of the start on the recorder's clock, in seconds."""
     cut: asyncio.Event | None
-    """Set once the last groups are to end where they are."""
+    """The event that cuts off the last groups."""
 
 
 class GroupMaker:
@@ -94,7 +95,7 @@ class GroupMaker:
         self._recorder = recorder or Recorder(most=0)
 
     async def make_all(self, asked: Asked, work: Work) -> str | None:
-        """Make the groups and hand each over as soon as it is made; return None, or why some were not made."""
+        """Make the groups and hand over each as soon as it is made; return None, or the reason why some are missing."""
         try:
             async with asyncio.timeout(asked.deadline_seconds):
                 num_lost = await self._make_groups(asked, work)
@@ -108,7 +109,7 @@ class GroupMaker:
         return f"the sidecar failed: the making of {num_lost} was cancelled, and {work.missing()}" if num_lost else None
 
     async def _make_groups(self, asked: Asked, work: Work) -> int:
-        """Make the groups and return how many were cancelled, which a task group does not report."""
+        """Make the groups and return the number of cancelled ones, which a task group does not report."""
         changed = asyncio.Event()
         cut = asyncio.Event() if may_be_cut(asked) else None
         start = _IterationStart(self._recorder.now(), cut)
@@ -124,7 +125,7 @@ class GroupMaker:
 
         def end(prompt: int, task: asyncio.Task[None]) -> None:
             nonlocal num_lost
-            # What was called off is no longer among the running.
+            # A group that was called off is no longer among the running ones.
             num_lost += running.pop(prompt, None) is task and task.cancelled()
             end_sampling(prompt)
 
@@ -142,7 +143,7 @@ class GroupMaker:
                         self._counters.called_off += 1
                     if not running:
                         break
-                    # Not before the first has finished: what a restart left to do may be as few.
+                    # Only once a group has finished: a restart may leave as few groups to make as the tail has.
                     is_tail = num_finished and len(sampling) <= _count_tail(asked)
                     if cut is not None and is_tail and len(sampling) < self._engines.max_in_flight:
                         # All have begun.
@@ -189,7 +190,7 @@ class GroupMaker:
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             responses = await self._engines.generate(request)
             if not all(response.tokens for response in responses):
-                # It was cut before it had begun.
+                # It was cut off before it had begun.
                 responses = await self._engines.generate(dataclasses.replace(request, cut=None))
             group = wire.Group(prompt=prompt, responses=responses)
             try:
@@ -207,7 +208,7 @@ def _count_tail(asked: Asked) -> int:
 
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
-"""Turns several sequences of tokens into texts."""
+"""A function from sequences of tokens to texts."""
 
 
 class PoolScorer:
@@ -218,8 +219,8 @@ class PoolScorer:
         self._decode = decode
 
     async def score(self, group: wire.Group) -> wire.Group:
-        """Return the same group with rewards and their components."""
-        # In a thread: a long group is many milliseconds of decoding, and the event loop has other groups to serve.
+        """Return the group with rewards and their components."""
+        # In a thread: decoding a long group takes many milliseconds, and the event loop has other groups to serve.
         result = await self._pool.score(await asyncio.to_thread(self._build_request, group))
         responses = [
             msgspec.structs.replace(
@@ -244,7 +245,7 @@ class PoolScorer:
 
 
 def build_decoder(folder: str) -> Decode:
-    """Decode with the tokenizer of a checkpoint, without special tokens."""
+    """Build a decoder from the tokenizer of a checkpoint; it leaves out special tokens."""
     # Imported here: it takes a second, and scripted rehearsals do not need it.
     from transformers import AutoTokenizer
 

@@ -44,7 +44,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def build_application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
-    """The ASGI application."""
+    """Build the ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
     app.add_middleware(_Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)
@@ -55,7 +55,7 @@ def build_application(service: RolloutService, token: str, shutdown: Callable[[]
 
 
 class _Guard:
-    """Checks the token of every request before anything reads it. A plain ASGI layer, since every slot passes it."""
+    """Checks the token of every request before its body is read. A plain ASGI layer, because every slot passes it."""
 
     def __init__(self, app: ASGIApp, token: str):
         self._app = app
@@ -94,16 +94,16 @@ def _read_lease(request: Request) -> int:
 def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/lease")
     async def take_lease(run: str, version: Annotated[int, Query(alias="wire")] = 1) -> dict[str, int]:
-        """Work for this run from now on; the number goes into X-Lease of its requests.
+        """Work for this run from now on. Its requests must have the answer's number in X-Lease.
 
-        `wire` is the trainer's wire version. One of version 1 does not say it.
+        `wire` is the trainer's wire version, which a trainer of version 1 does not send.
         """
         wire.check_version(version, "the trainer")
         return {"lease": await service.take_lease(run), "wire": wire.WIRE_VERSION}
 
     @app.post("/v1/publish")
     async def publish(request: Request) -> dict[str, Any]:
-        """Body: Weights. Answers when every engine holds the version, or none does."""
+        """Publish a version; answer when every engine holds it, or none does. Body: Weights."""
         service.renew_lease(_read_lease(request))
         weights = await _body(request, wire.Weights)
         published = await service.publish(weights)
@@ -115,7 +115,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/probe")
     async def probed(request: Request) -> dict[str, int]:
-        """Body: ProbeAnswer, what the publish of its version waits for."""
+        """Take the trainer's log-probs of a probe, for which the publish of its version waits. Body: ProbeAnswer."""
         service.renew_lease(_read_lease(request))
         answer = await _body(request, wire.ProbeAnswer)
         service.probed(answer)
@@ -123,16 +123,16 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/iterations")
     async def submit(request: Request) -> dict[str, int]:
-        """Body: Submission. Answers at once; slots come as groups finish."""
+        """Start an iteration and answer at once; slots come as groups finish. Body: Submission."""
         service.renew_lease(_read_lease(request))
         submission = await _body(request, wire.Submission)
         await service.submit(submission)
         return {"version": submission.version}
 
-    # Asked for more often than everything else together: its parameters are read without FastAPI's machinery.
+    # Requested more often than all other routes together, so its parameters are read without FastAPI's machinery.
     @app.get("/v1/iterations/{version:int}/slots/{replica:int}/{index:int}", openapi_extra=_PATIENCE)
     async def slot(request: Request) -> Response:
-        """A Slot; 204 if none came within `patience` seconds, 410 if the iteration has failed."""
+        """Answer with a Slot; 204 if none comes within `patience` seconds, 410 if the iteration has failed."""
         service.renew_lease(_read_lease(request))
         place = request.path_params
         patience = _bounded(_number(request.query_params.get("patience", "30")))
@@ -141,8 +141,9 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
-        """The trainer has trained on every slot. Body: Trained, or nothing. Answers with hash and number of the audit
-        log's last line, and with what became of the prompts.
+        """End an iteration after the trainer has trained on every slot. Body: Trained, or nothing.
+
+        The answer has hash and number of the audit log's last line, and the census of the prompts.
         """
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
@@ -152,7 +153,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/iterations/{version}/refuse")
     async def refuse(request: Request, version: int) -> dict[str, int]:
-        """Body: Trained. The trainer will not train on tokens so far from its policy."""
+        """Fail an iteration whose tokens are too far from the trainer's policy. Body: Trained."""
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained)
         await service.refuse(version, trained.mismatch)
@@ -162,7 +163,10 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
 def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/evaluations")
     async def evaluate(request: Request) -> dict[str, int]:
-        """Body: Evaluation. Answers at once; its groups come after those of the iteration that runs."""
+        """Start an evaluation and answer at once; its groups come after those of a running iteration.
+
+        Body: Evaluation.
+        """
         service.renew_lease(_read_lease(request))
         evaluation = await _body(request, wire.Evaluation)
         await service.evaluate(evaluation)
@@ -170,7 +174,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/v1/evaluations/{version}")
     async def evaluated(request: Request, version: int, patience: float = 30.0) -> Response:
-        """An Evaluated; 204 if it did not finish within `patience` seconds, 410 if it has failed."""
+        """Answer with an Evaluated; 204 if it does not finish within `patience` seconds, 410 if it has failed."""
         service.renew_lease(_read_lease(request))
         data = await service.evaluated(version, _bounded(patience))
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
@@ -179,22 +183,22 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
     @app.get(_OPEN)
     async def health() -> dict[str, str]:
-        """Whether the service runs; needs no token and says nothing else."""
+        """Answer that the service runs, and nothing else; needs no token."""
         return {"status": "ok"}
 
     @app.get("/v1/status")
     async def status() -> dict[str, Any]:
-        """What the service is doing, and what waits for what."""
+        """Answer with the state of the service, its engines and the requests that wait."""
         return service.status()
 
     @app.get("/v1/clock")
     async def clock() -> dict[str, float]:
-        """The steady clock of this process, in seconds: what its trace's times are of."""
+        """Answer with the steady clock of this process, in seconds. Its trace has the same clock."""
         return {"clock": time.monotonic()}
 
     @app.post("/v1/engines")
     async def add_engines(count: int = 1, adopt: str | None = None) -> dict[str, list[str]]:
-        """Start more engines, or use one of this host, by its socket; they join once they hold the version."""
+        """Start more engines, or adopt one of this host by its socket; they join once they hold the version."""
         if adopt is not None:
             return {"engines": [await service.engines.adopt(adopt)]}
         if not 1 <= count <= MAX_NEW_ENGINES:
@@ -209,7 +213,7 @@ def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Answer with the metrics for Prometheus."""
         return Response(format_metrics(service.status()), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/shutdown")
@@ -231,14 +235,14 @@ def _number(text: str) -> float:
 
 
 def _bounded(patience: float) -> float:
-    """NaN and negative numbers count as 0."""
+    """Limit the patience; NaN and negative numbers count as 0."""
     return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0
 
 
 async def serve(
     app: Any, *, until: asyncio.Event, uds: Path | None = None, listener: socket.socket | None = None
 ) -> None:
-    """Serve until the event is set; then finish the requests in progress and return."""
+    """Serve until the event is set, then finish the requests in progress."""
     config = uvicorn.Config(
         app,
         uds=str(uds) if uds is not None else None,
@@ -261,7 +265,7 @@ _PREFIX = "megatron_rl_rollout"
 
 
 def format_metrics(status: dict[str, Any]) -> bytes:
-    """Format the status for Prometheus: one gauge a number; counters of the sidecar's life only grow."""
+    """Format the status for Prometheus, with a gauge for each number; counters of the sidecar's life only grow."""
     registry = CollectorRegistry()
 
     def gauge(name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> None:

@@ -1,23 +1,23 @@
-"""The state of one iteration: which prompts still want sampling, which groups are finished, who claimed them.
+"""The state of one iteration: prompts still to sample, groups that are finished, and the slots that claimed them.
 
 Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from the order of the events. Invariants:
 
-1. A slot's first request asks for the next finished groups. Requests that find too few wait in order, and a finished
-   group serves the request that has waited longest.
-2. With order "completion" a slot of an update takes that update's groups in the order in which they finished; with
-   order "prompt" it takes the groups that are bound to it, in the order of their numbers, however they finished.
+1. A slot's first request asks for the next finished groups. Requests that find too few groups wait in order, and a
+   finished group serves the request that has waited longest.
+2. With order "completion" a slot of an update takes that update's groups in the order in which they finished. With
+   order "prompt" it takes the groups that are bound to it, in the order of their numbers.
 3. A slot takes only groups that the selection has bound to its update, or to itself (`protocol/selection.py`). With
    spare prompts, the groups that are trained on do not depend on which finished first. They do only where the last
    groups are put off.
 4. No slot waits while the groups that it would take are finished and bound.
-5. A slot that was answered is always answered with the same bytes.
-6. No group is claimed twice; when every slot has been answered, every group that is trained on has been claimed.
+5. All answers for a slot have the same bytes.
+6. No group is claimed twice. When every slot has been answered, every group that is trained on has been claimed.
 7. A split group's slots are claimed by the first request for any of them, hold its responses in order, and carry the
    rewards of all of them.
 8. A group is recorded before it counts as finished, a claim before it can be answered, the end before the iteration is
-   over. What cannot be recorded has not happened, and the iteration has failed.
-9. A group is waiting, running, finished or claimed, and finishes once. Its maker has already checked that it is what
-   was submitted.
+   over. An event that cannot be recorded has not happened, and the iteration has failed.
+9. A group is waiting, running, finished or claimed, and finishes once. Its maker has already compared it with the
+   submission.
 10. An iteration that failed answers nothing but its failure.
 """
 
@@ -49,11 +49,11 @@ class IterationFailed(MegatronRLError):
 
 
 class GroupFinishedTwice(MegatronRLError):
-    """A finished group finished again: the second one is not used."""
+    """A group that had finished has finished again: the second one is not used."""
 
 
 class NotAllClaimed(MegatronRLError):
-    """The trainer reports the iteration complete without having asked for all of its groups."""
+    """The trainer reports the iteration complete, but has not asked for all of its groups."""
 
 
 class ClaimConflict(MegatronRLError):
@@ -61,7 +61,7 @@ class ClaimConflict(MegatronRLError):
 
 
 class GroupState(enum.StrEnum):
-    """How far a group of an iteration is."""
+    """The progress of a group of an iteration."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -71,9 +71,9 @@ class GroupState(enum.StrEnum):
 
 @dataclasses.dataclass
 class _Queue:
-    """Finished groups, and the units that may take them: those of one update or, in prompt order, one unit alone."""
+    """Finished groups, and the units that may take them: those of one update or, with order "prompt", one unit."""
 
-    # Both are sets in the order of insertion.
+    # The keys of both are sets in the order of insertion.
     finished: dict[int, None] = dataclasses.field(default_factory=dict)
     asked: dict[Place, None] = dataclasses.field(default_factory=dict)
 
@@ -89,10 +89,10 @@ class Iteration:
         record_end: Callable[[], None] = lambda: None,
         before: tuple[int, int] | None = (0, 0),
     ) -> None:
-        """Each `record_` function is called before a group, a claim or the end takes effect.
+        """Begin an iteration. Each `record_` function is called before a group, a claim or the end takes effect.
 
-        `before` counts groups of the iteration before, those without a signal and all that were considered: only how
-        many prompts are sampled ahead follows from it, and not what is trained on. With None there are none.
+        `before` counts groups of the iteration before: those without a signal, and all that were considered. The number
+        of prompts to sample ahead follows from it, and not the selection. With None, no prompts are sampled ahead.
         """
         self.submission = submission
         self.division = divide(submission.plan)
@@ -115,9 +115,9 @@ class Iteration:
         self._selection = open_selection(self.division, submission.num_carried)
         self._before = before
         self._next = 0
-        # Finished groups that are not bound yet, in the order in which they finished: as keys.
+        # Finished groups that are not bound yet, as keys, in the order in which they finished.
         self._unbound: dict[int, None] = {}
-        # Of each finished group its mean reward, and whether it has a signal.
+        # The mean reward of each finished group, and whether it has a signal.
         self._seen: dict[int, tuple[float, bool]] = {}
         self._states = [GroupState.WAITING] * num_prompts
         self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
@@ -131,20 +131,20 @@ class Iteration:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether every group that is trained on was claimed."""
+        """True once every group that is trained on was claimed."""
         return self._counts[GroupState.CLAIMED] == self.submission.plan.num_prompts
 
     @property
     def is_over(self) -> bool:
-        """Whether the iteration failed, or the trainer has trained on all of it."""
+        """True if the iteration has failed, or the trainer has trained on all of it."""
         return self.failure is not None or self._is_complete
 
     def is_same(self, submission: Submission) -> bool:
-        """Whether the iteration works on this submission; a failed one works on none."""
+        """Check whether the iteration works on this submission; a failed one works on none."""
         return self.failure is None and self.submission == submission
 
     def restore(self, groups: Iterable[Group], claims: Iterable[Claim]) -> None:
-        """Take over a journal's groups and claims, in order and before any other event; record nothing again."""
+        """Take over a journal's groups and claims, in order and before any other event, and do not record them."""
         for group in groups:
             self._check_finished(group)
             self._finish(group)
@@ -158,7 +158,7 @@ class Iteration:
             self._take(claim)
 
     def next_prompt(self) -> Prompt | None:
-        """Return the next prompt to sample, which counts as running from now on; None if none is wanted now."""
+        """Return the next prompt to sample, and count it as running; None if no prompt is wanted now."""
         while self._next < len(self._states):
             prompt = self._next
             if self._states[prompt] is GroupState.WAITING:
@@ -171,7 +171,7 @@ class Iteration:
         return None
 
     def is_wanted(self, prompt: int) -> bool:
-        """Whether a prompt that is running may still be trained on; if not, it no longer counts as running."""
+        """Check whether a running prompt may still be trained on; if not, it no longer counts as running."""
         is_all = len(self._states) == self.submission.plan.num_prompts
         is_wanted = is_all or self._selection.is_wanted(prompt)
         if not is_wanted and self._states[prompt] is GroupState.RUNNING:
@@ -181,7 +181,7 @@ class Iteration:
     def finished(self, group: Group) -> list[Place]:
         """Take a finished group; return the slots that were asked for earlier and can be answered now.
 
-        Raise GroupFinishedTwice, and change nothing, if the group had finished before.
+        If the group had finished before, raise GroupFinishedTwice and change nothing.
         """
         self._check_failure()
         self._check_finished(group)
@@ -189,11 +189,11 @@ class Iteration:
         return [place for queue in self._finish(group) for place in self._serve(queue)]
 
     def failed(self, reason: str) -> None:
-        """End the iteration without success; the first reason stays."""
+        """Fail the iteration; the first reason stays."""
         self.failure = reason if self.failure is None else self.failure
 
     def complete(self) -> None:
-        """End the iteration: the trainer has trained on all groups. Ranks that ask for a slot again still get it."""
+        """End the iteration after the trainer has trained on all groups; its slots are still answered."""
         self._check_failure()
         if not self.is_claimed:
             raise NotAllClaimed(f"iteration {self.version} cannot be complete: {self.missing()}")
@@ -212,7 +212,7 @@ class Iteration:
         return self._answers.get(place)
 
     def census(self) -> Census:
-        """Say what became of the prompts, once all is settled."""
+        """Count the outcomes of the prompts, once all is settled."""
         num_considered, put_off = self._selection.num_considered, self._selection.put_off()
         late = set(put_off)
         all_seen = [None if prompt in late else self._seen[prompt] for prompt in range(num_considered)]
@@ -226,19 +226,19 @@ class Iteration:
         )
 
     def prompts_in(self, state: GroupState) -> list[int]:
-        """The prompts whose groups are in this state."""
+        """List the prompts whose groups are in this state."""
         return [prompt for prompt, reached in enumerate(self._states) if reached is state]
 
     def counts(self) -> dict[GroupState, int]:
-        """The number of groups in each state."""
+        """Return the number of groups in each state."""
         return dict(self._counts)
 
     def asked(self) -> list[Place]:
-        """Return the units that wait, named by their first slots; those of one update in the order of requests."""
+        """List the units that wait, by their first slots; those of one update are in the order of requests."""
         return [unit for queue in self._queues.values() for unit in queue.asked]
 
     def missing(self) -> str:
-        """Say in words what is missing until the iteration can end."""
+        """Describe the groups that are missing until the iteration can end."""
         num_prompts = self.submission.plan.num_prompts
         unfinished = [
             prompt
@@ -257,7 +257,7 @@ class Iteration:
         )
 
     def status(self) -> dict[str, Any]:
-        """The state, for /v1/status."""
+        """Return the state, for /v1/status."""
         return {
             "version": self.version,
             "failure": self.failure,
@@ -281,7 +281,7 @@ class Iteration:
     def _checked_unit(self, replica: int, index: int, version: int | None) -> Place:
         if version not in (None, self.version):
             raise WrongVersion(
-                f"a slot of version {version} was asked for, and the iteration is of version {self.version}"
+                f"a slot of version {version} was asked for, and the iteration has version {self.version}"
             )
         if not self.division.holds(replica, index):
             raise NoSuchSlot(
@@ -300,9 +300,9 @@ class Iteration:
         return sum(not has for _, has in self._seen.values())
 
     def _num_ahead(self) -> int:
-        """How many prompts to sample beyond those that are enough if all have a signal: as many as will be needed.
+        """Estimate the prompts that are needed beyond those that are enough if all groups have a signal.
 
-        With a share s of groups without signal, n groups with one take n / (1 - s) groups.
+        If a share s of groups has no signal, n groups with one take n / (1 - s) groups.
         """
         if self._before is None or not self.submission.plan.num_spare:
             return 0
@@ -315,7 +315,7 @@ class Iteration:
         self._states[prompt] = state
 
     def _finish(self, group: Group) -> list[_Queue]:
-        """Take a group in; return where groups that are bound from now on lie."""
+        """Take in a group; return the queues of all groups that are bound from now on."""
         prompt = group.prompt.index
         self._groups[prompt] = group
         rewards = clip_rewards([response.reward for response in group.responses], self.submission.plan)
@@ -337,7 +337,7 @@ class Iteration:
         try:
             record(*what)
         except Exception as error:
-            # One of several records may have been written. Going on could claim these groups for a second slot.
+            # One of several records may have been written. To continue could claim these groups for a second slot.
             self.failed(f"the journal cannot be written: {error}")
             raise
 
@@ -366,7 +366,7 @@ class Iteration:
         return None
 
     def _take(self, claim: Claim) -> None:
-        # Encoded now and kept only as bytes, which are the answer: groups are not held twice.
+        # Encoded now and kept only as the bytes of the answer, so that groups are not held twice.
         groups = [self._groups[prompt] for prompt in claim.prompts]
         for place, parts in zip(self.division.slots(claim.place), self._parts(groups), strict=True):
             self._answers[place] = wire.encode(
@@ -387,7 +387,7 @@ class Iteration:
         self.claims.append(claim)
 
     def _parts(self, groups: Sequence[Group]) -> list[list[GroupPart]]:
-        """The parts that each slot of a unit holds."""
+        """Return the parts that each slot of a unit holds."""
         group_size = self.submission.plan.group_size
         size = min(self.submission.plan.micro_batch_size, group_size)
         return [[_part(group, first, size) for group in groups] for first in range(0, group_size, size)]

@@ -1,12 +1,12 @@
-"""Where an engine's processes run: here, on this host. Other launchers implement the same two protocols.
+"""Starts and ends an engine's processes on this host. Other launchers implement the same two protocols.
 
 Invariants of local processes:
 
 - an engine's processes form a process group and a session of their own;
-- each ends when the process that started it ends (`sidecar/parent.py`), so that nothing outlives the sidecar, however
-  it was killed;
-- what an engine prints is kept in files of bounded number and size, and its last lines are at hand for errors. An
-  engine that is restarted begins a new file: the file that says why it died stays.
+- each ends when the process that started it ends (`sidecar/parent.py`), so that no process outlives the sidecar,
+  however it was killed;
+- an engine's output is kept in files of bounded number and size, and its last lines are at hand for errors. An engine
+  that is restarted begins a new file, so that the file with the reason of its death stays.
 """
 
 import collections
@@ -30,11 +30,11 @@ LOG_BYTES = 8 << 20
 # More than the deaths in a row after which an engine is given up, so that the log of its first death stays.
 LOG_FILES = 8
 LOG_LINES = 1000
-# When an engine's processes have ended, its tracker of shared memory removes what they left, hundreds of megabytes. The
-# tracker must not be killed before that, and a busy host runs it late.
+# When an engine's processes have ended, its tracker of shared memory removes the hundreds of megabytes that they left.
+# The tracker must not be killed before that, and a busy host runs it late.
 GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
-# As much as a pipe holds.
+# The capacity of a pipe.
 _PIPE_BYTES = 1 << 20
 
 
@@ -47,55 +47,55 @@ class ProcessSpec:
     environment: Mapping[str, str]
     """The whole environment: nothing is inherited."""
     log: Path
-    """Where its output goes."""
+    """The file of its output."""
     address: str
-    """The path of the unix socket at which the process will answer."""
+    """The path of the unix socket at which the process answers once it is up."""
 
 
 class Handle(Protocol):
-    """A process that was started, with all that it started itself."""
+    """A process that was started, with all processes that it started itself."""
 
     address: str
     log: Path
-    """Where its output is kept."""
+    """The file of its output."""
 
     def poll(self) -> str | None:
         """Say how the process ended; None while it runs."""
         ...
 
     def need(self, pid: int) -> None:
-        """Count a process that it started as one that it cannot do without."""
+        """Count a process that it started as needed."""
         ...
 
     def find_fault(self) -> str | None:
-        """Say what has ended or is stopped, of the process and those that it needs; None while all run.
+        """Say which of the process and those that it needs has ended or is stopped; None while all run.
 
         Call it several times a second.
         """
         ...
 
     def kill(self) -> None:
-        """End it and all that it started; return when nothing of them is left."""
+        """Kill it and all processes that it started; return when none is left."""
         ...
 
     def log_lines(self) -> list[str]:
-        """The last lines that it has printed."""
+        """Return the last lines that it has printed."""
         ...
 
 
 class Launcher(Protocol):
-    """What starts engines."""
+    """Starts processes."""
 
     def start(self, spec: ProcessSpec) -> Handle:
-        """Start it; returns at once."""
+        """Start a process and return at once."""
         ...
 
 
 class LocalLauncher:
     """Starts processes on this host.
 
-    The kernel ends a process when the *thread* that started it ends: call `start` from a thread that lives as long as
-    the engine is to live.
+    The kernel ends a process when the *thread* that started it ends. So call `start` from a thread that outlives the
+    engine.
     """
 
     def start(self, spec: ProcessSpec) -> "LocalHandle":
@@ -124,7 +124,7 @@ class LocalHandle:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the number of the signal that ended it."""
+        """The exit code, or minus the number of the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     def poll(self) -> str | None:
@@ -143,7 +143,7 @@ class LocalHandle:
     def kill(self) -> None:
         shared_memory = _shared_memory(self.pid)
         with contextlib.suppress(ProcessLookupError):
-            # Once it has been waited for, the number may be another process's.
+            # After it has been waited for, its number may belong to another process.
             if self._process.poll() is None:
                 self._process.kill()
         self._process.wait()
@@ -153,7 +153,7 @@ class LocalHandle:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for path in shared_memory:
-            # Python's tracker does not know what compiled code made.
+            # Python's tracker does not know the files that compiled code made.
             path.unlink(missing_ok=True)
         self._log.close()
 
@@ -162,7 +162,7 @@ class LocalHandle:
 
 
 class Log:
-    """Copies what a process prints into a file; a full file is renamed, and the oldest is deleted."""
+    """Copies the output of a process into a file; a full file is renamed, and the oldest is deleted."""
 
     def __init__(self, source: IO[bytes], path: Path, max_bytes: int = LOG_BYTES, num_files: int = LOG_FILES) -> None:
         self.path = path
@@ -173,7 +173,7 @@ class Log:
         self._unfinished = b""
         self._file: IO[bytes] | None = None
         self._size = 0
-        # `last_lines` reads the pipe itself, so that it never misses what was printed before an event.
+        # `last_lines` reads the pipe itself, so that it never misses output from before an event.
         self._lock = threading.Lock()
         os.set_blocking(source.fileno(), False)
         self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
@@ -185,7 +185,7 @@ class Log:
             return [line.decode(errors="replace") for line in (*self._lines, *filter(None, [self._unfinished]))]
 
     def close(self) -> None:
-        """Wait until the rest of the pipe is copied; nothing writes to it any more."""
+        """Wait until the rest of the pipe is copied, once no process writes to it."""
         self._thread.join(GRACE_SECONDS)
 
     def _copy(self) -> None:
@@ -203,7 +203,7 @@ class Log:
                 self._file.close()
 
     def _read(self) -> bool:
-        """Copy what is in the pipe now; False at its end."""
+        """Copy the content of the pipe; return False at its end."""
         if self._source.closed:
             return False
         try:
@@ -217,7 +217,7 @@ class Log:
         return bool(data)
 
     def _write(self, line: bytes) -> None:
-        # A full disk must cost only the log: if the pipe were not read, the engine would block on it.
+        # A full disk must cost only the log: the engine would block on a pipe that is not read.
         with contextlib.suppress(OSError):
             if self._file is None or self._size >= self._max_bytes:
                 self._file, self._size = self._rotate(self._file), 0

@@ -1,17 +1,17 @@
-"""Where the sidecar listens, and the address at which others reach it."""
+"""The sidecar's listening socket, and the address at which other hosts reach it."""
 
 import ipaddress
 import socket
 
 from megatron_rl.errors import UsageError
 
-# Addresses that documentation alone uses (RFC 5737, RFC 3849): a route to them is the one to any other network.
+# Addresses for documentation alone (RFC 5737, RFC 3849): the route to them is the one to any other network.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def parse_place(text: str) -> tuple[str, int] | None:
-    """Split HOST:PORT, the host of IPv6 in brackets; None if it is neither."""
+    """Split HOST:PORT or, with IPv6, [HOST]:PORT; None if the text is neither."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -25,22 +25,22 @@ def parse_place(text: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host that is written so can be reached from this one alone."""
+    """Check whether a host of this name can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Open a socket for the service, whose connections inherit TCP_NODELAY.
 
-    asyncio sets that only on sockets that it made itself; without it an answer's body would wait 40 ms until its head
-    is acknowledged.
+    asyncio sets that only on sockets that it makes itself. Without it the body of an answer would wait 40 ms until its
+    head is acknowledged.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # An IPv6 place has its scope as well, which create_server does not type.
+        # The address of IPv6 also has a scope, for which create_server has no type.
         listener = socket.create_server(place[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         written = f"[{host}]" if ":" in host else host
@@ -50,10 +50,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def find_url(listener: socket.socket) -> str:
-    """The address at which other hosts reach what listens.
+    """Return the address at which other hosts reach a listening socket.
 
-    A socket that listens on all addresses of the host (0.0.0.0, ::) is reached at the one from which this host reaches
-    other networks.
+    If it listens on all addresses of the host (0.0.0.0, ::), that is the address from which this host reaches other
+    networks.
     """
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
@@ -67,6 +67,6 @@ def _find_own_address(family: socket.AddressFamily) -> str:
             # This chooses a route and sends nothing.
             probe.connect((_ELSEWHERE[family], 9))
         except OSError:
-            # A host without a route has no other address that is known to lead to it.
+            # Without a route, no other address is known to lead to this host.
             return _LOOPBACK[family]
         return probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""The sidecar's process: starts rewards, engines and service in this order, and ends them in reverse."""
+"""The sidecar's process: starts rewards, engines and the service in this order, and ends them in reverse."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, listen
+from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
@@ -49,9 +49,9 @@ _log = logging.getLogger("megatron_rl.sidecar")
 
 
 def main(words: list[str]) -> int:
-    """Run until told to end; the exit code says how it went."""
+    """Run until told to end, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    # httpx logs every request to an engine, many per second, and the audit log has them all.
+    # httpx logs every request to an engine, many a second. The audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = read_settings(words)
@@ -97,7 +97,7 @@ async def run(settings: SidecarSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) -> AsyncIterator[None]:
-    """While engines start within the context, write down how far they are, and once more when all are ready."""
+    """Write down the progress of the engines that start within the context, and once more when all are ready."""
     begun = time.monotonic()
     noted = Starting()
 
@@ -108,10 +108,10 @@ async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) 
             name: None if engine["state"] == EngineState.STARTING else noted.engines.get(name) or seconds
             for name, engine in supervisor.status()["engines"].items()
         }
-        # A start that fails ends all engines, and says why itself.
+        # A failed start ends all engines, and reports the reason itself.
         if engines and engines != noted.engines:
             noted = Starting(engines=engines, warnings=warnings)
-            # This only informs whoever watches: other writers report a full disk.
+            # This only informs the trainer: other writers report a full disk.
             with contextlib.suppress(OSError):
                 noted.write(path)
 
@@ -130,9 +130,9 @@ async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) 
 
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
     folder = settings.folder
-    listener = listen(*settings.address)
+    listener = open_listener(*settings.address)
     address = find_url(listener)
-    # The token is written before the address: whoever reads the address looks for the token next.
+    # The token is written before the address: a reader of the address looks for the token next.
     token = _token(folder)
     _write_private(folder / ADDRESS_FILE, address)
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
@@ -195,7 +195,7 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
 
 
 def _share_cores(rollout: RolloutConfig) -> CoreShares:
-    """Share out the cores for a sidecar started on its own: all of the host's are its engines'."""
+    """Share out the host's cores for a sidecar that is started alone: all of them belong to its engines."""
     return share_cores(count_cores(), num_ranks=0, num_workers=rollout.num_engines * rollout.tensor_parallel_size)
 
 
@@ -205,7 +205,7 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    # Twice what is sampled at a time: an engine has the next ones at hand, and others can take the rest.
+    # Twice the number that is sampled at a time: an engine has the next ones at hand, and others can take the rest.
     bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
     return SupervisorConfig(max_responses=bound)
 
@@ -221,7 +221,7 @@ def _decoder(settings: SidecarSettings) -> Decode:
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
-    """Wait for the action; the event cancels it."""
+    """Wait for the action, and cancel it if the event is set."""
     task = asyncio.create_task(action)
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -235,7 +235,7 @@ async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> No
 
 
 def _token(folder: Path) -> str:
-    """Return the run's token, made once: a sidecar that is restarted keeps it."""
+    """Return the run's token, which is made once: a restarted sidecar keeps it."""
     path = folder / TOKEN_FILE
     if not path.exists():
         _write_private(path, secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""How long things have taken lately, and so how long they may take."""
+"""The latest durations of actions, and the deadlines that follow from them."""
 
 import collections
 
@@ -12,24 +12,24 @@ class Pace:
 
     Invariants:
 
-    - what was never measured has the whole time that its configuration gives it;
-    - what was measured has FACTOR times the longest of its last NUM_KEPT durations, at least LEAST_SECONDS, and never
+    - an action that was never measured has the whole time that its configuration gives it;
+    - a measured action has FACTOR times the longest of its last NUM_KEPT durations, at least LEAST_SECONDS, and never
       more than its configuration gives it;
-    - a duration that was cut off by its deadline counts as measured, so what is only slow has more time when it is
-      tried again.
+    - a duration that was cut off by its deadline counts as measured, so an action that is only slow has more time at
+      its next attempt.
     """
 
     def __init__(self, least_seconds: float = LEAST_SECONDS) -> None:
         self._least_seconds = least_seconds
         self._kept: dict[str, collections.deque[float]] = {}
 
-    def note(self, what: str, seconds: float) -> None:
-        """Remember how long something has taken."""
-        self._kept.setdefault(what, collections.deque(maxlen=NUM_KEPT)).append(seconds)
+    def note(self, action: str, seconds: float) -> None:
+        """Remember the duration of an action."""
+        self._kept.setdefault(action, collections.deque(maxlen=NUM_KEPT)).append(seconds)
 
-    def deadline(self, what: str, most_seconds: float, longest: float = 0.0) -> float:
-        """Return the seconds that something may take; `longest` is a duration that is not remembered yet."""
-        kept = [*self._kept.get(what, ()), *filter(None, [longest])]
+    def deadline(self, action: str, most_seconds: float, longest: float = 0.0) -> float:
+        """Return the seconds that an action may take; `longest` is a duration that is not remembered yet."""
+        kept = [*self._kept.get(action, ()), *filter(None, [longest])]
         if not kept:
             return most_seconds
         return min(most_seconds, max(self._least_seconds, FACTOR * max(kept)))

@@ -1,7 +1,7 @@
-"""Processes that end with their parent, whatever ended it. Linux only; nothing but the standard library, so that an
-engine can import this in its first millisecond.
+"""Ties a process to its parent, so that it ends with it, however the parent ends. Linux only.
 
-A process learns its parent's number from the environment: if the parent is already gone, the kernel names another.
+Only the standard library is imported, so that an engine can import this in its first millisecond. A process learns its
+parent's number from the environment: if the parent is already gone, the kernel names another process.
 """
 
 import ctypes

@@ -1,12 +1,12 @@
-"""The state of the processes that an engine needs, by the kernel. Linux only: it reads /proc."""
+"""Watches the processes that an engine needs, by the kernel's account. Linux only: it reads /proc."""
 
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 NUM_LOOKS = 25
-"""Looks in a row that must see a process stopped. Looks are counted, not seconds: a host that is suspended stops
-whoever looks together with what it looks at."""
+"""The looks in a row that must see a process stopped. Looks are counted, not seconds: a suspended host stops the
+observer together with the processes that it looks at."""
 _STOPPED = "T"
 _ENDED = ("Z", "X")
 _NUM_WORDS = 3
@@ -22,11 +22,11 @@ class ProcessStatus(NamedTuple):
     """The kernel's letter: R for running, S for sleeping, T for stopped, Z for ended."""
     parent: int
     started: int
-    """When it started, in the kernel's ticks: two processes with the same number differ in it."""
+    """The time of its start in the kernel's ticks, in which two processes of the same number differ."""
 
 
 def read_process(pid: int) -> ProcessStatus | None:
-    """Read the process's state; None if it does not exist."""
+    """Read the status of a process; return None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -42,15 +42,15 @@ def list_group(group: int) -> list[int]:
 
 
 class ProcessWatch:
-    """Notices that a process which an engine needs has ended or is stopped.
+    """Notices that a needed process of an engine has ended or is stopped.
 
     Invariants:
 
-    - the leader is needed, and so is each process that was added and each one between those and the leader. Others of
+    - the leader is needed, each process that was added, and each one between these and the leader. Other processes of
       the group come and go. Until a process is added, those of the group with a title of vLLM's are needed;
-    - a process has ended when it is a zombie, is gone, or its number belongs to another process;
-    - a process is stopped (SIGSTOP) when NUM_LOOKS looks in a row have seen it so. Until a process is added, this holds
-      for each process of the group, because it is not known yet which of them are needed.
+    - a process has ended when it is a zombie, does not exist, or its number belongs to another process;
+    - a process is stopped (SIGSTOP) when NUM_LOOKS looks in a row have seen it stopped. Until a process is added, this
+      holds for each process of the group, because the needed ones are not known yet.
     """
 
     def __init__(self, leader: int) -> None:
@@ -60,7 +60,7 @@ class ProcessWatch:
         self._num_stopped: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
-        """Watch this process and those between it and the leader, unless it does not descend from the leader."""
+        """Watch this process, if it descends from the leader, and those between it and the leader."""
         line: dict[int, tuple[ProcessStatus, str]] = {}
         while pid > 1 and (found := read_process(pid)) is not None:
             line[pid] = found, _read_title(pid)
@@ -70,8 +70,8 @@ class ProcessWatch:
             pid = found.parent
 
     def find_fault(self) -> str | None:
-        """Say which process has ended or is stopped; None while all run. Call it at a steady pace."""
-        # The outermost first: those below a process end with it.
+        """Say which process has ended or is stopped; None while all run. Call this at a steady pace."""
+        # The outermost first: the processes below one end with it.
         needed = self._needed or self._find_titled()
         ended = [f"{pid} ({title})" for pid, (known, title) in needed.items() if _has_ended(pid, known)]
         if ended:
@@ -84,7 +84,7 @@ class ProcessWatch:
         return None
 
     def _find_titled(self) -> dict[int, tuple[ProcessStatus, str]]:
-        """Return the processes that have been seen with a title of vLLM's, whether they still run or not."""
+        """Return the processes that were once seen with a title of vLLM's, even if they have ended."""
         for pid in list_group(self._leader):
             title = _read_title(pid)
             if pid not in self._titled and title.startswith(_NEEDED_TITLE) and (found := read_process(pid)) is not None:
@@ -110,7 +110,7 @@ def _find_group(pid: int) -> int | None:
 
 
 def _read_title(pid: int) -> str:
-    """Return the beginning of a process's command line, or the title that it has given itself."""
+    """Read the beginning of a process's command line, or the title that it has given itself."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:

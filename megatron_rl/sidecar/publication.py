@@ -1,19 +1,19 @@
-"""One attempt to bring a version to a set of engines: each takes the steps by itself, and all wait at every bar.
+"""One attempt to bring a version to a set of engines. Each engine takes the steps by itself; all wait at every bar.
 
     pause | load | commit, verify, probe | open
 
-No engine is tagged with the version before all have loaded it, and none takes groups before all have come to the last
-bar: if one fails, none is READY. Invariants:
+No engine is tagged with the version before all have loaded it. None takes groups before all have come to the last bar:
+if one fails, none is READY. Invariants:
 
-- each step has a deadline, which follows from how long it has taken lately (`pace.py`); a step that fails names the
-  engines and why;
-- an engine that is lost while the others, or the trainer, are waited for fails the attempt;
-- three fingerprints are the announced one: that of the weights an engine digested, that of its tag, and that of the
-  token that it samples with the probe;
-- what an engine holds after a load is bit for bit what it was given, in all parameters, or in those that it can
-  compare if the run accepts the weaker proof;
-- the engines' log-probs of the probe are within a bound of the trainer's, if the trainer sends any, and within another
-  one of each other's.
+- each step has a deadline, which follows from its latest durations (`pace.py`); the error of a step names the engines
+  and the reason;
+- the attempt fails if an engine is lost while the other engines or the trainer are awaited;
+- three fingerprints equal the announced one: that of the weights that an engine digested, that of its tag, and that of
+  the token that it samples with the probe;
+- after a load, parameters hold bit for bit what was published: all of them or, if the run accepts the weaker proof,
+  those that can be compared;
+- the engines' log-probs of the probe are within a bound of the trainer's, if it sends any, and within another bound of
+  each other's.
 """
 
 import asyncio
@@ -66,19 +66,19 @@ class StepDeadlines:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What is known of the weights that an engine holds."""
+    """The proof of the weights that an engine holds."""
 
     engine: str
     report: WeightReport
     difference: Difference | None = None
-    """Between its log-probs of the probe and the trainer's; None if they were not compared."""
+    """The difference of its log-probs of the probe from the trainer's; None if they were not compared."""
     bound: float | None = None
     """The largest mean difference that is accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A version as engines hold it."""
+    """A version that engines hold."""
 
     weights: Weights
     proofs: tuple[Proof, ...]
@@ -87,7 +87,7 @@ class Published:
     """The trainer's log-probs of the probe."""
     kinds: tuple[EngineKind, ...]
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """How long each step took on the slowest engine."""
+    """The seconds of each step on the slowest engine."""
 
     def build_answer(self) -> wire.PublishAnswer:
         """Build the answer for the trainer."""
@@ -119,17 +119,17 @@ class StepFailed(MegatronRLError):
 
     @property
     def wrong(self) -> dict[str, str]:
-        """The engines that were proved to hold other weights than they report, and how."""
+        """The engines that were proved to hold other weights than they report, each with the proof."""
         return {name: str(error) for name, error in self.errors.items() if isinstance(error, WrongWeights)}
 
     @property
     def is_for_nothing(self) -> bool:
-        """Check whether another attempt must fail too: what was announced is not written, or cannot be compared."""
+        """True if another attempt must fail too: the announced weights are not written, or cannot be compared."""
         return any(isinstance(error, WeightsNotWritten | NotCompared) for error in self.errors.values())
 
     @property
     def lost(self) -> list[str]:
-        """The engines that are gone and need a restart."""
+        """The engines that are lost and need a restart."""
         return [name for name, error in self.errors.items() if isinstance(error, EngineLost)]
 
 
@@ -138,11 +138,11 @@ class TrainerSilent(MegatronRLError):
 
 
 AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
-"""Waits for the trainer's log-probs of the probe."""
+"""A wait for the trainer's log-probs of the probe."""
 
 
 class Steps:
-    """Takes engines through the steps; `current` has each engine's step and since when."""
+    """Takes engines through the steps; `current` has each engine's step and the time of its begin."""
 
     def __init__(
         self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None, pace: Pace | None = None
@@ -153,12 +153,12 @@ class Steps:
         self._pace = pace or Pace()
         self._seconds: dict[str, float] = {}
         self._measured: dict[str, float] = {}
-        """How long each step took on the slowest engine, without the time in which it waited for the trainer."""
+        """The seconds of each step on the slowest engine, without its wait for the trainer."""
 
     async def publish(
         self, engines: Sequence[Engine], weights: Weights, before: Published | None, answer: AwaitAnswer | None = None
     ) -> Published:
-        """Take all steps; `before` is the version that engines were last brought to, if known."""
+        """Take all steps; `before` is the version that engines were last brought to, if it is known."""
         self._seconds, self._measured = {}, {}
         tokens = decode_tokens(weights.probe).tolist()
         await self._all(engines, lambda engine: self._take("pause", engine, engine.pause))
@@ -206,7 +206,7 @@ class Steps:
         return probed.log_probs
 
     async def _answer(self, answer: AwaitAnswer, weights: Weights, engines: Sequence[Engine]) -> ProbeAnswer:
-        """Wait for the trainer's log-probs, as long as no engine is lost."""
+        """Wait for the trainer's log-probs, until an engine is lost."""
         seconds = weights.deadline_seconds or self._deadlines.trainer
         answering = asyncio.ensure_future(answer())
         losses = {engine.name: asyncio.create_task(_until_lost(engine)) for engine in engines}
@@ -232,7 +232,7 @@ class Steps:
         given_seconds: float | None = None,
         waits_for_trainer: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Have an engine take a step. While it `waits_for_trainer`, only the configured deadline counts."""
+        """Have an engine take a step; while it waits for the trainer, only the configured deadline counts."""
         most = given_seconds or getattr(self._deadlines, step)
         seconds = self._pace.deadline(step, most)
         begun = time.monotonic()
@@ -249,7 +249,7 @@ class Steps:
                     f"engine {engine.name}: {step} did not finish within {passed:g} s\n{engine.last_words()}"
                 ) from None
             except EngineLost as loss:
-                # The others may take long, and are waited for.
+                # The other engines may take long, and the error is raised only after them.
                 _log.warning("%s", loss)
                 raise
             finally:
@@ -260,7 +260,7 @@ class Steps:
         self._recorder.add(self._recorder.kind(engine, step), begun, self._recorder.now())
 
     async def _all(self, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
-        """Wait for all engines, even if some fail: no engine is interrupted in the middle of a step."""
+        """Wait for all engines, even if some fail: no step of an engine is interrupted."""
         results = await asyncio.gather(*map(action, engines), return_exceptions=True)
         done: dict[str, T] = {}
         errors: dict[str, Exception] = {}
@@ -286,7 +286,7 @@ class Steps:
 
 @contextlib.asynccontextmanager
 async def _timeout_after(seconds: float, waits: Callable[[], bool]) -> AsyncIterator[Callable[[], float]]:
-    """Raise TimeoutError so many seconds after `waits` has last been true; yield what counts them."""
+    """Raise TimeoutError when `waits` has been false for `seconds`; yield a function that counts them."""
     loop = asyncio.get_running_loop()
     since = loop.time()
 
@@ -306,10 +306,10 @@ async def _timeout_after(seconds: float, waits: Callable[[], bool]) -> AsyncIter
 
 
 async def _until_lost(engine: Engine) -> EngineLost:
-    """Wait until an engine is lost, and return why."""
+    """Wait until an engine is lost, and return the error."""
     while (fault := await engine.find_fault()) is None:
         await asyncio.sleep(_POLL_SECONDS)
-    return EngineLost(f"engine {engine.name}: {fault}, while the trainer was waited for\n{engine.last_words()}")
+    return EngineLost(f"engine {engine.name}: {fault}, while the trainer was awaited\n{engine.last_words()}")
 
 
 def _must_agree(
@@ -320,7 +320,7 @@ def _must_agree(
     given: float | None,
 ) -> None:
     """Raise StepFailed unless the engines' log-probs of the probe are within a bound of each other's."""
-    # An earlier probe of the same weights tells which engine is wrong; two engines alone only differ.
+    # An earlier probe of the same weights shows which engine is wrong; two engines alone only differ.
     known = before if before is not None and _holds(before, weights) else None
     kind = find_coarsest_kind(kinds if known is None else (*kinds, *known.kinds))
     bound = probe.find_agreement(kind) if given is None else given
@@ -328,7 +328,7 @@ def _must_agree(
     if known is not None:
         errors = _find_far(probes, known.probe, "the other engines with the same weights", weights, bound)
     if not errors:
-        # NaN would be sorted anywhere, and name every engine.
+        # NaN has no place in an order, and would accuse every engine.
         middle = [
             statistics.median(math.inf if math.isnan(value) else value for value in values)
             for values in zip(*probes.values(), strict=True)
@@ -345,17 +345,17 @@ def _holds(before: Published, weights: Weights) -> bool:
 def _find_far(
     probes: Mapping[str, list[float]], middle: Sequence[float], whose: str, weights: Weights, bound: float
 ) -> dict[str, Exception]:
-    """Find engines whose log-probs are farther than the bound from those in the middle."""
+    """Find the engines whose log-probs are farther than the bound from the middle ones."""
     errors: dict[str, Exception] = {}
     for name, log_probs in probes.items():
         found = probe.measure_difference(log_probs, middle)
-        # Written so that NaN, on either side, is not within the bound.
+        # In this form NaN, on either side, is not within the bound.
         if not found.mean <= bound:
             errors[name] = EngineRefused(
                 f"engine {name}: its log-probs of the probe are {found.mean:.3g} on average (at most "
-                f"{found.largest:.3g}) from those of {whose}, beyond {bound:g} (--publish-agreement-bound): it does "
-                f"not hold version {weights.version}; or else it computes otherwise than they do: give all engines one "
-                f"--rollout-dtype and one kind of device, or write a wider bound"
+                f"{found.largest:.3g}) from those of {whose}, beyond {bound:g} (--publish-agreement-bound). Either it "
+                f"does not hold version {weights.version}, or it computes differently. In that case give all engines "
+                f"one --rollout-dtype and one kind of device, or write a wider bound"
             )
     return errors
 
@@ -373,7 +373,7 @@ def _must_be_compared(engine: Engine, report: WeightReport, weights: Weights) ->
         raise NotCompared(
             f"engine {engine.name}, which computes in {engine.kind.dtype}: {report.num_compared} of "
             f"{report.num_parameters} parameters can be compared bit for bit with what is published in "
-            f"{weights.dtype}, and not {', '.join(report.uncompared[:3])}: write one precision for both "
+            f"{weights.dtype}, and not {', '.join(report.uncompared[:3])}. Write one precision for both "
             "(--rollout-dtype, --publish-dtype) and no quantization, or accept the weaker proof with --publish-proof "
             "probe"
         )
@@ -383,7 +383,7 @@ def _must_be_sampled_with(engine: Engine, response: Response, weights: Weights) 
     found = ({span.version for span in response.spans}, response.fingerprint)
     if found != ({str(weights.version)}, weights.fingerprint):
         raise EngineRefused(
-            f"engine {engine.name}: its first token after version {weights.version} was published is of {found}"
+            f"engine {engine.name}: its first token after version {weights.version} was published has {found}"
         )
 
 
@@ -402,7 +402,7 @@ def _compared(
 def _must_be_the_trainers(proofs: Sequence[Proof], weights: Weights) -> None:
     errors: dict[str, Exception] = {}
     for proof in proofs:
-        # Written so that NaN is not within the bound.
+        # In this form NaN is not within the bound.
         if proof.difference is not None and proof.bound is not None and not proof.difference.mean <= proof.bound:
             errors[proof.engine] = WrongWeights(
                 f"engine {proof.engine}: its log-probs of the probe differ from those that the trainer computes with "

@@ -1,6 +1,6 @@
-"""What the service remembers of a run: groups and claims in the journal, all events in the audit log.
+"""The records of a run: groups and claims in the journal, all events in the audit log.
 
-The journal is written first, so that everything that the audit log reports can be restored from it.
+The journal is written first, so that every group and claim in the audit log can be restored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class RunRecorder:
         self._journal: Journal | None = None
         self._submission: wire.Submission | None = None
         self._reported: set[str] = set()
-        """Engines whose weights the log has reported."""
+        """The engines whose weights the log has reported."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """Record that all engines hold a version."""
@@ -37,7 +37,7 @@ class RunRecorder:
         self.joined(weights, proofs)
 
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
-        """Record that these engines hold the version too."""
+        """Record that these engines hold the version too, after its publish."""
         reports = [_build_report(proof) for proof in proofs]
         self.audit.publish(weights.version, weights.fingerprint, reports, weights.proof)
         self._reported |= {proof.engine for proof in proofs}
@@ -48,11 +48,11 @@ class RunRecorder:
             self.audit.not_proven(weights.version, weights.fingerprint, engine, reason)
 
     def judged(self, version: int, mismatch: wire.Mismatch) -> None:
-        """Record what the trainer measured, before it completes or refuses the iteration."""
+        """Record the mismatch that the trainer measured, before it completes or refuses the iteration."""
         self.audit.mismatch(version, mismatch)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """Begin an iteration; returns the groups and claims that an earlier attempt at it left."""
+        """Begin an iteration; return the groups and claims that an earlier attempt at it left."""
         self._end_journal()
         self._journal, self._submission = self._journals.open(submission), submission
         recovered = self._journal.recovered
@@ -69,7 +69,7 @@ class RunRecorder:
         journal.forget_recovered()
 
     def finished(self, group: wire.Group) -> None:
-        """Record that a group was taken into the iteration."""
+        """Record that the iteration has taken a group."""
         journal, submission = self._current()
         journal.append_group(group)
         self._group(submission, group)

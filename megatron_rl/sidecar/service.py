@@ -1,7 +1,7 @@
-"""The rollout service: takes an iteration's prompts and hands back slots of finished, scored, on-policy groups.
+"""The rollout service: takes an iteration's prompts and returns slots of finished, scored, on-policy groups.
 
-Its parts keep its promises: the iteration (`sidecar/iteration.py`) decides what each slot holds, the pool finds an
-engine for each group, the scorer rewards it, the journal and the audit log remember it.
+Its parts keep its promises. The iteration (`sidecar/iteration.py`) decides which groups each slot holds. The pool finds
+an engine for each group, the scorer rewards it, and the journal and the audit log record it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Conflict(MegatronRLError):
 
 
 class Engines(Samplers, Protocol):
-    """The engines, all together."""
+    """All engines together."""
 
     async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published: ...
 
@@ -47,18 +47,18 @@ class Engines(Samplers, Protocol):
 
 
 class RunRecords(Protocol):
-    """Remembers an iteration, and gives it back after a restart."""
+    """Keeps the records of a run, and restores an iteration from them after a restart."""
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None: ...
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None: ...
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """Record an iteration, and return what this process or an earlier one recorded of it."""
+        """Record an iteration, and return its groups and claims that this process or an earlier one recorded."""
         ...
 
     def restored(self) -> None:
-        """Forget what `begin` returned: the service has taken it over."""
+        """Free the groups and claims that `begin` returned: the service has taken them over."""
         ...
 
     def finished(self, group: wire.Group) -> None: ...
@@ -74,22 +74,22 @@ class RunRecords(Protocol):
     def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None: ...
 
     def head(self) -> tuple[str, int]:
-        """Hash and number of the last line of the audit log."""
+        """Return hash and number of the audit log's last line."""
         ...
 
 
 @dataclasses.dataclass
 class Lease:
-    """The trainer that the service works for. A run that comes back takes the lease over from its former holder."""
+    """The trainer that the service works for. A run that returns takes over the lease of its former trainer."""
 
     run: str = ""
     number: int = dataclasses.field(default_factory=lambda: time.time_ns() // 1000)
-    """Counted from the clock's microseconds, so that a later sidecar never repeats a number."""
+    """The number of the lease, counted from the clock's microseconds, so that a later sidecar never repeats one."""
     renewed: float = 0.0
 
 
 class RolloutService:
-    """The state of a sidecar and the operations on it; `sidecar/http.py` gives it routes."""
+    """The state of a sidecar and the operations on it; `sidecar/http.py` has its routes."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RolloutService:
         run: str | None = None,
         trace: SidecarTrace | None = None,
     ):
-        """With `run`, no other run is served: this service keeps that run's records."""
+        """Start without a lease. With `run`, no other run is served: the records belong to that run."""
         self.engines = engines
         self._records = records
         self._lease_seconds = lease_seconds
@@ -116,19 +116,19 @@ class RolloutService:
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
         self._probe = _Awaited()
-        # One future for all ranks of a replica that wait for the same slot.
+        # One future for each slot, for all ranks of a replica that wait for it.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._has_failed = False
-        # Groups of the iteration before: those without a signal, and all that were considered.
+        # The numbers of groups of the iteration before: those without a signal, and all that were considered.
         self._seen = (0, 0)
         self._next = asyncio.Event()
-        """Set when the next iteration is submitted, and then replaced."""
+        """The event that the next submission sets and replaces."""
 
     async def take_lease(self, run: str) -> int:
-        """Work for this run from now on; returns the number that its requests must carry.
+        """Work for this run from now on; return the number that its requests must carry.
 
-        A running iteration ends, because its trainer is gone or no longer holds the lease. What it finished is recorded
-        and comes back when the same iteration is submitted again.
+        A running iteration ends, because its trainer is gone or no longer holds the lease. Its finished groups are
+        recorded, and are restored when the same iteration is submitted again.
         """
         if self._only_run not in (None, run):
             raise Conflict(f"this sidecar keeps the records of the run {self._only_run!r}: start another for {run!r}")
@@ -148,7 +148,7 @@ class RolloutService:
             await self.evaluation.stop(f"the run {run!r} was started again, and another trainer holds the lease now")
         if self.lease is not mine:
             raise Conflict("another trainer took this sidecar at the same moment")
-        # Even an iteration that is over, and of a version that this trainer will ask for: the trainer submits its own.
+        # Forget even an iteration that is over and has a version that this trainer will need: it submits its own.
         self.iteration = None
         return mine.number
 
@@ -172,11 +172,11 @@ class RolloutService:
         self._must_not_run("publishing")
         self._must_not_evaluate("publishing")
         async with self._publishing:
-            # What was sampled ahead and is not needed.
+            # It samples groups ahead that are no longer needed.
             await self._stop()
             self._trace.begin(weights.version)
             start = time.monotonic()
-            # Until all engines hold the version, it is not known what each of them holds.
+            # Until all engines hold the version, it is unknown which one each of them holds.
             self.weights = None
             try:
                 published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
@@ -192,7 +192,7 @@ class RolloutService:
             return published.build_answer()
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
-        """Take the trainer's log-probs of a version's probe; they may come before its publish."""
+        """Take the trainer's log-probs of a version's probe, which may come before its publish."""
         if answer.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {answer.run!r}")
         self._probe.give(answer)
@@ -204,7 +204,7 @@ class RolloutService:
         return wait
 
     async def submit(self, submission: wire.Submission) -> None:
-        """Start an iteration. The same submission again changes nothing; another replaces an iteration that is over."""
+        """Start an iteration. A repeated submission changes nothing; another one replaces an iteration that is over."""
         if self.iteration is not None and self.iteration.is_same(submission):
             return
         self._check_held(submission, "submitted")
@@ -230,9 +230,9 @@ class RolloutService:
         self._task = asyncio.create_task(self._run(iteration))
 
     async def evaluate(self, evaluation: wire.Evaluation) -> None:
-        """Start an evaluation, beside an iteration or alone; the same again changes nothing.
+        """Start an evaluation, beside an iteration or alone; a repeated request changes nothing.
 
-        Its groups use the engines that the iteration leaves free, and reach no slot and no journal.
+        Its groups use the engines that the iteration leaves free, and reach neither a slot nor the journal.
         """
         if self.evaluation is not None and self.evaluation.is_same(evaluation):
             return
@@ -248,16 +248,16 @@ class RolloutService:
         self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
 
     async def evaluated(self, version: int, patience: float) -> bytes | None:
-        """Wait for the encoded `wire.Evaluated`; return None after `patience` seconds without it."""
+        """Wait for the encoded `wire.Evaluated`; return None if it takes more than `patience` seconds."""
         if self.evaluation is None or self.evaluation.version != version:
             which = f"the last was of version {self.evaluation.version}" if self.evaluation else "there was none"
             raise Conflict(f"version {version} is not being evaluated, {which}: POST /v1/evaluations first")
         return await self.evaluation.answer(patience)
 
     async def slot(self, version: int, replica: int, index: int, patience: float) -> bytes | None:
-        """Wait for the slot's bytes; return None after `patience` seconds without them.
+        """Wait for the slot's bytes; return None if they take more than `patience` seconds.
 
-        A rank may ask before another has submitted the iteration.
+        A rank may ask before another rank has submitted the iteration.
         """
         deadline = time.monotonic() + patience
         iteration = await self._submitted(version, patience)
@@ -276,7 +276,7 @@ class RolloutService:
     def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
         """End an iteration that the trainer has trained on.
 
-        With the hash of the audit log's head, the trainer can prove later that nothing up to that line was changed.
+        With the hash of the audit log's head, the trainer can prove later that the log up to that line is unchanged.
         """
         iteration = self._find_iteration(version)
         was_over = iteration.is_over
@@ -296,7 +296,7 @@ class RolloutService:
         return wire.Ended(version=version, head=head, line=line, census=census)
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
-        """Fail an iteration that the trainer will not train on: its tokens are not of the trainer's policy."""
+        """Fail an iteration that the trainer will not train on: its tokens do not belong to the trainer's policy."""
         iteration = self._find_iteration(version)
         if not iteration.is_over:
             self._records.judged(version, mismatch)
@@ -304,7 +304,7 @@ class RolloutService:
         await self._stop()
 
     async def close(self) -> None:
-        """Stop what is running."""
+        """Stop a running iteration and a running evaluation."""
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, "the sidecar was asked to end")
         await self._stop()
@@ -313,7 +313,7 @@ class RolloutService:
         self._trace.end_last()
 
     def status(self) -> dict[str, Any]:
-        """What the service is doing, and what waits for what."""
+        """Return the state of the service, its engines and the requests that wait."""
         iteration = self.iteration
         return {
             "run": self.lease.run,
@@ -377,7 +377,7 @@ class RolloutService:
         return self.iteration
 
     async def _run(self, iteration: Iteration) -> None:
-        """Make every group that is still missing, or fail the iteration with the reason."""
+        """Make every missing group, or fail the iteration with the reason."""
         reason = await self._maker.make_all(iteration.submission, _IterationWork(iteration, self._answer))
         if reason is not None:
             self._fail(iteration, reason)
@@ -386,7 +386,7 @@ class RolloutService:
         try:
             return iteration.claim(replica, index, iteration.version)
         except AppendFailed as error:
-            # The iteration itself has already failed; this tells everyone else who waits for it.
+            # The iteration itself has already failed; this tells all other requests that wait for it.
             self._fail(iteration, str(error))
             raise
 
@@ -399,7 +399,7 @@ class RolloutService:
         if not self._has_failed:
             self._has_failed = True
             iteration.failed(reason)
-            # It may be the log that failed; the trainer gets the reason anyway.
+            # The log itself may have failed; the trainer gets the reason anyway.
             with contextlib.suppress(OSError, MegatronRLError):
                 self._records.failed(iteration.version, iteration.failure or reason)
         for place in list(self._waiting):
@@ -414,10 +414,10 @@ class RolloutService:
 
 
 class _IterationWork:
-    """The groups of an iteration, as their maker sees them."""
+    """The groups of an iteration, in the form that `GroupMaker` needs."""
 
     def __init__(self, iteration: Iteration, answer: Callable[[Place], None]) -> None:
-        """`answer` tells those who wait for a slot that it can be answered."""
+        """Wrap an iteration; `answer` wakes the requests that wait for a slot."""
         self.next_prompt = iteration.next_prompt
         self.is_wanted = iteration.is_wanted
         self.missing = iteration.missing
@@ -443,13 +443,13 @@ class _Awaited:
         self._changed.set()
 
     def call_off(self, reason: str) -> None:
-        """End the wait for an answer that will not come."""
+        """End the wait: the answer will not come."""
         if self._waiting:
             self._called_off = reason
             self._changed.set()
 
     async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
-        """Wait for the answer to the probe of these weights; an answer for others belongs to another publish."""
+        """Wait for the answer to the probe of these weights. An answer for others belongs to another publish."""
         self._waiting += 1
         try:
             while True:

@@ -54,7 +54,7 @@ _SHARED = {
 # The transport that streams weights to engines on a device.
 _STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
 
-# Precedes the error of a sidecar that ends: the trainer that started it looks for this in the log.
+# Precedes the error of a sidecar that ends. The trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
 # Precedes the path of a message, in place of all flags.
 MESSAGE_FLAG = "--settings"
@@ -84,12 +84,12 @@ class SidecarSettings:
 
     @property
     def device(self) -> Literal["cpu", "cuda", "npu"]:
-        """What the engines compute on."""
+        """The kind of device that the engines compute on."""
         return self.platform if self.platform != "auto" else detect_device()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where to listen."""
+        """The host and port to listen at."""
         place = parse_place(self.rollout.listen)
         assert place is not None
         return place
@@ -147,13 +147,13 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
 
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
-    """Find this host's kind of device, without imports: engines may have another environment."""
+    """Find this host's kind of device without importing packages: engines may have another environment."""
     kinds: tuple[devices.Kind, ...] = ("npu", "cuda")
     return next((kind for kind in kinds if devices.list_files(kind)), "cpu")
 
 
 def list_flags() -> list[Flag]:
-    """The flags that a sidecar takes, under the names that the trainer has for them."""
+    """List the flags of a sidecar, which have the same names as the trainer's."""
     return [
         flag
         for subject, config in _SUBJECTS.items()
@@ -163,7 +163,7 @@ def list_flags() -> list[Flag]:
 
 
 def parse(words: Sequence[str]) -> SidecarSettings:
-    """Parse the command line; a UsageError says what to write instead."""
+    """Parse and check flags; a UsageError says what to write instead."""
     values, found = _read(words)
     if found:
         raise UsageError(*found)
@@ -191,7 +191,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
 
 
 def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the values by subject and field, and what is wrong with the words."""
+    """Return the values by subject and field, and the problems of the words."""
     known = list_flags()
     values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     namespace, rest = _parser(known).parse_known_args(list(words))
@@ -234,7 +234,7 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
         if flag.is_switch:
             keywords = {"action": "append_const", "const": ()}
         elif flag.nargs is not None:
-            # A list flag that is given several times makes one list.
+            # The values of a list flag that is given several times become one list.
             keywords = {"action": "extend", "nargs": flag.nargs}
         parser.add_argument(*flag.names, dest=flag.name, help=flag.help.replace("%", "%%"), **keywords)
     return parser
@@ -243,9 +243,9 @@ def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
 def problems(settings: SidecarSettings, architecture: Architecture | None, longest: int | None = None) -> Iterator[str]:
     """Yield each mistake that would end a sidecar with these settings; the architecture is that of --hf-model.
 
-    `longest` is the most tokens of a prompt and its response together, None if a run has not said it.
-    Nothing that flags name is run. Only a running sidecar can see whether a port is free, whether a file of rewards
-    imports, and how far the kernel can confine it.
+    `longest` is the most tokens of a prompt and its response together; None if that is unknown. No file that a flag
+    names is run. Only a running sidecar can see whether a port is free, whether a file of rewards imports, and how far
+    the kernel can confine it.
     """
     yield from _problems_of_engines(settings, architecture)
     room = settings.rollout.max_model_len
@@ -263,7 +263,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
 
 
 def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    """Yield each mistake in settings that a trainer would fill in or check itself."""
+    """Yield each mistake in settings that a trainer would set or check itself."""
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
     length = settings.seq_length
@@ -289,12 +289,12 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         if visible and max(rollout.devices) >= len(visible):
             yield (
                 f"--rollout-devices {named} must be below {len(visible)}, the number of devices that are visible here: "
-                f"they are counted from 0 among those"
+                f"devices are counted from 0 among those"
             )
         if device == "cpu" and rollout.engine == "vllm":
             yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
     elif wanted > 0 and (visible := list_visible(settings)):
-        # They would have been picked otherwise.
+        # If there were enough, `pick_devices` would have named them.
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
             "devices are visible here, and the run's ranks have the first: start fewer ranks or engines, show more "
@@ -312,14 +312,14 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
 
 
 def list_visible(settings: SidecarSettings) -> list[str]:
-    """The devices that this sidecar's engines may be given; none where none is known of."""
+    """List the devices that this sidecar's engines may be given; none if none is known."""
     if settings.device == "cpu" or settings.rollout.engine == "scripted":
         return []
     return devices.list_visible_devices(settings.device)
 
 
 def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
-    """Give engines the devices after those of so many ranks, if none are named and there are enough."""
+    """Give engines the devices after those of `num_ranks` ranks, if none are named and enough are visible."""
     rollout = settings.rollout
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings

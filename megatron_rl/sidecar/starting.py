@@ -1,4 +1,4 @@
-"""The progress of a sidecar's start: the sidecar writes it down, and the trainer that started it reads it."""
+"""The progress of a sidecar's start, which the sidecar writes and the trainer that started it reads."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,17 +14,17 @@ FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
 # Two: enough to tell a reward per completion from a single one for all.
 _MADE_UP = ("42", "This is a trial, and no answer.")
-# After this long without news, say what is waited for.
+# Seconds without news after which the awaited processes are named.
 _SILENCE_SECONDS = 15.0
 
 
 class Starting(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to know of a start so far."""
+    """The progress of a start."""
 
     engines: dict[str, float | None] = {}
-    """Those that were started, and after how many seconds each was ready; None for one that is not yet."""
+    """The seconds after which each started engine was ready; None for one that is not ready yet."""
     warnings: list[str] = []
-    """What the rewards warn of."""
+    """The warnings of the rewards."""
 
     def write(self, path: Path) -> None:
         unfinished = path.with_name(f".{path.name}")
@@ -34,7 +34,7 @@ class Starting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path) -> Starting | None:
-    """Read what has been written down; None if nothing has yet."""
+    """Read the progress; return None if none has been written yet."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Starting)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -46,14 +46,14 @@ class _Trials(msgspec.Struct, frozen=True):
 
 
 def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Leave rows for the sidecar that is started next to try rewards on; only the folder's owner can read them."""
+    """Write rows on which the sidecar that is started next tries its rewards; only the file's owner can read them."""
     with room_checked(path):
         path.touch(mode=0o600)
         path.write_bytes(encode(_Trials(list(prompts))))
 
 
 def take_trials(path: Path) -> list[RewardRequest]:
-    """Read the rows, add made-up completions, and remove the file, which is for one sidecar; [] if there is none."""
+    """Read the rows, with made-up completions, and remove the file, which is for one sidecar; [] without a file."""
     try:
         prompts = decode(path.read_bytes(), _Trials).prompts
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def take_trials(path: Path) -> list[RewardRequest]:
 
 
 class News:
-    """What is new about a sidecar that starts, as lines for people."""
+    """The news of a sidecar that starts, as lines for people."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class News:
         self._is_begun = False
 
     def lines(self, now: float) -> Iterable[str]:
-        """Yield what is new; if nothing has been for some time, what is waited for."""
+        """Yield the news or, after a silence, the processes that are awaited."""
         starting = read(self._path)
         if starting is None or not starting.engines:
             if not self._is_begun and self._is_silent(now):
@@ -107,7 +107,7 @@ class News:
             )
 
     def _is_silent(self, now: float) -> bool:
-        """Whether it is time to say something; True starts the wait anew."""
+        """Check whether the silence is long enough to break; True starts another silence."""
         is_silent = now - self._last >= _SILENCE_SECONDS
         if is_silent:
             self._last = now

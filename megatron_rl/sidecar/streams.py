@@ -1,9 +1,10 @@
-"""Weights that stream from the trainer's devices to the engines': the trainer's end, and what engines are told.
+"""Weights that stream from the trainer's devices to the engines': the trainer's sender, and the calls to engines.
 
-The trainer is rank 0 of one group; the workers of the engines follow, engine after engine. vllm-ascend registers its
-HCCL backend under the same name and takes the same calls; its sender has the interface of an older vLLM. None of this
-has run on NCCL or HCCL.
-The sidecar tells the engines to join and to receive, so the trainer needs no vLLM client that calls the engines.
+The trainer is rank 0 of one group. The workers of the engines follow, engine after engine. The sidecar tells the
+engines to join and to receive, so the trainer needs no vLLM client that calls them.
+
+vllm-ascend registers its HCCL backend under the same name and takes the same calls. Its sender has the interface of an
+older vLLM. None of this has run on NCCL or HCCL.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class StreamPlace:
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """One POST to an engine."""
+    """A POST to an engine."""
 
     route: str
     content: dict[str, object] | None = None
@@ -51,7 +52,10 @@ def assign_places(num_workers: Sequence[int]) -> list[StreamPlace]:
 
 
 def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
-    """Yield the calls that join the group; each publish makes a new one, since a restarted engine is in no old one."""
+    """Yield the calls that join the group.
+
+    Each publish makes a new group, because a restarted engine does not belong to an old one.
+    """
     host, _, port = weights.location.rpartition(":")
     if not host or not port.isdecimal():
         raise InputError(f"the location of {weights.transport} weights must be host:port, not {weights.location!r}")
@@ -81,11 +85,11 @@ def list_receive_calls(weights: Weights) -> Iterator[EngineCall]:
 
 
 def _is_packed_by_update(weights: Weights) -> bool:
-    """Whether engines are told with each update that tensors are packed, as vllm-ascend is, or with the group."""
+    """Check whether engines are told with each update that tensors are packed (vllm-ascend), or with the group."""
     return weights.transport == "hccl"
 
 
-# The module of each transport, its settings of the trainer's end, and the class that sends.
+# The module of each transport, the class of its sender's settings, and the class of its sender.
 _LIBRARIES = {
     "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"),
     "hccl": (
@@ -97,7 +101,7 @@ _LIBRARIES = {
 
 
 class Tensors(Protocol):
-    """What is sent, in the order of its manifest."""
+    """The tensors to send, in the order of their manifest."""
 
     @property
     def manifest(self) -> list["TensorSpec"]: ...
@@ -106,7 +110,7 @@ class Tensors(Protocol):
 
 
 def find_library(transport: str) -> tuple[Any, Any]:
-    """The classes of vLLM or vllm-ascend that open a sender; PlatformError if they are not installed."""
+    """Return the classes of vLLM or vllm-ascend that open a sender; raise PlatformError if they are not installed."""
     module, info, sender = _LIBRARIES[transport]
     try:
         found = importlib.import_module(module)
@@ -120,17 +124,17 @@ def find_library(transport: str) -> tuple[Any, Any]:
 
 
 def open_sender(transport: str, host: str, port: int, world_size: int, tensors: Tensors) -> Any:
-    """Wait for all workers at that address; the sender has `send_weights` and `shutdown`."""
+    """Wait for all workers at this address; return a sender with `send_weights` and `shutdown`."""
     if transport == "hccl":
         return HcclSender(host, port, world_size, tensors)
     make_info, make_sender = find_library(transport)
-    # Rank 0 is the one that sends.
+    # Rank 0 is the sender.
     info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
     return make_sender.trainer_init(info, client=_ToldBySidecar(), source=_make_source(tensors))
 
 
 class HcclSender:
-    """Sends with vllm-ascend's functions for a trainer, which keep nothing themselves."""
+    """Sends with vllm-ascend's functions for a trainer, which keep no state themselves."""
 
     def __init__(self, host: str, port: int, world_size: int, tensors: Tensors) -> None:
         self._make_settings, self._engine = find_library("hccl")
@@ -139,7 +143,7 @@ class HcclSender:
         self._group = self._engine.trainer_init(place)
 
     def send_weights(self) -> None:
-        # Buffers have vllm-ascend's own default size on both ends.
+        # Buffers have vllm-ascend's default size on both ends.
         settings = self._make_settings(group=self._group, packed=True)
         self._engine.trainer_send_weights(iter(self._tensors), settings)
 
@@ -148,7 +152,7 @@ class HcclSender:
 
 
 class _ToldBySidecar:
-    """Replaces vLLM's client of the engines and does nothing: the sidecar makes these calls."""
+    """A replacement for vLLM's client of the engines that does nothing: the sidecar makes these calls."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -160,7 +164,7 @@ class _ToldBySidecar:
 
 
 def _make_source(tensors: Tensors) -> Any:
-    """Wrap the tensors as vLLM's sender reads them: as a list from 0.33 on, with calls before."""
+    """Wrap the tensors for vLLM's sender, which reads a list from 0.33 on, and makes calls before."""
     # Imported here: the sidecar runs without torch.
     from vllm.distributed.weight_transfer.base import WeightSource
 
@@ -196,7 +200,7 @@ def _make_called_source(tensors: Tensors) -> Any:
 
 
 def _describe(tensors: Tensors) -> list[Any]:
-    """Describe each tensor in vLLM's words; without owners, since the sender has all of them whole."""
+    """Describe each tensor to vLLM; without owners, because the sender has all of them whole."""
     from vllm.distributed.weight_transfer.base import ParamMeta
 
     from megatron_rl.weights.fingerprint import DTYPES

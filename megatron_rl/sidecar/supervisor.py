@@ -2,13 +2,13 @@
 
 Invariants:
 
-- an engine takes groups only in the state READY, and READY means: it answers, holds the current version, and has
-  sampled a token from it;
+- an engine takes groups only in the state READY. A READY engine answers, holds the current version, and has sampled a
+  token from it;
 - a publish brings all engines that are up to a version, or leaves none of them READY;
 - an engine that dies is restarted with growing pauses, and brought to the current version from the copy that the
-  transport keeps; without a copy it waits for the next publish;
-- an engine that fails too often in a row is given up; when none is left, waiting requests fail with the reason;
-- an engine that is not up is either being started, by its task or by a publish, or has been given up.
+  transport keeps. Without a copy it waits for the next publish;
+- an engine that fails too often in a row is given up. When none is left, waiting requests fail with the reason;
+- an engine that is not up is being started, by its task or by a publish, or has been given up.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class WeightsNotProven(PublishFailed):
 
 
 class WrongWorkerCount(PublishFailed):
-    """The trainer opened a stream for another number of workers than there are, and must count again."""
+    """The trainer opened a stream for another number of workers than the engines have, and must count again."""
 
 
 class SupervisedEngine(Engine, Protocol):
@@ -69,16 +69,16 @@ class SupervisedEngine(Engine, Protocol):
     def num_workers(self) -> int: ...
 
     async def start(self) -> None:
-        """Return when it answers, in the state WAITING; raise EngineLost if it ends first."""
+        """Return when the engine answers, in the state WAITING; raise EngineLost if it ends first."""
         ...
 
     async def close(self) -> None:
-        """End it, in any state."""
+        """End the engine, in any state."""
         ...
 
 
 class EngineFactory(Protocol):
-    """What makes engines."""
+    """Makes engines."""
 
     def create(self, name: str) -> SupervisedEngine: ...
 
@@ -89,35 +89,37 @@ class EngineFactory(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SupervisorConfig:
-    """How engines are watched, and how much each is given."""
+    """The limits under which engines are watched, fed and restarted."""
 
     max_responses: int = 128
-    """Responses in flight on one engine: twice what it samples at a time, so that it never idles."""
+    """The most responses in flight on one engine: twice those that it samples at a time, so that it never idles."""
     watch_seconds: float = 1.0
+    """Seconds between two looks at an engine."""
     first_pause: float = 1.0
     """Seconds before an engine that died is started again; doubled with each death in a row."""
     longest_pause: float = 60.0
+    """The most seconds of such a pause."""
     max_failures: int = 5
-    """Deaths in a row after which an engine is given up."""
+    """The deaths in a row after which an engine is given up."""
     healthy_seconds: float = 300.0
-    """After so long a life, an engine's earlier deaths no longer count."""
+    """Seconds of life after which an engine's earlier deaths no longer count."""
     deadlines: StepDeadlines = StepDeadlines()
 
 
 @dataclasses.dataclass
 class Member:
-    """An engine's place; after a restart another engine is in it."""
+    """The place of an engine, which another engine takes after a restart."""
 
     name: str
     engine: SupervisedEngine
     address: str | None = None
-    """The socket of an engine that somebody else started."""
+    """The socket of an adopted engine, which was started elsewhere."""
     num_failures: int = 0
     num_restarts: int = 0
     started: float = 0.0
     error: str = ""
     down_since: float | None = None
-    """Since when it has taken no groups, because it was lost."""
+    """The time at which it was lost and stopped taking groups."""
     is_leaving: bool = False
     is_given_up: bool = False
     task: asyncio.Task[None] | None = None
@@ -140,17 +142,17 @@ class Supervisor:
         self._members: dict[str, Member] = {}
         self._num_made = 0
         self._published: Published | None = None
-        """The version that engines were last brought to; current unless another publish has begun since."""
+        """The version that engines were last brought to. It is current until another publish begins."""
         self._is_current = False
         self._steps = Steps(config.deadlines, self._recorder)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
-        """Called for engines that were brought to the current version after its publish."""
+        """The callback for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left, self._recorder)
 
     async def start(self, num_engines: int) -> None:
-        """Start engines, all at the same time; the first error ends them all."""
+        """Start engines, all at the same time; at the first error, end them all."""
         members = [self._make() for _ in range(num_engines)]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -164,7 +166,7 @@ class Supervisor:
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """Return the responses of a group, from whichever engine gives them."""
+        """Return the responses of a group, sampled by any of the engines."""
         return await self.pool.generate(request)
 
     @property
@@ -175,10 +177,10 @@ class Supervisor:
     async def publish(self, weights: Weights, answer: AwaitAnswer | None = None) -> Published:
         """Bring a version to all engines that are up, or to none.
 
-        `answer` waits for the trainer's log-probs of the probe; without it engines are compared with each other.
+        `answer` waits for the trainer's log-probs of the probe. Without it engines are compared only with each other.
         """
         async with self._lock:
-            # An engine that comes back meanwhile, or after a failure, must not load the previous version.
+            # An engine that returns meanwhile, or after a failure, must not load the previous version.
             self._is_current = False
             await self._let_leave()
             try:
@@ -201,7 +203,7 @@ class Supervisor:
         return [member.name for member in members]
 
     async def adopt(self, address: str) -> str:
-        """Use an engine that somebody else started on this host, given the path of its socket."""
+        """Adopt an engine that was started elsewhere on this host, given the path of its socket."""
         member = self._make(address)
         try:
             await member.engine.start()
@@ -212,17 +214,17 @@ class Supervisor:
         return member.name
 
     def remove(self, name: str) -> None:
-        """Let an engine go with the next publish, when nothing is in flight."""
+        """Remove an engine with the next publish, when nothing is in flight."""
         if name not in self._members:
             raise InputError(f"unknown engine {name!r}: write one of {', '.join(self._members) or 'none'}")
         self._members[name].is_leaving = True
 
     def names(self) -> list[str]:
-        """The engines that there are, up or not."""
+        """List the names of all engines, up or not."""
         return list(self._members)
 
     def status(self) -> dict[str, Any]:
-        """Every engine: its state, what it is doing and since when, what went wrong last."""
+        """Return the state of every engine, its step with the seconds so far, and its last error."""
         now = time.monotonic()
         up = [member for member in self._members.values() if member.engine.state in _UP]
         engines = {}
@@ -262,8 +264,8 @@ class Supervisor:
     async def _publish(self, weights: Weights, answer: AwaitAnswer | None) -> Published:
         """Try until an attempt succeeds. An engine that is lost, or refuses twice, is restarted.
 
-        An engine that holds other weights than it reports ends the publish: nothing else that it reports can be
-        trusted either.
+        An engine that holds other weights than it reports ends the publish, because its other reports cannot be trusted
+        either.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             members = await self._present()
@@ -278,9 +280,9 @@ class Supervisor:
                 self._withdraw()
                 if failure.wrong:
                     text = (
-                        f"version {weights.version} was not published: {failure}; nothing was trained with it. Go on "
-                        f"from the last checkpoint; if it happens again, report it with the engine's log (logs/ in "
-                        f"the run's folder) and what `megatron-rl doctor` prints"
+                        f"version {weights.version} was not published: {failure}; nothing was trained with it. Resume "
+                        f"from the last checkpoint. If it happens again, report it with the engine's log (logs/ in "
+                        f"the run's folder) and the output of `megatron-rl doctor`"
                     )
                     raise WeightsNotProven(text, weights, failure.wrong) from None
                 if failure.is_for_nothing:
@@ -307,7 +309,7 @@ class Supervisor:
             engine.stream_place = place
 
     async def _present(self) -> list[Member]:
-        """The engines that are up; waits for one while engines are starting."""
+        """Return the engines that are up; while engines are starting, wait for one."""
         while True:
             members = [member for member in self._members.values() if member.engine.state in _UP]
             if members:
@@ -317,11 +319,11 @@ class Supervisor:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _restart(self, members: list[Member], failure: StepFailed) -> None:
-        """Start engines again, now, within a publish."""
+        """Start engines again at once, within a publish."""
 
         async def one(member: Member) -> None:
             try:
-                # A group in flight may have found it lost before the publish did.
+                # A group in flight may have reported the loss before the publish did.
                 await _cancel([member.task])
                 await self._replace(member, str(failure.errors[member.name]))
                 await member.engine.start()
@@ -338,7 +340,7 @@ class Supervisor:
                 )
 
     def _withdraw(self) -> None:
-        """Let no engine take groups until a publish has succeeded."""
+        """Keep all engines from taking groups until a publish has succeeded."""
         for member in self._members.values():
             if member.engine.state is EngineState.READY:
                 member.engine.state = EngineState.DIRTY
@@ -369,10 +371,10 @@ class Supervisor:
             self._revive(member, str(error))
 
     def _revive(self, member: Member, reason: str) -> None:
-        """Start an engine again, in the background."""
+        """Start an engine again in the background."""
         is_idle = member.task is None or member.task.done()
         if is_idle or member.engine.state is not EngineState.DEAD:
-            # Requests that end because their engine is closed do not say why.
+            # Requests that end because their engine is closed do not know the reason.
             member.error = reason
         member.engine.state = EngineState.DEAD
         if member.down_since is None:
@@ -413,7 +415,7 @@ class Supervisor:
         return True
 
     async def _catch_up(self, member: Member) -> None:
-        """Bring an engine to the current version from its copy, if there is one."""
+        """Bring an engine to the current version from its copy, if one exists."""
         async with self._lock:
             _must_be_up(member)
             published = self._published
@@ -426,7 +428,7 @@ class Supervisor:
                 self._note_up()
 
     def _note_up(self) -> None:
-        """Record how long engines that take groups again were down."""
+        """Record the downtime of engines that take groups again."""
         for name, member in self._members.items():
             if member.down_since is not None and member.engine.state is EngineState.READY:
                 self._recorder.add(self._recorder.kind(name, "down"), member.down_since, self._recorder.now())
@@ -457,7 +459,7 @@ class Supervisor:
         return [member.engine for member in self._members.values()]
 
     def _none_left(self) -> str | None:
-        """Say why no engine will be READY before the next publish; None while one is, or may become so."""
+        """Say why no engine will be READY before the next publish; None while one is or may become READY."""
         if self._lock.locked():
             return None
         for member in self._members.values():
@@ -477,13 +479,13 @@ class Supervisor:
 
 
 def _is_coming(member: Member) -> bool:
-    """Whether the engine may come up without a publish."""
+    """Check whether the engine may come up without a publish."""
     is_starting = member.engine.state is EngineState.STARTING
     return is_starting or (member.task is not None and not member.task.done())
 
 
 def _must_be_up(member: Member) -> None:
-    """Raise EngineLost unless the engine is up: a loss during its task is left to that task."""
+    """Raise EngineLost unless the engine is up, because its task handles a loss."""
     if member.engine.state not in _UP:
         raise EngineLost(member.error)
 

@@ -15,33 +15,33 @@ _log = logging.getLogger(__name__)
 
 
 class SidecarTrace:
-    """What a sidecar records; without a folder, nothing. A file that cannot be written ends the trace."""
+    """The trace of a sidecar; empty without a folder. A file that cannot be written ends the trace."""
 
     def __init__(self, run: Path | None = None, engines: Callable[[], Mapping[str, int]] = dict) -> None:
-        """`engines` returns how many responses each engine samples at a time."""
+        """Open the trace; `engines` returns the responses that each engine samples at a time."""
         self.recorder = Recorder() if run is not None else Recorder(most=0)
         self._engines = engines
         self._file = TraceFile(run, SIDECAR, {"offset": find_own_offset(), "error": None}) if run is not None else None
         self._version: int | None = None
 
     def begin(self, version: int) -> None:
-        """Go on with a version that is published: drop what the file holds of it and of later ones."""
+        """Begin a version that is published; drop the file's lines of this version and later ones."""
         if self._file is None:
             return
         if self._version is None:
-            # What came before is the start, which belongs to no iteration.
+            # Earlier spans belong to the start, and to no iteration.
             self.recorder.restart()
         if self._file.last_version >= version:
             self._file.restart(version)
         self._version = version
 
     def end_last(self) -> None:
-        """Write down what came after the last iteration, if anything did."""
+        """Write the spans after the last iteration, if there are any."""
         if self.recorder.has_spans:
             self.end()
 
     def end(self) -> None:
-        """Write down what was recorded since the last line."""
+        """Write the spans since the last line."""
         if self._file is None or self._version is None:
             return
         try:
@@ -51,7 +51,7 @@ class SidecarTrace:
             self.close()
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -32,7 +32,7 @@ from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.iteration import IterationFailed, NoSuchSlot
-from megatron_rl.sidecar.listening import listen
+from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
@@ -319,7 +319,7 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
 
 def test_what_the_service_writes_is_sent_at_once():
     with (
-        listen("127.0.0.1", 0) as listener,
+        open_listener("127.0.0.1", 0) as listener,
         socket.create_connection(listener.getsockname()),
         listener.accept()[0] as ours,
     ):

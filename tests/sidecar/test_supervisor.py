@@ -359,7 +359,7 @@ def test_an_engine_whose_first_token_is_of_other_weights_takes_no_groups():
     async def check():
         async with supervised(factory) as supervisor:
             factory.says_of_tokens["engine-1"] = "7"
-            with pytest.raises(PublishFailed, match="first token after version 1 was published is of .*7"):
+            with pytest.raises(PublishFailed, match="first token after version 1 was published has .*7"):
                 await supervisor.publish(weights(1))
             assert EngineState.READY not in states(factory)
 

@@ -294,7 +294,7 @@ def test_a_request_for_another_slot_or_version_than_there_is_is_an_error() -> No
     for replica, index in [(2, 0), (0, 4), (-1, 0), (0, -1)]:
         with pytest.raises(NoSuchSlot, match="4 slots for each of 2 replicas"):
             iteration.claim(replica, index)
-    with pytest.raises(WrongVersion, match="of version 4 was asked for, and the iteration is of version 3"):
+    with pytest.raises(WrongVersion, match="of version 4 was asked for, and the iteration has version 3"):
         iteration.claim(0, 0, version=4)
     assert iteration.asked() == []
     assert iteration.claim(0, 0, version=3) is None

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.errors import UsageError
 from megatron_rl.protocol.client import RolloutClient, RolloutError
-from megatron_rl.sidecar.listening import find_url, is_loopback, listen, parse_place
+from megatron_rl.sidecar.listening import find_url, is_loopback, open_listener, parse_place
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_hosts_that_only_this_one_reaches_are_known(host: str, is_alone: bool) -
 def test_the_address_that_is_told_reaches_the_listener(host: str) -> None:
     if ":" in host and not _has_ipv6():
         pytest.skip("this host has no IPv6")
-    with listen(host, 0) as listener:
+    with open_listener(host, 0) as listener:
         url = find_url(listener)
         assert "//0.0.0.0:" not in url
         assert "[::]" not in url
@@ -55,10 +55,10 @@ def test_the_address_that_is_told_reaches_the_listener(host: str) -> None:
 
 
 def test_a_place_that_is_taken_is_said_as_it_is_written() -> None:
-    with listen("127.0.0.1", 0) as taken:
+    with open_listener("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"--rollout-listen 127\.0\.0\.1:{port} cannot be opened"):
-            listen("127.0.0.1", port)
+            open_listener("127.0.0.1", port)
 
 
 @pytest.fixture
