@@ -28,14 +28,15 @@ def derive_evaluation_seed(run: str, version: int, prompt_index: int) -> int:
     return derive_group_seed(f"{run}\0evaluation", version, prompt_index)
 
 
-Asked = Submission | Evaluation
+Assignment = Submission | Evaluation
+"""Prompts to sample: those of an iteration or of an evaluation."""
 
 FINISH_REASONS = frozenset(get_args(FinishReason))
 
 
-def may_be_cut(asked: Asked) -> bool:
+def may_be_cut(assignment: Assignment) -> bool:
     """Check whether responses may be cut off before they end."""
-    return isinstance(asked, Submission) and asked.plan.tail == "truncate"
+    return isinstance(assignment, Submission) and assignment.plan.tail == "truncate"
 
 
 class GroupRefused(MegatronRLError):
@@ -47,24 +48,24 @@ def tag_version(version: int) -> str:
     return str(version)
 
 
-def derive_first_seed(asked: Asked, prompt_index: int) -> int:
+def derive_first_seed(assignment: Assignment, prompt_index: int) -> int:
     """Derive the seed of the first response to a prompt of an iteration or an evaluation."""
-    seed_of = derive_evaluation_seed if isinstance(asked, Evaluation) else derive_group_seed
-    return seed_of(asked.run, asked.version, prompt_index)
+    seed_of = derive_evaluation_seed if isinstance(assignment, Evaluation) else derive_group_seed
+    return seed_of(assignment.run, assignment.version, prompt_index)
 
 
-def check_group(asked: Asked, group: Group) -> None:
+def check_group(assignment: Assignment, group: Group) -> None:
     """Raise GroupRefused, with the problem, unless every response is as it was asked for."""
-    _refuse(asked, group, _find_problems(asked, group))
+    _refuse(assignment, group, _find_problems(assignment, group))
 
 
-def check_rewards(asked: Asked, group: Group) -> None:
+def check_rewards(assignment: Assignment, group: Group) -> None:
     """Raise GroupRefused unless every reward of a scored group is finite, and those that decide are included."""
-    _refuse(asked, group, _find_reward_problems(asked, group))
+    _refuse(assignment, group, _find_reward_problems(assignment, group))
 
 
-def _find_reward_problems(asked: Asked, group: Group) -> Iterator[str]:
-    deciding = [] if isinstance(asked, Evaluation) else asked.plan.deciding_rewards
+def _find_reward_problems(assignment: Assignment, group: Group) -> Iterator[str]:
+    deciding = [] if isinstance(assignment, Evaluation) else assignment.plan.deciding_rewards
     for number, response in enumerate(group.responses):
         if not np.isfinite(response.reward):
             yield f"response {number} of engine {response.engine}: its reward is {response.reward}"
@@ -76,37 +77,37 @@ def _find_reward_problems(asked: Asked, group: Group) -> Iterator[str]:
                 )
 
 
-def _refuse(asked: Asked, group: Group, problems: Iterator[str]) -> None:
+def _refuse(assignment: Assignment, group: Group, problems: Iterator[str]) -> None:
     problem = next(problems, None)
     if problem is not None:
-        raise GroupRefused(f"group of prompt {group.prompt.index} of version {asked.version}: {problem}")
+        raise GroupRefused(f"group of prompt {group.prompt.index} of version {assignment.version}: {problem}")
 
 
-def _find_problems(asked: Asked, group: Group) -> Iterator[str]:
+def _find_problems(assignment: Assignment, group: Group) -> Iterator[str]:
     index = group.prompt.index
-    if not 0 <= index < len(asked.prompts):
-        yield f"only {len(asked.prompts)} prompts were submitted"
+    if not 0 <= index < len(assignment.prompts):
+        yield f"only {len(assignment.prompts)} prompts were submitted"
         return
-    if group.prompt.tokens != asked.prompts[index].tokens:
+    if group.prompt.tokens != assignment.prompts[index].tokens:
         yield "the tokens of its prompt differ from those that were submitted"
-    if len(group.responses) != asked.group_size:
-        yield f"it has {len(group.responses)} responses, wanted {asked.group_size}"
-    seed = derive_first_seed(asked, index)
+    if len(group.responses) != assignment.group_size:
+        yield f"it has {len(group.responses)} responses, wanted {assignment.group_size}"
+    seed = derive_first_seed(assignment, index)
     for number, response in enumerate(group.responses):
-        for problem in _find_response_problems(asked, response):
+        for problem in _find_response_problems(assignment, response):
             yield f"response {number} of engine {response.engine}: {problem}"
         if response.seed != seed + number:
             yield f"response {number} has seed {response.seed}, wanted {seed + number}"
 
 
-def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
+def _find_response_problems(assignment: Assignment, response: Response) -> Iterator[str]:
     num_tokens, remainder = divmod(len(response.tokens), 4)
     if remainder or len(response.log_probs) != len(response.tokens):
         yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs must be 4 a token"
         return
-    if response.fingerprint != asked.fingerprint:
-        yield f"its fingerprint is {response.fingerprint!r}, wanted {asked.fingerprint!r}"
-    tag, position = tag_version(asked.version), 0
+    if response.fingerprint != assignment.fingerprint:
+        yield f"its fingerprint is {response.fingerprint!r}, wanted {assignment.fingerprint!r}"
+    tag, position = tag_version(assignment.version), 0
     for span in response.spans:
         if span.version != tag:
             yield f"tokens {span.start} to {span.end} have version {span.version!r}, wanted {tag!r}"
@@ -117,11 +118,11 @@ def _find_response_problems(asked: Asked, response: Response) -> Iterator[str]:
         yield f"its spans end at token {position} of {num_tokens}"
     if response.finish_reason not in FINISH_REASONS:
         yield f"its finish reason is {response.finish_reason!r}"
-    if response.finish_reason == "cut" and not may_be_cut(asked):
+    if response.finish_reason == "cut" and not may_be_cut(assignment):
         yield "it was cut off, and --rollout-tail does not allow that"
-    if response.finish_reason == "length" and num_tokens != asked.sampling.max_tokens:
-        yield f"it was cut off after {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
-    if num_tokens > asked.sampling.max_tokens:
-        yield f"it has {num_tokens} tokens, and {asked.sampling.max_tokens} were allowed"
+    if response.finish_reason == "length" and num_tokens != assignment.sampling.max_tokens:
+        yield f"it was cut off after {num_tokens} tokens, and {assignment.sampling.max_tokens} were allowed"
+    if num_tokens > assignment.sampling.max_tokens:
+        yield f"it has {num_tokens} tokens, and {assignment.sampling.max_tokens} were allowed"
     if not np.isfinite(decode_log_probs(response.log_probs)).all():
         yield "a log-prob is not finite"

@@ -14,7 +14,7 @@ from megatron_rl.observe.recorder import Recorder
 from megatron_rl.observe.trace import GROUPS
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import (
-    Asked,
+    Assignment,
     GroupRefused,
     check_group,
     check_rewards,
@@ -94,24 +94,24 @@ class GroupMaker:
         self._counters = counters
         self._recorder = recorder or Recorder(most=0)
 
-    async def make_all(self, asked: Asked, work: Work) -> str | None:
+    async def make_all(self, assignment: Assignment, work: Work) -> str | None:
         """Make the groups and hand over each as soon as it is made; return None, or the reason why some are missing."""
         try:
-            async with asyncio.timeout(asked.deadline_seconds):
-                num_lost = await self._make_groups(asked, work)
+            async with asyncio.timeout(assignment.deadline_seconds):
+                num_lost = await self._make_groups(assignment, work)
         except TimeoutError:
-            return f"{work.missing()} after {asked.deadline_seconds:g} s, its deadline"
+            return f"{work.missing()} after {assignment.deadline_seconds:g} s, its deadline"
         except MegatronRLError as error:
             return str(error)
         except Exception as error:
-            _log.exception("version %d", asked.version)
+            _log.exception("version %d", assignment.version)
             return f"the sidecar failed: {error!r}; its log has the traceback"
         return f"the sidecar failed: the making of {num_lost} was cancelled, and {work.missing()}" if num_lost else None
 
-    async def _make_groups(self, asked: Asked, work: Work) -> int:
+    async def _make_groups(self, assignment: Assignment, work: Work) -> int:
         """Make the groups and return the number of cancelled ones, which a task group does not report."""
         changed = asyncio.Event()
-        cut = asyncio.Event() if may_be_cut(asked) else None
+        cut = asyncio.Event() if may_be_cut(assignment) else None
         start = _IterationStart(self._recorder.now(), cut)
         running: dict[int, asyncio.Task[None]] = {}
         sampling: set[int] = set()
@@ -136,7 +136,9 @@ class GroupMaker:
                     while len(sampling) < self._engines.max_in_flight and (prompt := work.next_prompt()) is not None:
                         index = prompt.index
                         sampling.add(index)
-                        running[index] = tasks.create_task(self._make_group(asked, prompt, work, end_sampling, start))
+                        running[index] = tasks.create_task(
+                            self._make_group(assignment, prompt, work, end_sampling, start)
+                        )
                         running[index].add_done_callback(functools.partial(end, index))
                     for index in [index for index in running if not work.is_wanted(index)]:
                         running.pop(index).cancel()
@@ -144,7 +146,7 @@ class GroupMaker:
                     if not running:
                         break
                     # Only once a group has finished: a restart may leave as few groups to make as the tail has.
-                    is_tail = num_finished and len(sampling) <= _count_tail(asked)
+                    is_tail = num_finished and len(sampling) <= _count_tail(assignment)
                     if cut is not None and is_tail and len(sampling) < self._engines.max_in_flight:
                         # All have begun.
                         cut.set()
@@ -155,18 +157,23 @@ class GroupMaker:
         return num_lost
 
     async def _make_group(
-        self, asked: Asked, prompt: wire.Prompt, work: Work, end_sampling: Callable[[int], None], start: _IterationStart
+        self,
+        assignment: Assignment,
+        prompt: wire.Prompt,
+        work: Work,
+        end_sampling: Callable[[int], None],
+        start: _IterationStart,
     ) -> None:
-        group = await self._sample(asked, prompt, start)
+        group = await self._sample(assignment, prompt, start)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
         sampled = self._recorder.now()
         group = await self._scorer.score(group)
-        details = {"evaluation": True} if isinstance(asked, wire.Evaluation) else {}
+        details = {"evaluation": True} if isinstance(assignment, wire.Evaluation) else {}
         self._recorder.add(
             self._recorder.kind(GROUPS, "reward", **details), sampled, self._recorder.now(), prompt.index
         )
-        check_rewards(asked, group)
+        check_rewards(assignment, group)
         try:
             work.finished(group)
         except OSError as error:
@@ -174,14 +181,14 @@ class GroupMaker:
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
-    async def _sample(self, asked: Asked, prompt: wire.Prompt, start: _IterationStart) -> wire.Group:
-        is_evaluation = isinstance(asked, wire.Evaluation)
+    async def _sample(self, assignment: Assignment, prompt: wire.Prompt, start: _IterationStart) -> wire.Group:
+        is_evaluation = isinstance(assignment, wire.Evaluation)
         request = GroupRequest(
-            request_id=f"{asked.run}-{asked.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
+            request_id=f"{assignment.run}-{assignment.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
             prompt_tokens=tuple(wire.decode_tokens(prompt.tokens).tolist()),
-            group_size=asked.group_size,
-            seed=derive_first_seed(asked, prompt.index),
-            sampling=asked.sampling,
+            group_size=assignment.group_size,
+            seed=derive_first_seed(assignment, prompt.index),
+            sampling=assignment.sampling,
             can_wait=is_evaluation,
             cut=start.cut,
             prompt=prompt.index,
@@ -194,7 +201,7 @@ class GroupMaker:
                 responses = await self._engines.generate(dataclasses.replace(request, cut=None))
             group = wire.Group(prompt=prompt, responses=responses)
             try:
-                check_group(asked, group)
+                check_group(assignment, group)
                 return group
             except GroupRefused as refusal:
                 _log.warning("attempt %d: %s", attempt, refusal)
@@ -203,8 +210,8 @@ class GroupMaker:
         raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
 
 
-def _count_tail(asked: Asked) -> int:
-    return asked.plan.num_tail if isinstance(asked, wire.Submission) else 0
+def _count_tail(assignment: Assignment) -> int:
+    return assignment.plan.num_tail if isinstance(assignment, wire.Submission) else 0
 
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]

@@ -31,7 +31,7 @@ from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
-from megatron_rl.sidecar.starting import Starting
+from megatron_rl.sidecar.starting import StartProgress
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
@@ -99,7 +99,7 @@ async def run(settings: SidecarSettings) -> None:
 async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) -> AsyncIterator[None]:
     """Write down the progress of the engines that start within the context, and once more when all are ready."""
     begun = time.monotonic()
-    noted = Starting()
+    noted = StartProgress()
 
     def note() -> None:
         nonlocal noted
@@ -110,7 +110,7 @@ async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) 
         }
         # A failed start ends all engines, and reports the reason itself.
         if engines and engines != noted.engines:
-            noted = Starting(engines=engines, warnings=warnings)
+            noted = StartProgress(engines=engines, warnings=warnings)
             # This only informs the trainer: other writers report a full disk.
             with contextlib.suppress(OSError):
                 noted.write(path)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import Asked
+from megatron_rl.protocol.provenance import Assignment
 from megatron_rl.protocol.slots import Claim, Place
 from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
@@ -115,7 +115,7 @@ class RolloutService:
         self.weights: wire.Weights | None = None
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
-        self._probe = _Awaited()
+        self._probe = _AwaitedAnswer()
         # One future for each slot, for all ranks of a replica that wait for it.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._has_failed = False
@@ -331,14 +331,14 @@ class RolloutService:
         recorder = self._trace.recorder
         recorder.add(recorder.kind(SERVICE, name), begun, recorder.now(), version)
 
-    def _check_held(self, asked: Asked, what: str) -> None:
-        if asked.run != self.lease.run:
-            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {asked.run!r}")
+    def _check_held(self, assignment: Assignment, what: str) -> None:
+        if assignment.run != self.lease.run:
+            raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {assignment.run!r}")
         held = self.weights
-        if held is None or (held.version, held.fingerprint) != (asked.version, asked.fingerprint):
+        if held is None or (held.version, held.fingerprint) != (assignment.version, assignment.fingerprint):
             text = f"{held.version} ({held.fingerprint[:12]})" if held else "none"
             raise Conflict(
-                f"version {asked.version} ({asked.fingerprint[:12]}) is {what}, and the engines hold {text}: "
+                f"version {assignment.version} ({assignment.fingerprint[:12]}) is {what}, and the engines hold {text}: "
                 f"publish it first"
             )
 
@@ -429,7 +429,7 @@ class _IterationWork:
             self._answer(place)
 
 
-class _Awaited:
+class _AwaitedAnswer:
     """The trainer's answer to the newest probe, for the publish that waits for it."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ _MADE_UP = ("42", "This is a trial, and no answer.")
 _SILENCE_SECONDS = 15.0
 
 
-class Starting(msgspec.Struct, frozen=True, kw_only=True):
+class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a start."""
 
     engines: dict[str, float | None] = {}
@@ -33,10 +33,10 @@ class Starting(msgspec.Struct, frozen=True, kw_only=True):
         unfinished.replace(path)
 
 
-def read(path: Path) -> Starting | None:
+def read(path: Path) -> StartProgress | None:
     """Read the progress; return None if none has been written yet."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Starting)
+        return msgspec.json.decode(path.read_bytes(), type=StartProgress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

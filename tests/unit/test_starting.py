@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
-from megatron_rl.sidecar.starting import FILE_NAME, News, Starting
+from megatron_rl.sidecar.starting import FILE_NAME, News, StartProgress
 from megatron_rl.types import Architecture, ParallelSizes
 
 QWEN = Architecture(
@@ -64,16 +64,16 @@ def test_engines_that_start_are_said_once_when_they_begin_and_once_when_they_are
     news = News(path)
     begun = news._begun
     assert [*news.lines(begun + 1)] == []
-    Starting(engines={"engine-0": None, "engine-1": None}).write(path)
+    StartProgress(engines={"engine-0": None, "engine-1": None}).write(path)
     assert [*news.lines(begun + 2)] == ["engines: engine-0, engine-1 start and load the model"]
     assert [*news.lines(begun + 3)] == []
-    Starting(engines={"engine-0": None, "engine-1": 12.5}).write(path)
+    StartProgress(engines={"engine-0": None, "engine-1": 12.5}).write(path)
     assert [*news.lines(begun + 14)] == ["engines: engine-1 ready after 12.5 s, 1 of 2"]
     assert [*news.lines(begun + 28)] == []
     (line,) = news.lines(begun + 30)
     assert line.startswith("engines: 1 of 2 ready, waiting for engine-0 (what they print is in ")
     assert [*news.lines(begun + 31)] == []
-    Starting(engines={"engine-0": 33.0, "engine-1": 12.5}).write(path)
+    StartProgress(engines={"engine-0": 33.0, "engine-1": 12.5}).write(path)
     assert [*news.lines(begun + 34)] == ["engines: engine-0 ready after 33.0 s, 2 of 2"]
     assert [*news.lines(begun + 1000)] == []
 
@@ -86,7 +86,7 @@ def test_rewards_that_take_long_to_import_are_said_before_there_are_engines(tmp_
 
 
 def test_what_rewards_warn_of_is_said_once_before_engines_are(tmp_path):
-    Starting(engines={"engine-0": None}, warnings=["--reward f: it failed"]).write(tmp_path / FILE_NAME)
+    StartProgress(engines={"engine-0": None}, warnings=["--reward f: it failed"]).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)
     assert [*news.lines(news._begun)] == [
         "rewards: --reward f: it failed", "engines: engine-0 start and load the model",
@@ -95,6 +95,6 @@ def test_what_rewards_warn_of_is_said_once_before_engines_are(tmp_path):
 
 
 def test_many_engines_are_counted_and_not_listed(tmp_path):
-    Starting(engines={f"engine-{number}": None for number in range(64)}).write(tmp_path / FILE_NAME)
+    StartProgress(engines={f"engine-{number}": None for number in range(64)}).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)
     assert [*news.lines(news._begun)] == ["engines: engine-0 and 63 others start and load the model"]
