@@ -35,8 +35,8 @@ from megatron_rl.sidecar.starting import StartProgress
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
-from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
-from megatron_rl.sidecar.vllm.server import ServerConfig, find_packages, run_folder
+from megatron_rl.sidecar.vllm.flags import check_with_vllm
+from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
 from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
@@ -168,22 +168,9 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
     if rollout.engine == "scripted":
         model = settings.hf_model
         return ScriptedFactory(read_script(rollout.script, read_architecture(model).vocab_size if model else None))
-    length = rollout.max_model_len or settings.seq_length
-    assert length is not None
     assert settings.hf_model is not None
-    config = ServerConfig(
-        model=str(settings.hf_model),
-        max_model_len=length,
-        max_num_seqs=rollout.max_num_seqs,
-        device=settings.device,
-        # Explicit: by default vLLM computes float32 weights in half precision.
-        dtype=rollout.dtype or read_architecture(settings.hf_model).dtype,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        num_threads=rollout.num_threads or _share_cores(rollout).threads_of_worker,
-        python=str(rollout.python or sys.executable),
-        transport=rollout.transport,
-        flags=tuple(split_flags(rollout.vllm_args)),
-    )
+    num_threads = rollout.num_threads or _share_cores(rollout).threads_of_worker
+    config = configure_server(rollout, settings.hf_model, settings.seq_length, settings.device, num_threads)
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     if config.flags:

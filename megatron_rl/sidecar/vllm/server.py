@@ -21,10 +21,13 @@ from typing import Literal
 
 import megatron_rl
 from megatron_rl.config import devices
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import ProcessSpec
+from megatron_rl.sidecar.vllm.flags import split_flags
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
+from megatron_rl.weights.families import read_architecture
 
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -77,6 +80,27 @@ class ServerConfig:
     """More flags for vLLM, after ours."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """More of its environment, over ours."""
+
+
+def configure_server(
+    rollout: RolloutConfig, model: Path, seq_length: int | None, device: Literal["cpu", "cuda", "npu"], num_threads: int
+) -> ServerConfig:
+    """Derive the configuration of a sidecar's engines from its settings."""
+    length = rollout.max_model_len or seq_length
+    assert length is not None
+    return ServerConfig(
+        model=str(model),
+        max_model_len=length,
+        max_num_seqs=rollout.max_num_seqs,
+        device=device,
+        # Explicit: by default vLLM computes float32 weights in half precision.
+        dtype=rollout.dtype or read_architecture(model).dtype,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        num_threads=num_threads,
+        python=str(rollout.python or sys.executable),
+        transport=rollout.transport,
+        flags=tuple(split_flags(rollout.vllm_args)),
+    )
 
 
 def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) -> ProcessSpec:
