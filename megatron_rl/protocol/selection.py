@@ -59,14 +59,14 @@ class SelectionBySignal:
         self._count()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Take in that a group has finished."""
+        """Note that a group has finished."""
         if self._division.plan.num_spare:
             self._known[prompt] = _WITH if has_signal else _WITHOUT
             self._count()
 
     @property
     def num_prompts(self) -> int:
-        """The prompts of the plan and the spare ones."""
+        """The number of prompts, the spare ones included."""
         return len(self._known)
 
     @property
@@ -92,7 +92,7 @@ class SelectionBySignal:
         return [int(prompt) for prompt in numbered[np.argsort(self._most[numbered], kind="stable")]]
 
     def is_wanted(self, prompt: int, num_ahead: int | float = math.inf) -> bool:
-        """Check whether the prompt can still get a number if at most `num_ahead` of the open ones have no signal."""
+        """Check whether the prompt can still get a number, and gets one if `num_ahead` open ones have no signal."""
         return bool(self._least[prompt] < self._num_wanted and self._most[prompt] < self._num_wanted + num_ahead)
 
     def find_binding(self, prompt: int) -> Binding | None:
@@ -108,7 +108,7 @@ class SelectionBySignal:
         return sorted(prompts, key=lambda prompt: int(self._most[prompt]))
 
     def find_problem(self, claim: Claim) -> str | None:
-        """Say why a claim does not fit what is known; None if it does."""
+        """Say why a claim does not fit the selection so far; None if it fits."""
         problem = self._division.find_problem(claim)
         if problem:
             return problem
@@ -155,7 +155,7 @@ class SelectionByArrival:
         self._arrived: set[int] = set()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Take in that a group has finished."""
+        """Note that a group has finished."""
         if prompt >= self._num_carried:
             if not self._room:
                 return
@@ -195,7 +195,7 @@ class SelectionByArrival:
         return sorted(prompts)
 
     def find_problem(self, claim: Claim) -> str | None:
-        """Say why a claim does not fit what is known; None if it does."""
+        """Say why a claim does not fit the selection so far; None if it fits."""
         problem = self._division.find_problem(claim)
         strangers = [prompt for prompt in claim.prompts if prompt not in self._arrived]
         if problem or not strangers:

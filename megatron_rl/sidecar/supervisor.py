@@ -259,8 +259,6 @@ class Supervisor:
             self._factory.release(member.name)
         self.pool.engines_changed()
 
-    # publishing
-
     async def _publish(self, weights: Weights, answer: AwaitAnswer | None) -> Published:
         """Try until an attempt succeeds. An engine that is lost, or refuses twice, is restarted.
 
@@ -348,8 +346,6 @@ class Supervisor:
     async def _let_leave(self) -> None:
         for member in [member for member in self._members.values() if member.is_leaving]:
             await self._forget(member)
-
-    # living and dying
 
     async def _watch(self) -> None:
         while True:
