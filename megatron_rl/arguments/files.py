@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.data import prompt_files
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.data import prompt_files
 
 
 def find_problems(settings: DraftSettings) -> Iterator[str]:
