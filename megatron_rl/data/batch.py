@@ -93,7 +93,7 @@ class Batcher:
             self.prepare(pack.layout)
         if self.num_parts > 1:
             # Divided in the loader's thread and on the host: on a device it would stall every micro-batch.
-            pack = pack.divide_targets(self.num_parts)
+            pack = pack.divided(self.num_parts)
         advantages = [
             self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in slot.parts
         ]

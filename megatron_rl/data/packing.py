@@ -52,7 +52,7 @@ class Pack:
             tuple(places_M.to(device) for places_M in self.places_of_parts),
         )
 
-    def divide_targets(self, num_parts: int) -> "Pack":
+    def divided(self, num_parts: int) -> "Pack":
         """Return the pack with the targets of each of `num_parts` equal parts; the host waits if it is on a device."""
         part_N = self.target_rows_N.cpu() // max(1, self.num_tokens // num_parts)
         places = tuple((part_N == part).nonzero().squeeze(1).to(self.tokens_T.device) for part in range(num_parts))
@@ -60,7 +60,7 @@ class Pack:
 
     def places_of_part(self, part: int, num_parts: int) -> torch.Tensor:
         """Return the targets that a part's rows predict, [M]; M may be 0."""
-        pack = self if len(self.places_of_parts) == num_parts else self.divide_targets(num_parts)
+        pack = self if len(self.places_of_parts) == num_parts else self.divided(num_parts)
         return pack.places_of_parts[part]
 
 
