@@ -66,7 +66,7 @@ def count(settings: Settings, work: Workload) -> list[Footprint]:
     """Count the memory of a rank of each pipeline stage; no process group may exist."""
     sizes = settings.parallel_sizes
     groups = [([0] * prompt, [[0] * length for length in responses]) for prompt, responses in work.lengths]
-    pack = pack_groups(groups, work.multiple_of).divide_targets(sizes.context)
+    pack = pack_groups(groups, work.multiple_of).divided(sizes.context)
     return [_count_stage(settings, work, pack, stage) for stage in range(sizes.pipeline)]
 
 

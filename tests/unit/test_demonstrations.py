@@ -160,7 +160,7 @@ def test_every_answer_stands_behind_the_tokens_of_the_prompt_that_it_would_be_sa
 @pytest.mark.parametrize(("row", "said"), [
     ({"text": "n1"}, "has no column completion (it has text); name it with --completion-key, or a chat's with"),
     ({"completion": "n1"}, "has no column prompt (it has completion); name the prompt's with --prompt-key"),
-    ({"messages": chat("n1", "n2"), "completion": "n2"}, "has columns messages and completion, and must have one of them"),
+    ({"messages": chat("n1", "n2"), "completion": "n2"}, "has columns messages and completion, and must have one"),
     ({"messages": "n1"}, "has text as its chat; write a list of messages"),
     ({"messages": []}, "has a chat without a message"),
     ({"messages": chat("n1")}, "has no message of the assistant in its chat; write one, or leave the row out"),

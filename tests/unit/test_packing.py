@@ -85,7 +85,7 @@ def test_the_padding_is_seen_by_nothing_and_predicts_nothing() -> None:
 @given(groups, st.integers(1, 4))
 def test_each_target_belongs_to_the_one_part_that_has_its_row(drawn, num_parts: int) -> None:
     pack = pack_groups(drawn, num_parts)
-    divided = pack.divide_targets(num_parts)
+    divided = pack.divided(num_parts)
     length = pack.num_tokens // num_parts
     for part in range(num_parts):
         places_M = divided.places_of_part(part, num_parts)

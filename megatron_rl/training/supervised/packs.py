@@ -42,7 +42,7 @@ class Packer:
             pack = pack_turns(sequences, self.multiple_of, self.vocab_size)
             self.prepare(pack.layout)
             if self.num_parts > 1:
-                pack = pack.divide_targets(self.num_parts)
+                pack = pack.divided(self.num_parts)
             return pack.to(self.device)
 
 
