@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages, compute_deviation
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 
 BASELINE = 0.4
 WEIGHTS = {"right": 1.0, "short": 0.5}

@@ -7,17 +7,19 @@ from pathlib import Path
 
 PACKAGE = "megatron_rl"
 
-# The parts of the package, the lowest first. A part imports from lower layers only, and from itself.
+# The parts of the package, the lowest first. A part imports from lower layers only, and from itself. A dot names a file
+# that is a part by itself.
 LAYERS = (
     {"errors", "types"},
     {"versions"},
+    {"config.flag"},
+    {"algorithm"},
     {"config", "patching", "platforms"},
     {"ops"},
     {"protocol", "weights"},
     {"records"},
     {"rewards"},
     {"data"},
-    {"algorithm"},
     {"observe"},
     {"mcore", "sidecar", "plan"},
     {"arguments"},
@@ -38,8 +40,9 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "config", "cli", "commands.doctor", "observe", "weights.families",
-    "training.entry", "training.lifelines", "training.watch",
+    "errors", "types", "versions", "config", "algorithm.settings", "algorithm.library", "algorithm.declaration", "cli",
+    "commands.doctor", "observe", "weights.families", "training.entry", "training.lifelines",
+    "training.watch",
 )  # fmt: skip
 # Who may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}
@@ -52,6 +55,8 @@ class Import:
     module: str
     line: int
     at_top: bool
+    for_types: bool = False
+    """Only a type checker imports it."""
 
 
 def violations(root: Path) -> list[str]:
@@ -68,6 +73,7 @@ def violations(root: Path) -> list[str]:
 def imports(tree: ast.Module) -> Iterator[Import]:
     """The imports of a file, those by a literal name through importlib included."""
     inner = {id(node) for function in _functions(tree) for node in ast.walk(function) if node is not function}
+    typed = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -79,13 +85,16 @@ def imports(tree: ast.Module) -> Iterator[Import]:
         else:
             continue
         for module in modules:
-            yield Import(module, node.lineno, id(node) not in inner)
+            yield Import(module, node.lineno, id(node) not in inner, id(node) in typed)
 
 
 def part_of(module: str) -> str | None:
     """The part of our package that a module belongs to; None for the package itself and for other packages."""
     package, _, rest = module.partition(".")
-    return rest.split(".")[0] or None if package == PACKAGE else None
+    if package != PACKAGE:
+        return None
+    files = [part for layer in LAYERS for part in layer if "." in part and f"{rest}.".startswith(f"{part}.")]
+    return files[0] if files else rest.split(".")[0] or None
 
 
 def _import_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -118,7 +127,11 @@ def _from_outside(name: str, part: str, imported: Import) -> str | None:
     if package == "megatron" and part == "platforms" and imported.at_top:
         return "platforms imports megatron outside of a function"
     module = name.removeprefix(f"{PACKAGE}.")
-    if package == "torch" and any(module == free or module.startswith(f"{free}.") for free in WITHOUT_TORCH):
+    if (
+        package == "torch"
+        and not imported.for_types
+        and any(module == free or module.startswith(f"{free}.") for free in WITHOUT_TORCH)
+    ):
         return f"{module} imports torch, and must do without"
     return None
 
@@ -145,11 +158,15 @@ def _effects(tree: ast.Module) -> Iterator[tuple[int, str]]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if all(isinstance(target, ast.Name | ast.Tuple) for target in targets):
                 continue
-        if isinstance(node, ast.If) and ("__name__" in ast.dump(node.test) or "TYPE_CHECKING" in ast.dump(node.test)):
+        if _is_for_types(node) or (isinstance(node, ast.If) and "__name__" in ast.dump(node.test)):
             continue
         if isinstance(node, ast.Try) and all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in node.body):
             continue
         yield node.lineno, f"importing the module runs: {ast.unparse(node).splitlines()[0]}"
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.AST]:

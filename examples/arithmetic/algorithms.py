@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from examples.arithmetic.curves import add_flags, compare
-from megatron_rl.config.algorithm import ALGORITHMS
+from megatron_rl.algorithm.library import PRESETS
 
 # Accuracy on the held-out problems after the demo's iterations.
 AFTER = 0.85
@@ -22,7 +22,7 @@ MORE_FLAGS = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--names", nargs="+", choices=PRESETS, default=list(PRESETS))
     add_flags(parser, Path("algorithms"))
     arguments = parser.parse_args()
     variants = {name: ["--", "--algorithm", name, *FLAGS, *MORE_FLAGS.get(name, ())] for name in arguments.names}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_rl.algorithm.sequences import Sequences
-from megatron_rl.config.settings import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 
 
 @dataclasses.dataclass(frozen=True)

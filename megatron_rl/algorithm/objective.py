@@ -1,20 +1,39 @@
-"""What a micro-batch adds to the loss of its update, and the statistics that it reports.
+"""The part of a micro-batch in the loss of its update, and the statistics that it reports.
+
+A micro-batch gives a sum and its share of a denominator. The update's denominator is the sum of these shares over all
+micro-batches of all replicas, and divides once, at the end. So nothing depends on how responses are packed.
 
 Letters: N targets, S responses of the micro-batch.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.advantages import DIVIDED
 from megatron_rl.algorithm.corrections import Correction, correct
+from megatron_rl.algorithm.declaration import Advantage, Loss, Surrogate, Targets
 from megatron_rl.algorithm.divergences import DIVERGENCES
-from megatron_rl.algorithm.losses import WEIGHTS, count_share
+from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics
 from megatron_rl.algorithm.sequences import Sequences
-from megatron_rl.algorithm.surrogates import SURROGATES, Surrogate, Targets
-from megatron_rl.config.settings import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
+
+Weigh = Callable[[Sequences, torch.Tensor], torch.Tensor]
+"""From the losses of targets to the terms of the micro-batch's sum."""
+
+
+def _keep(sequences: Sequences, loss_N: torch.Tensor) -> torch.Tensor:
+    return loss_N
+
+
+WEIGHTS: dict[str, Weigh] = {"token": _keep, "sequence": Sequences.divide, "constant": _keep}
+"""By the names of `--grpo-aggregation`."""
+
+
+def count_share(aggregation: str, num_targets: int, num_responses: int, max_tokens: int) -> int:
+    """Count a micro-batch's share of the denominator: whole numbers, so that their sum is exact."""
+    return {"token": num_targets, "sequence": num_responses, "constant": num_responses * max_tokens}[aggregation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +112,8 @@ class Objective:
         divergence_N = None if log_probs.reference_N is None else self._diverge(log_probs)
         if divergence_N is not None and config.kl_in == "reward":
             advantages_N = advantages_N - config.kl_beta * sequences.sum_from(divergence_N)
-        surrogate = SURROGATES[config.loss](Targets(log_probs.policy_N, old_N, advantages_N, sequences), config)
+        targets = Targets(log_probs.policy_N, old_N, advantages_N, sequences, engine_N, log_probs.reference_N)
+        surrogate = self._loss.compute(targets, config)
         loss_N = surrogate.loss_N
         correction = correct(old_N, engine_N, sequences, config)
         if correction is not None:
@@ -105,10 +125,12 @@ class Objective:
         total = WEIGHTS[config.aggregation](sequences, loss_N).sum()
         with torch.no_grad():
             sums = _measure(surrogate, correction, old_N, divergence_N)
-            if config.advantage in DIVIDED:
-                sums |= _spread(DIVIDED[config.advantage], advantages_N, sequences)
+            if self._advantage.divided_over is not None:
+                sums |= _spread(self._advantage.divided_over, advantages_N, sequences)
             if log_probs.entropies_N is not None:
                 sums["entropy_policy"] = log_probs.entropies_N.sum(dtype=torch.float64)
+            for metric in self._metrics:
+                sums[f"metric.{metric.name}"] = metric.compute(targets, config).sum(dtype=torch.float64)
             mismatch_N = old_N - engine_N
             sums |= {
                 "loss": total.detach(),
@@ -118,6 +140,18 @@ class Objective:
             }
             maxima = {"mismatch": mismatch_N.abs().max() if len(mismatch_N) else mismatch_N.new_zeros(())}
         return total, Statistics(sums, maxima)
+
+    @functools.cached_property
+    def _loss(self) -> Loss:
+        return find_loss(self.config.loss)
+
+    @functools.cached_property
+    def _advantage(self) -> Advantage:
+        return find_advantage(self.config.advantage)
+
+    @functools.cached_property
+    def _metrics(self) -> Sequence[Metric]:
+        return find_metrics(self.config.metrics or ())
 
     def _diverge(self, log_probs: RoleLogProbs) -> torch.Tensor:
         """Return the divergence of each target: that of the policy that sampled it, if it is part of the reward."""

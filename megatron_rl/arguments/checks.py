@@ -5,18 +5,21 @@ The bound of a single number belongs to its flag, and is checked where the flag 
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.algorithm.advantages import DIVIDED
+from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
+from megatron_rl.algorithm.trial import LOSS_FIELDS, find_problems
 from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import DraftSettings, Settings
+from megatron_rl.errors import UsageError
 from megatron_rl.protocol.probe import can_hold
+from megatron_rl.rewards.spec import find_weights
 from megatron_rl.types import Architecture
 
 
@@ -102,18 +105,13 @@ def _check_pairs(settings: DraftSettings) -> Iterator[str]:
 
 def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
     """Yield parts of the algorithm that have no effect together, or none that is meant."""
-    algorithm, config = settings.algorithm, settings.transformer
+    algorithm = settings.algorithm
     sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
-    is_clipped = algorithm.loss in ("clip", "gspo")
     has_bound = algorithm.importance_truncation is not None or algorithm.correction_lower is not None
     correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
     for field, needed, is_there in (
-        ("clamp_eps_lower", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
-        ("clamp_eps_upper", "--grpo-loss clip, gspo or cispo", is_clipped or algorithm.loss == "cispo"),
+        *_list_loss_needs(algorithm.loss),
         ("spare_prompts", "--grpo-filter-groups-with-same-reward", algorithm.filter_groups),
-        ("dual_clip", "--grpo-loss clip or gspo", is_clipped),
-        ("sapo_temperature_pos", "--grpo-loss sapo", algorithm.loss == "sapo"),
-        ("sapo_temperature_neg", "--grpo-loss sapo", algorithm.loss == "sapo"),
         ("kl_estimator", beta, algorithm.kl_beta > 0),
         ("kl_in", beta, algorithm.kl_beta > 0),
         ("correction_lower", correction, algorithm.importance_correction),
@@ -147,13 +145,48 @@ def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
             f"{estimator} in the reward hardly pulls towards the reference, since the first order of its effect "
             "cancels: write k1, or --grpo-kl-in loss"
         )
-    if algorithm.advantage == "gdpo":
+    yield from _check_advantage(settings)
+    written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
+    yield from find_problems(algorithm, written, _read_weights(settings))
+
+
+def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield each setting that only some losses read, those losses, and whether this loss is one of them.
+
+    A loss of a person's own file says by a trial which settings it reads.
+    """
+    for field in sorted(LOSS_FIELDS):
+        readers = [name for name, one in LOSSES.items() if field in one.reads]
+        yield field, f"--grpo-loss {join_words(readers)}", loss in readers or loss not in LOSSES
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as in "a, b or c"."""
+    return " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+
+
+def _read_weights(settings: Settings) -> dict[str, float]:
+    """Return the weights of the reward functions; none if --reward cannot be read, which is reported elsewhere."""
+    try:
+        return find_weights(settings.reward)
+    except UsageError:
+        return {}
+
+
+def _check_advantage(settings: Settings) -> Iterator[str]:
+    """Yield what is wrong beside the advantage that is named; a trial checks one of a person's own file."""
+    algorithm, config = settings.algorithm, settings.transformer
+    advantage = ADVANTAGES.get(algorithm.advantage)
+    if advantage is None:
+        return
+    said = f"--grpo-advantage {advantage.name}"
+    if advantage.takes_components:
         if settings.service.endpoint is not None and not settings.reward.functions:
-            yield "--grpo-advantage gdpo takes the weights of --reward: write it beside --rollout-endpoint too"
+            yield f"{said} takes the weights of --reward: write it beside --rollout-endpoint too"
         for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):
             if math.isfinite(value):
-                yield f"{flag} {value:g} bounds the sum of the rewards, and --grpo-advantage gdpo takes each: drop one"
-    if algorithm.advantage in DIVIDED:
+                yield f"{flag} {value:g} bounds the sum of the rewards, and {said} takes each: drop one"
+    if advantage.divided_over is not None:
         is_known = settings.architecture is not None
         for what, is_given, remedy in (
             ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
@@ -163,8 +196,8 @@ def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
         ):
             if is_given:
                 yield (
-                    f"{what} and --grpo-advantage {algorithm.advantage} cannot be given together, since the deviation "
-                    f"of the advantages would divide this term too: {remedy}"
+                    f"{what} and {said} cannot be given together, since the deviation of the advantages would divide "
+                    f"this term too: {remedy}"
                 )
 
 

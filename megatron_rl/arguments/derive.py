@@ -6,9 +6,9 @@ Each function adds values to the given ones, with the flag that they follow from
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.arguments.flags import IMPLIED, Given, list_projects
 from megatron_rl.arguments.projects import Words, choose_estimator, is_of_project, list_implied, list_implied_by
-from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.cores import count_cores
 from megatron_rl.errors import UsageError
 from megatron_rl.protocol.probe import find_narrower
@@ -87,7 +87,7 @@ class Derivation:
         name = self._given.get("algorithm.name")
         if name is None:
             return
-        for field, value in ALGORITHMS[name.value].items():
+        for field, value in PRESETS[name.value].settings.items():
             target = f"algorithm.{field}"
             if target not in self._given or self._given[target].rank == IMPLIED:
                 self._given[target] = Given(value, name.source, name.name)

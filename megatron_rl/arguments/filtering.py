@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_rl.algorithm.library import ADVANTAGES
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
@@ -17,7 +18,7 @@ def name_deciding_rewards(settings: DraftSettings) -> list[str]:
         return []
     if algorithm.filter_by is not None:
         return [algorithm.filter_by]
-    if algorithm.advantage == "gdpo":
+    if _takes_components(settings):
         return [name for name, weight in weights.items() if weight]
     return list(weights)[:1] if len(weights) > 1 else []
 
@@ -30,10 +31,11 @@ def check_filter(settings: DraftSettings) -> Iterator[str]:
         yield f"{_BY} {by} needs {_FILTER}: add it, or drop {_BY}"
     if not algorithm.filter_groups:
         return
-    if algorithm.advantage == "global":
+    if algorithm.advantage in ADVANTAGES and ADVANTAGES[algorithm.advantage].takes_baseline:
         yield (
-            f"--grpo-advantage global and {_FILTER} cannot be given together, since groups of equal rewards have "
-            "advantages too, and the gradient is biased without them: write --grpo-advantage batch, or drop the filter"
+            f"--grpo-advantage {algorithm.advantage} and {_FILTER} cannot be given together, since groups of equal "
+            "rewards have advantages too, and the gradient is biased without them: write --grpo-advantage batch, or "
+            "drop the filter"
         )
     if by is not None and by != _SUM and names and by not in names:
         yield f"{_BY} {by} must be {_SUM} or a function of --reward: write one of {', '.join([_SUM, *names])}"
@@ -47,8 +49,14 @@ def check_filter(settings: DraftSettings) -> Iterator[str]:
 def note_filter(settings: DraftSettings) -> Iterator[str]:
     """Yield a note of the reward that decides where several are given and no flag names one."""
     named = name_deciding_rewards(settings)
-    if named and settings.algorithm.filter_by is None and settings.algorithm.advantage != "gdpo":
+    if named and settings.algorithm.filter_by is None and not _takes_components(settings):
         yield f"{_FILTER} compares {named[0]}, the first of --reward; {_BY} names another one, or {_SUM}"
+
+
+def _takes_components(settings: DraftSettings) -> bool:
+    """Return whether the advantage takes the reward functions one by one; one of a person's own file does not say."""
+    advantage = ADVANTAGES.get(settings.algorithm.advantage)
+    return advantage is not None and advantage.takes_components
 
 
 def _read_weights(settings: DraftSettings) -> dict[str, float]:

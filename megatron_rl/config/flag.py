@@ -53,6 +53,8 @@ class Flag:
     const: object = True
     nargs: str | int | None = None
     choices: tuple[object, ...] = ()
+    # Whether FILE.py:FUNCTION is accepted, beside the choices if there are any.
+    takes_function: bool = False
     # What a choice is called here, where that is not what it is called there.
     renamed: Mapping[object, object] = dataclasses.field(default_factory=dict, hash=False)
     # The value without the flag; None leaves it to the code that receives the value.
@@ -106,7 +108,7 @@ class Flag:
                 raise ValueError("nan")
         except (ValueError, KeyError, SyntaxError):
             raise UsageError(f"{name} {word}: not a valid value; write {name} {self.value_text()}") from None
-        if self.choices and item not in self.choices:
+        if self.choices and item not in self.choices and not (self.takes_function and names_function(word)):
             near = suggest_nearest(word, self.choices)
             remedy = self.remedy or f"write {name} {self.value_text()}"
             raise UsageError(f"{name} {word}: not one of the choices{near}; {remedy}")
@@ -130,9 +132,18 @@ class Flag:
         if self.convert is None:
             return ""
         if self.choices:
-            return "{" + ",".join(format_value(choice) for choice in self.choices) + "}"
+            others = ("FILE.py:FUNCTION",) if self.takes_function else ()
+            return "{" + ",".join((*map(format_value, self.choices), *others)) + "}"
+        if self.takes_function:
+            return "FILE.py:FUNCTION" if self.nargs is None else "FILE.py:FUNCTION ..."
         name = {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(self.convert, "VALUE")  # type: ignore[call-overload]
         return name if self.nargs is None else f"{name} ..."
+
+
+def names_function(word: str) -> bool:
+    """Return whether a word has the form FILE.py:FUNCTION."""
+    file, _, function = word.rpartition(":")
+    return file.endswith(".py") and function.isidentifier()
 
 
 def suggest_nearest(word: str, among: Iterable[object]) -> str:
@@ -180,12 +191,30 @@ def format_value(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def own_flag(default: T, help: str, *names: str, bound: str = "", remedy: str = "") -> T:
+def own_flag(
+    default: T,
+    help: str,
+    *names: str,
+    bound: str = "",
+    remedy: str = "",
+    choices: tuple[object, ...] = (),
+    takes_function: bool = False,
+) -> T:
     """Declare a field of our own configuration with a flag that only this package has.
 
-    Without `names` the flag is named after the field.
+    Without `names` the flag is named after the field. `choices` are for a field whose type does not list them.
     """
-    return _declare(default, help=help, names=names, bound=bound, remedy=remedy, megatron=False)
+    more: dict[str, object] = {"choices": choices} if choices else {}
+    return _declare(
+        default,
+        help=help,
+        names=names,
+        bound=bound,
+        remedy=remedy,
+        megatron=False,
+        takes_function=takes_function,
+        **more,
+    )
 
 
 def megatron_flag(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.config.rollout import (
     DataConfig,
     PublishConfig,

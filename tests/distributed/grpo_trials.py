@@ -11,7 +11,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.advantages import GroupAdvantages, mean, of_sums
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.library.grpo import subtract_mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch
@@ -259,7 +260,7 @@ def _in_pack(name: str, change: Callable[[Batch], torch.Tensor]) -> Callable[[Pa
 
 def _advantage(advantage: Callable[[np.ndarray], np.ndarray]) -> Callable[[Parts], None]:
     def plant(parts: Parts) -> None:
-        parts.batcher = dataclasses.replace(parts.batcher, advantage=of_sums(advantage))
+        parts.batcher = dataclasses.replace(parts.batcher, advantage=lambda group: advantage(np.asarray(group.rewards)))
 
     return plant
 
@@ -298,7 +299,7 @@ FAULTS: dict[str, Callable[[Parts], None]] = {
     "advantages of other responses": _in_batches(
         lambda batch: dataclasses.replace(batch, advantages_S=batch.advantages_S.roll(1))
     ),
-    "advantages over a sample's deviation": _advantage(lambda r: mean(r) / (r.std(ddof=1) + 1e-6)),
+    "advantages over a sample's deviation": _advantage(lambda r: subtract_mean(r) / (r.std(ddof=1) + 1e-6)),
     "temperature left out": _without_temperature,
     "correction left out": _without_correction,
 }

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
+from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.arguments.run import compute_sizes
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
@@ -83,7 +84,7 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
     prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
     terms, batcher = (
         SubmissionTerms(divide(plan), wire.Sampling(max_tokens=8), 60.0),
-        Batcher(of_sums(ADVANTAGES["mean"])),
+        Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean"))),
     )
     return Rollouts(sidecar, session, terms, lambda baseline: batcher, schedule, prompts if session.rank == 0 else None)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.config.algorithm import ALGORITHMS
+from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.observe import config_file
 from megatron_rl.observe.metrics import read, seconds_by_span, without_times
 from megatron_rl.records.append_file import read_lines
@@ -176,7 +176,7 @@ def test_periodic_and_sync_let_the_same_prompts_rest(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_name(world, name):
     """Two updates an iteration, so that ratios are not 1."""
     changes = {"algorithm": name, "grpo_prompts_per_step": 8, "global_batch_size": 16, "grpo_kl_beta": 0.05}

@@ -17,33 +17,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithm import ALGORITHMS, AlgorithmConfig
+from megatron_rl.algorithm.library import PRESETS
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from tests.unit.test_losses import MAX_TOKENS, Batch, compute, draw_batch
 
 trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL has an environment of its own: make test-trl")
 
 # Ours, and what the same is called there.
 PAIRS: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
-    "grpo": (AlgorithmConfig(**ALGORITHMS["grpo"]), {"loss_type": "grpo"}),
-    "grpo with a reference": (AlgorithmConfig(**ALGORITHMS["grpo"], kl_beta=0.04), {"loss_type": "grpo", "beta": 0.04}),
+    "grpo": (AlgorithmConfig(**PRESETS["grpo"].settings), {"loss_type": "grpo"}),
+    "grpo with a reference": (
+        AlgorithmConfig(**PRESETS["grpo"].settings, kl_beta=0.04),
+        {"loss_type": "grpo", "beta": 0.04},
+    ),
     "grpo with an unbiased divergence": (
-        AlgorithmConfig(**ALGORITHMS["grpo"], kl_beta=0.04, kl_estimator="unbiased"),
+        AlgorithmConfig(**PRESETS["grpo"].settings, kl_beta=0.04, kl_estimator="unbiased"),
         {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": True},
     ),
-    "dr_grpo": (AlgorithmConfig(**ALGORITHMS["dr_grpo"]), {"loss_type": "dr_grpo"}),
-    "dapo": (AlgorithmConfig(**ALGORITHMS["dapo"]), {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr_grpo": (AlgorithmConfig(**PRESETS["dr_grpo"].settings), {"loss_type": "dr_grpo"}),
+    "dapo": (AlgorithmConfig(**PRESETS["dapo"].settings), {"loss_type": "dapo", "epsilon_high": 0.28}),
     "tokens": (AlgorithmConfig(), {"loss_type": "bnpo"}),
     "gspo": (
-        AlgorithmConfig(**{**ALGORITHMS["gspo"], "clamp_eps_lower": 0.02, "clamp_eps_upper": 0.03}),
+        AlgorithmConfig(**{**PRESETS["gspo"].settings, "clamp_eps_lower": 0.02, "clamp_eps_upper": 0.03}),
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.02, "epsilon_high": 0.03},
     ),
     "two-sided clip": (AlgorithmConfig(dual_clip=1.3), {"loss_type": "bnpo", "delta": 1.3}),
     # TRL's bound is the weight itself.
     "cispo": (
-        AlgorithmConfig(**{**ALGORITHMS["cispo"], "clamp_eps_upper": 0.1}),
+        AlgorithmConfig(**{**PRESETS["cispo"].settings, "clamp_eps_upper": 0.1}),
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
-    "sapo": (AlgorithmConfig(**ALGORITHMS["sapo"]), {"loss_type": "sapo"}),
+    "sapo": (AlgorithmConfig(**PRESETS["sapo"].settings), {"loss_type": "sapo"}),
     "entropy": (AlgorithmConfig(entropy_coef=0.1), {"loss_type": "bnpo", "entropy_coef": 0.1}),
     "weighed tokens": (
         AlgorithmConfig(importance_correction=True, importance_truncation=1.05),

@@ -1,6 +1,7 @@
 """Advantages, losses and denominators: what a reader of the GRPO papers expects of them."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,39 +9,45 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.advantages import ADVANTAGES
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.library import ADVANTAGES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from tests.truth import error_over_bound
 
+SUMMED = sorted(name for name, advantage in ADVANTAGES.items() if not advantage.takes_components)
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=12).map(np.array)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def compute_advantages(name: str, rewards: np.ndarray) -> np.ndarray:
+    return GroupAdvantages(AlgorithmConfig(advantage=name))(SimpleNamespace(rewards=rewards, components={}))
+
+
+@pytest.mark.parametrize("name", SUMMED)
 @given(rewards, st.integers(-8, 8))
 def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(name, values, shift):
     values = np.round(values * 16) / 16
-    advantages = ADVANTAGES[name](values)
+    advantages = compute_advantages(name, values)
     assert abs(advantages.sum()) < 1e-5 * max(1.0, np.abs(advantages).max())
     # Sixteenths are shifted exactly.
-    assert np.allclose(ADVANTAGES[name](values + shift), advantages, rtol=1e-9, atol=1e-9)
+    assert np.allclose(compute_advantages(name, values + shift), advantages, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", SUMMED)
 @given(st.floats(-1e6, 1e6), st.integers(2, 17))
 def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(name, value, count):
-    assert not ADVANTAGES[name](np.full(count, value)).any()
+    assert not compute_advantages(name, np.full(count, value)).any()
 
 
 def test_grpo_divides_by_the_populations_deviation():
     assert np.allclose(
-        ADVANTAGES["grpo"](np.array([0.0, 1.0, 1.0, 2.0])), np.array([-1, 0, 0, 1]) / math.sqrt(0.5), 1e-5
+        compute_advantages("grpo", np.array([0.0, 1.0, 1.0, 2.0])), np.array([-1, 0, 0, 1]) / math.sqrt(0.5), 1e-5
     )
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_other_rewards():
     values = np.array([0.0, 1.0, 5.0])
-    assert np.allclose(ADVANTAGES["rloo"](values), values - np.array([3.0, 2.5, 0.5]))
+    assert np.allclose(compute_advantages("rloo", values), values - np.array([3.0, 2.5, 0.5]))
 
 
 def micro_batch(lengths: list[int], seed: int = 0, spread: float = 0.5) -> dict[str, torch.Tensor]:

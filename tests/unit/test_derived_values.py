@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.arguments import derive, describe, flags
-from megatron_rl.config.algorithm import ALGORITHMS
 from megatron_rl.config.flag import Kind, index_by_name
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run, without
 
@@ -119,10 +119,10 @@ def test_a_flag_of_another_project_is_taken_as_ours_which_goes_before_it() -> No
     assert parse(*DENSE, "--eps-clip-high 0.28 --eps-clip 0.3").algorithm.clamp_eps_upper == 0.28
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_name_of_an_algorithm_sets_its_parts(name) -> None:
     settings = parse(*DENSE, f"--algorithm {name}")
-    for field, value in ALGORITHMS[name].items():
+    for field, value in PRESETS[name].settings.items():
         assert getattr(settings.algorithm, field) == value
         assert settings.sources[f"algorithm.{field}"] == f"--algorithm {name}"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import UsageError
 from tests.command_lines import DENSE, keep_one_parser, parse
 from tests.exact import BASELINE, PROMPTS, WEIGHTS, Prompt, expect_gradient, find_bias, find_truth

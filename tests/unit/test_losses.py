@@ -17,10 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm import advantages, corrections, divergences, losses, surrogates
+from megatron_rl.algorithm import advantages, corrections, divergences, objective
+from megatron_rl.algorithm.declaration import Surrogate
+from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
 from megatron_rl.algorithm.sequences import Sequences
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import InputError
 from tests.truth import error_over_bound
 
@@ -245,21 +247,21 @@ def test_what_lies_beyond_a_bound_is_counted(name) -> None:
 
 
 FAULTS: dict[str, tuple[str, Any]] = {
-    "clip bounds exchanged": ("clip", lambda: _swap_bounds(surrogates.clip)),
+    "clip bounds exchanged": ("clip", lambda: _swap_bounds(LOSSES["clip"].compute)),
     "the bounds of gspo for tokens": ("gspo", lambda: mock.patch.object(Sequences, "mean", lambda self, value: value)),
     "a sequence's mean over padded length": (
         "gspo",
         lambda: mock.patch.object(Sequences, "mean", lambda self, value: self.sum(value) / self.max_tokens),
     ),
     "a weight that is not held fixed": ("cispo", lambda: _with("cispo", _cispo_with_gradient)),
-    "the gate's steepness of the other sign": ("sapo", lambda: _swap_gates(surrogates.sapo)),
+    "the gate's steepness of the other sign": ("sapo", lambda: _swap_gates(LOSSES["sapo"].compute)),
     "the wrong denominator": (
         "reinforce",
         lambda: mock.patch("megatron_rl.algorithm.objective.count_share", lambda _, targets, *__: targets),
     ),
     "a response's weight of one over the longest": (
         "sapo",
-        lambda: mock.patch.dict(losses.WEIGHTS, sequence=lambda one, loss: loss / MAX_TOKENS),
+        lambda: mock.patch.dict(objective.WEIGHTS, sequence=lambda one, loss: loss / MAX_TOKENS),
     ),
     "the divergence of the tokens before": (
         "clip, divergence in the reward",
@@ -288,7 +290,7 @@ def _later(sequences: Sequences, value: torch.Tensor) -> torch.Tensor:
 
 
 def _with(name: str, surrogate: Any) -> Any:
-    return mock.patch.dict(surrogates.SURROGATES, {name: surrogate})
+    return mock.patch.dict(LOSSES, {name: dataclasses.replace(LOSSES[name], compute=surrogate)})
 
 
 def _swap_bounds(surrogate: Any) -> Any:
@@ -307,9 +309,9 @@ def _swap_gates(surrogate: Any) -> Any:
     return _with("sapo", swapped)
 
 
-def _cispo_with_gradient(targets: Any, config: AlgorithmConfig) -> surrogates.Surrogate:
+def _cispo_with_gradient(targets: Any, config: AlgorithmConfig) -> Surrogate:
     ratio_N = targets.ratio_N.clamp(1 - config.clamp_eps_lower, 1 + config.clamp_eps_upper)
-    return surrogates.Surrogate(-ratio_N * targets.advantages_N * targets.policy_N, ratio_N)
+    return Surrogate(-ratio_N * targets.advantages_N * targets.policy_N, ratio_N)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -468,7 +470,7 @@ def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
 
 
 def _all_parts() -> Iterator[AlgorithmConfig]:
-    for loss, estimator, level in itertools.product(surrogates.SURROGATES, divergences.DIVERGENCES, corrections.LEVELS):
+    for loss, estimator, level in itertools.product(LOSSES, divergences.DIVERGENCES, corrections.LEVELS):
         yield AlgorithmConfig(
             loss=loss, kl_beta=0.1, kl_estimator=estimator, importance_correction=True, correction_level=level,
             importance_truncation=1.1, **NARROW,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.data.batch import Batcher
 from megatron_rl.data.slots import Identity
 from megatron_rl.protocol import wire
@@ -26,7 +27,7 @@ def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any, put_off: 
     )
     prompts: Any = types.SimpleNamespace(put_off=list(put_off), peek=lambda count, num_carried: [])
     terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)
-    batcher = Batcher(of_sums(ADVANTAGES["mean"]))
+    batcher = Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
     return Rollouts(client, session, terms, lambda baseline: batcher, start_at_once, prompts if rank == 0 else None)
 
 

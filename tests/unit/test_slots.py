@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import ADVANTAGES, of_sums
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
@@ -20,7 +21,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.slots import divide
 
-MEAN = of_sums(ADVANTAGES["mean"])
+MEAN = GroupAdvantages(AlgorithmConfig(advantage="mean"))
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=2)
 IDENTITY = Identity("run", 3, "weights-3")
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithm import advantages
+from megatron_rl.algorithm.library.grpo import normalize
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
@@ -128,7 +129,7 @@ def our_update(
 ) -> tuple[float, Tensors]:
     """The loss of an update and its gradients: slots, batches, the last stage's loss_func, one division."""
     objective = Objective(config, ROW_LENGTH)
-    batcher = Batcher(advantages.of_sums(advantages.ADVANTAGES["grpo"]), is_shared=is_shared)
+    batcher = Batcher(advantages.GroupAdvantages(AlgorithmConfig()), is_shared=is_shared)
     policy = {name: value.clone().requires_grad_() for name, value in models["policy"].items()}
     total = share = 0.0
     for slot in slots(groups, is_divided):
@@ -183,7 +184,7 @@ def test_every_token_has_the_loss_and_gradient_of_megatron_lm(upstream, correcti
 
 def test_advantages_are_those_of_megatron_lm_but_for_the_constant_beside_the_deviation(upstream, groups):
     rewards = [group.rewards for group in groups]
-    ours = np.concatenate([advantages.ADVANTAGES["grpo"](np.array(one)) for one in rewards])
+    ours = np.concatenate([normalize(np.array(one)) for one in rewards])
     theirs = upstream.advantages(rewards)
     deviations = np.repeat([np.std(one) for one in rewards], GROUP_SIZE)
     factor = (deviations + THEIR_EPSILON) / (deviations + 1e-6)

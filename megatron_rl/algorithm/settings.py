@@ -1,17 +1,18 @@
-"""What is minimized: its flags, as in `subjects`, and what is called by a name."""
+"""The settings of the objective: one field a flag, as in `config/subjects.py`. Nothing here needs torch."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from megatron_rl.algorithm.library import ADVANTAGES, LOSSES, PRESETS, LossSettings
 from megatron_rl.config.flag import megatron_flag, own_flag
 
 
 @dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
-    """Group-relative policy optimization: what is maximized, and how far an update may go."""
+class AlgorithmConfig(LossSettings):
+    """The objective that is maximized, and the bounds of an update."""
 
     group_size: int = megatron_flag(
         8,
@@ -43,20 +44,6 @@ class AlgorithmConfig:
         "--grpo-spare-prompts",
         bound="at least 1",
     )
-    clamp_eps_lower: float = megatron_flag(
-        0.2,
-        "How far below 1 a ratio counts.",
-        "--grpo-clamp-eps-lower",
-        bound="between 0 and 1",
-        remedy="write how far below 1 a ratio counts",
-    )
-    clamp_eps_upper: float = megatron_flag(
-        0.2,
-        "How far above 1 a ratio counts.",
-        "--grpo-clamp-eps-upper",
-        bound="at least 0",
-        remedy="write how far above 1 a ratio counts",
-    )
     kl_beta: float = megatron_flag(
         0.0,
         "The weight of the divergence (KL) from the reference.",
@@ -73,50 +60,35 @@ class AlgorithmConfig:
         "--grpo-ref-interval",
         bound="at least 1",
     )
-    name: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "gdpo",
-            "cispo",
-            "sapo",
-            "ppo_clip",
-        ]
-        | None
-    ) = own_flag(
+    name: str | None = own_flag(
         None,
-        "What is called by this name: sets the flags below as docs/algorithms.md says, each of which can still be "
-        "written.",
+        "An algorithm by its name: sets the flags in its row of docs/algorithms.md; each can still be written.",
         "--algorithm",
+        choices=tuple(PRESETS),
     )
-    advantage: Literal["grpo", "mean", "rloo", "batch", "global", "gdpo"] = own_flag(
+    advantage: str = own_flag(
         "grpo",
-        "Rewards minus their mean, divided by their deviation (grpo), by that over the update's responses (batch), or "
-        "not (mean); or minus the others' mean (rloo), or minus the mean of the iteration before, divided as batch is "
-        "(global); or each reward's own (grpo), added up and divided as batch is (gdpo).",
+        "How a group's rewards become advantages; docs/algorithms.md has the formulas, and how to write your own.",
         "--grpo-advantage",
+        choices=tuple(ADVANTAGES),
+        takes_function=True,
     )
     reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")
     reward_max: float = own_flag(math.inf, "Rewards above this count as this.", "--grpo-reward-max")
-    loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = own_flag(
-        "clip", "The loss of a token, from its ratio and its advantage.", "--grpo-loss"
+    loss: str = own_flag(
+        "clip",
+        "The loss of a token, from its ratio and its advantage; docs/algorithms.md has the formulas, and how to write "
+        "your own.",
+        "--grpo-loss",
+        choices=tuple(LOSSES),
+        takes_function=True,
     )
-    dual_clip: float | None = own_flag(
+    metrics: list[str] | None = own_flag(
         None,
-        "The ratio above which a token of negative advantage is clipped too.",
-        "--grpo-dual-clip",
-        bound="above 1",
-        remedy="the loss has a bound of its own below 1; write 3, for example",
+        "Metrics of your own, FILE.py:FUNCTION each: a value for each token, whose mean is written with the others.",
+        "--grpo-metric",
+        takes_function=True,
     )
-    sapo_temperature_pos: float = own_flag(
-        1.0, "How steep the gate of `--grpo-loss sapo` is where advantages are positive.", bound="above 0"
-    )
-    sapo_temperature_neg: float = own_flag(1.05, "And where they are not.", bound="above 0")
     aggregation: Literal["token", "sequence", "constant"] = own_flag(
         "token",
         "What an update averages: its tokens, its responses' means, or its responses' sums divided by the most "
@@ -187,41 +159,3 @@ class AlgorithmConfig:
 
 ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
 """The estimator of the divergence that each place has without a flag."""
-
-_CLIP = {"loss": "clip", "clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2}
-
-ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {**_CLIP, "advantage": "grpo", "aggregation": "sequence"},
-    "dr_grpo": {**_CLIP, "advantage": "mean", "aggregation": "constant"},
-    "dapo": {
-        **_CLIP,
-        "clamp_eps_upper": 0.28,
-        "advantage": "grpo",
-        "aggregation": "token",
-        "filter_groups": True,
-    },
-    "gspo": {
-        "loss": "gspo",
-        "clamp_eps_lower": 3e-4,
-        "clamp_eps_upper": 4e-4,
-        "advantage": "grpo",
-        "aggregation": "sequence",
-    },
-    "rloo": {"loss": "reinforce", "advantage": "rloo", "aggregation": "constant", "kl_in": "reward"},
-    "reinforce_plus_plus": {**_CLIP, "advantage": "global", "aggregation": "token", "kl_in": "reward"},
-    "reinforce_plus_plus_baseline": {**_CLIP, "advantage": "batch", "aggregation": "token", "kl_in": "reward"},
-    "gdpo": {**_CLIP, "advantage": "gdpo", "aggregation": "token"},
-    "cispo": {
-        "loss": "cispo",
-        "clamp_eps_lower": 1.0,
-        "clamp_eps_upper": 4.0,
-        "advantage": "grpo",
-        "aggregation": "token",
-    },
-    "sapo": {"loss": "sapo", "advantage": "grpo", "aggregation": "sequence"},
-    "ppo_clip": {**_CLIP, "advantage": "mean", "aggregation": "token"},
-}
-"""What is called by a name, as values of AlgorithmConfig. docs/algorithms.md has the papers.
-
-The weight of a divergence is not among them, nor are sizes: papers choose both for their models.
-"""

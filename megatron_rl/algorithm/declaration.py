@@ -1,0 +1,139 @@
+"""The object that an algorithm is: its paper, and the losses, advantages and names that the paper brings.
+
+Flags, checks and the tables of docs/algorithms.md are derived from these objects. Nothing here imports torch, because
+flags are known without it: a loss computes with the methods of the tensors that it is given.
+
+Letters: N targets, K responses of a group.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from megatron_rl.algorithm.sequences import Sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """Where the formulas come from."""
+
+    title: str
+    url: str
+
+    @property
+    def link(self) -> str:
+        """Return the link for the documents."""
+        return f"[{self.title}]({self.url})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """The known values of a micro-batch's targets, from which a loss or a metric is computed."""
+
+    policy_N: "torch.Tensor"
+    """Log-probs under the policy that is trained, with gradients."""
+    old_N: "torch.Tensor"
+    """Log-probs under the policy that sampled, as the trainer computes them."""
+    advantages_N: "torch.Tensor"
+    sequences: "Sequences"
+    """The response of each target, and sums over responses."""
+    engine_N: "torch.Tensor | None" = None
+    """Log-probs under the policy that sampled, as the engine gave them."""
+    reference_N: "torch.Tensor | None" = None
+    """Log-probs under the reference, with `--grpo-kl-beta`."""
+
+    @property
+    def ratio_N(self) -> "torch.Tensor":
+        """Return the policy's probability of each token over that of the policy that sampled it."""
+        return (self.policy_N - self.old_N).exp()
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrogate:
+    """The losses of targets, and the targets whose gradient a bound ends."""
+
+    loss_N: "torch.Tensor"
+    ratio_N: "torch.Tensor"
+    is_low_N: "torch.Tensor | None" = None
+    """Bad tokens that have become unlikely enough."""
+    is_high_N: "torch.Tensor | None" = None
+    """Good tokens that have become likely enough; for CISPO, those whose weight is bounded."""
+    is_dual_N: "torch.Tensor | None" = None
+    """Bad tokens that have become much likelier."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The loss of a token, for `--grpo-loss`."""
+
+    name: str
+    formula: str
+    """The formula in the letters of docs/algorithms.md, for its table."""
+    compute: Callable[[Targets, Any], Surrogate]
+    """Computes the losses of targets from the targets and the settings (an AlgorithmConfig)."""
+    remark: str = ""
+    """The second cell of the table."""
+    reads: tuple[str, ...] = ()
+    """The settings that the loss reads: fields of AlgorithmConfig. With other losses their flags are refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredGroup:
+    """The rewards of a whole group, in float64."""
+
+    rewards_K: "np.ndarray"
+    """The weighted sums, within `--grpo-reward-min` and `--grpo-reward-max`."""
+    components: "Mapping[str, np.ndarray]"
+    """The values of each reward function; NaN where a function does not apply."""
+    weights: Mapping[str, float]
+    """The weights of the reward functions."""
+    baseline: float | None
+    """The mean reward of the iteration before; None in the first one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantage:
+    """The advantages of a group's responses, for `--grpo-advantage`."""
+
+    name: str
+    formula: str
+    compute: "Callable[[ScoredGroup, Any], np.ndarray]"
+    """Computes the advantages, in float64, from the group and the settings (an AlgorithmConfig)."""
+    divided_over: Literal["token", "sequence"] | None = None
+    """What counts once in the deviation of the advantages over the update, if that divides the whole loss.
+
+    As in the papers, each token or each response; as in `--grpo-aggregation`. The deviation is known once all groups of
+    the update have arrived, so the division comes at the end.
+    """
+    takes_baseline: bool = False
+    """The mean reward of the iteration before is taken off, so groups of equal rewards have advantages too."""
+    takes_components: bool = False
+    """The reward functions count one by one, not by their weighted sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """The flags that `--algorithm NAME` sets."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Values of fields of AlgorithmConfig.
+
+    The weight of a divergence is not among them, nor are sizes: papers choose both for their models.
+    """
+    remark: str = ""
+    """Words for the table, after the paper."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """A paper with all that it brings; one file of `algorithm/library` declares one."""
+
+    paper: Paper
+    losses: tuple[Loss, ...] = ()
+    advantages: tuple[Advantage, ...] = ()
+    presets: tuple[Preset, ...] = ()

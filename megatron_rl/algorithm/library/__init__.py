@@ -1,0 +1,48 @@
+"""The algorithms that have a name here: one file declares one, and this is their registry.
+
+A new algorithm is a file with an `Algorithm`, and its entry in `ALGORITHMS`. Settings that only its loss reads are a
+dataclass of that file, and a base of `LossSettings`. Flags, checks and tables of the documents follow.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from megatron_rl.algorithm.declaration import Advantage, Algorithm, Loss, Preset
+from megatron_rl.algorithm.library import (
+    cispo,
+    dapo,
+    dr_grpo,
+    gdpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce_plus_plus,
+    rloo,
+    sapo,
+)
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "ppo": ppo.PPO,
+    "grpo": grpo.GRPO,
+    "dr_grpo": dr_grpo.DR_GRPO,
+    "dapo": dapo.DAPO,
+    "gspo": gspo.GSPO,
+    "cispo": cispo.CISPO,
+    "sapo": sapo.SAPO,
+    "rloo": rloo.RLOO,
+    "reinforce_plus_plus": reinforce_plus_plus.REINFORCE_PLUS_PLUS,
+    "gdpo": gdpo.GDPO,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings(ppo.ClipSettings, sapo.SapoSettings):
+    """The settings that only some losses read."""
+
+
+# What --grpo-loss, --grpo-advantage and --algorithm may name.
+LOSSES: dict[str, Loss] = {loss.name: loss for algorithm in ALGORITHMS.values() for loss in algorithm.losses}
+ADVANTAGES: dict[str, Advantage] = {
+    advantage.name: advantage for algorithm in ALGORITHMS.values() for advantage in algorithm.advantages
+}
+PRESETS: dict[str, Preset] = {preset.name: preset for algorithm in ALGORITHMS.values() for preset in algorithm.presets}
