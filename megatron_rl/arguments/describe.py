@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
+from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.arguments import resolve
 from megatron_rl.arguments.flags import find_other_defaults, list_flags, list_projects
 from megatron_rl.arguments.run import RunSettings
@@ -58,6 +59,8 @@ def _list_values(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
         yield name, _list_rows(name, getattr(settings, name), settings.sources)
     for name in resolve.SUBJECTS:
         yield name, _list_built_rows(name, getattr(settings, name), settings.sources)
+    if plug_ins := describe_plug_ins(settings.algorithm):
+        yield "plug-ins", ((label, sha256, "sha256 of the file") for label, sha256 in plug_ins.items())
     yield "iteration", _list_iteration_rows(settings)
 
 

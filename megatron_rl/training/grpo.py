@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.plug_ins import check_agreement, describe_plug_ins
 from megatron_rl.arguments.run import find_shared_folder
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.slots import Identity
@@ -115,6 +116,7 @@ def build_grpo(
 ) -> GrpoStage:
     """Build the stage. Only rank 0 has prompts and, if it started one, a sidecar, which starts up meanwhile."""
     settings = rank.settings
+    check_agreement(rank.session.gather(describe_plug_ins(settings.algorithm)))
     advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
     client = _connect(rank, sidecar)
     publisher = _build_publisher(rank, policy, client)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+from megatron_rl.algorithm.plug_ins import compare_plug_ins, describe_plug_ins
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.demonstrations import DemonstrationSource, load_demonstrations
@@ -51,7 +52,7 @@ def read_inputs(settings: RunSettings, startup: Startup) -> Inputs:
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
-    notes = [*settings.notes, *data.notes]
+    notes = [*settings.notes, *data.notes, *check_loaded_plug_ins(settings)]
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
@@ -112,6 +113,21 @@ def check_loaded_stage(settings: Settings) -> None:
             f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
             f"begin with its weights, or --stage {stage} to continue"
         )
+
+
+def check_loaded_plug_ins(settings: Settings) -> list[str]:
+    """Return notes of plug-ins that only one of the checkpoint of --load and this run has.
+
+    Raise an InputError if the file of one has changed since.
+    """
+    loaded = _find_loaded(settings)
+    if loaded is None:
+        return []
+    _, source = loaded
+    extra = serialization.read_common(source).get(EXTRA) or {}
+    if "plug_ins" not in extra:
+        return []
+    return compare_plug_ins(extra["plug_ins"], describe_plug_ins(settings.algorithm), source)
 
 
 def _check_continuation(settings: RunSettings) -> None:

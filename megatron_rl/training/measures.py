@@ -148,6 +148,9 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
         },
     }
+    own = {name.removeprefix("metric."): sums[name] / targets for name in sums if name.startswith("metric.")}
+    if own:
+        metrics["metric"] = own
     if updates[-1].gradient_zeros is not None:
         metrics["gradient_zeros"] = updates[-1].gradient_zeros
     if "kl" in sums:

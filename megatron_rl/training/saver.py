@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
@@ -146,6 +147,7 @@ class Saver:
             "stops": self._stops,
             "reference": self._start,
             "audit_head": state.audit_head,
+            "plug_ins": describe_plug_ins(self._settings.algorithm),
             "baseline": state.baseline,
         }
 
