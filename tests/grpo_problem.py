@@ -55,6 +55,7 @@ KNOWN = {
             PLAIN, name="cispo", loss="cispo", lower=0.1, upper=0.15, estimator="k3+", least_kept=0.98, most_kept=1.02,
         ),
         dataclasses.replace(PLAIN, name="sapo", loss="sapo", aggregation="sequence", gates=(1.0, 1.4)),
+        dataclasses.replace(PLAIN, name="dppo", loss="dppo", region=0.001),
         dataclasses.replace(PLAIN, name="ppo_clip", advantage="mean", dual=1.2, entropy=0.1),
     )
 }  # fmt: skip
@@ -144,6 +145,7 @@ class Trial:
                 f"--grpo-clamp-eps-lower {rules.lower} --grpo-clamp-eps-upper {rules.upper}",
                 rules.loss in ("clip", "gspo", "cispo"),
             ),
+            (f"--dppo-divergence {rules.region}", rules.loss == "dppo"),
             (f"--sapo-temperature-pos {rules.gates[0]} --sapo-temperature-neg {rules.gates[1]}", rules.loss == "sapo"),
         ):
             words += f" {flag}" * is_given

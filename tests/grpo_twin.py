@@ -68,6 +68,8 @@ class Rules:
     baseline: float | None = None
     """The mean reward of the iteration before, for `global`."""
     dual: float | None = None
+    region: float = 0.15
+    """The change of a probability that ends the gradient of `dppo`."""
     gates: tuple[float, float] = (1.0, 1.05)
     """How steep the gate of `sapo` is, where advantages are positive and where not."""
     estimator: str = "k3"
@@ -293,6 +295,14 @@ def _lose(
     if rules.loss == "sapo":
         gate_BL = torch.where(good_BL, *(torch.tensor(gate, dtype=ratio_BL.dtype) for gate in rules.gates))
         return -4 / gate_BL * advantage_BL / (1 + torch.exp(gate_BL - gate_BL * ratio_BL)), [], {}
+    if rules.loss == "dppo":
+        moved_BL = (torch.exp(logp_BL) * (1 - 1 / ratio_BL)).detach()
+        found = {
+            "clipped_low": bad_BL & (moved_BL < -rules.region),
+            "clipped_high": good_BL & (moved_BL > rules.region),
+        }
+        is_out_BL = found["clipped_low"] | found["clipped_high"]
+        return -torch.where(is_out_BL, 0.0, ratio_BL) * advantage_BL, [], found
     assert rules.loss == "reinforce"
     return -advantage_BL * logp_BL, [], {}
 

@@ -38,6 +38,7 @@ CONFIGS = {
     "sapo": AlgorithmConfig(
         loss="sapo", sapo_temperature_neg=1.4, aggregation="sequence", kl_beta=0.05, kl_estimator="k2"
     ),
+    "dppo": AlgorithmConfig(loss="dppo", dppo_divergence=0.03, kl_beta=0.05, kl_estimator="k3"),
     "reinforce": AlgorithmConfig(
         loss="reinforce", aggregation="constant", kl_beta=0.05, kl_in="reward"
     ),
@@ -141,6 +142,10 @@ def _of_response(
         steep = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
         gate = 1 / (1 + np.exp(-steep * (ratio - 1)))
         loss, gradient = -4 / steep * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
+    elif config.loss == "dppo":
+        moved = np.exp(policy) - np.exp(old)
+        is_kept = np.where(advantage > 0, moved <= config.dppo_divergence, moved >= -config.dppo_divergence)
+        loss, gradient = (-(is_kept * ratio * advantage),) * 2
     else:
         loss, gradient = -advantage * policy, -advantage
     weight = _weight(config, old - engine)
@@ -224,7 +229,7 @@ def test_no_loss_depends_on_how_responses_are_packed(config) -> None:
     assert near(torch.cat(parts), gradient)
 
 
-@pytest.mark.parametrize("name", ["clip", "dual clip", "gspo", "cispo", "truncated tokens", "masked responses"])
+@pytest.mark.parametrize("name", ["clip", "dual clip", "gspo", "cispo", "dppo", "truncated tokens", "masked responses"])
 def test_what_lies_beyond_a_bound_is_counted(name) -> None:
     lengths = [40, 40, 25, 6, 5, 12, 8]
     config, batch = CONFIGS[name], draw_batch(lengths, seed=1, spread=0.3)
@@ -255,6 +260,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     ),
     "a weight that is not held fixed": ("cispo", lambda: _with("cispo", _cispo_with_gradient)),
     "the gate's steepness of the other sign": ("sapo", lambda: _swap_gates(LOSSES["sapo"].compute)),
+    "the trust region of ratios, not of probabilities": ("dppo", lambda: _with("dppo", LOSSES["clip"].compute)),
     "the wrong denominator": (
         "reinforce",
         lambda: mock.patch("megatron_rl.algorithm.objective.count_share", lambda _, targets, *__: targets),

@@ -11,6 +11,7 @@ from megatron_rl.algorithm.declaration import Advantage, Algorithm, Loss, Preset
 from megatron_rl.algorithm.library import (
     cispo,
     dapo,
+    dppo,
     dr_grpo,
     gdpo,
     grpo,
@@ -32,11 +33,12 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "rloo": rloo.RLOO,
     "reinforce_plus_plus": reinforce_plus_plus.REINFORCE_PLUS_PLUS,
     "gdpo": gdpo.GDPO,
+    "dppo": dppo.DPPO,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class LossSettings(ppo.ClipSettings, sapo.SapoSettings):
+class LossSettings(ppo.ClipSettings, sapo.SapoSettings, dppo.DppoSettings):
     """The settings that only some losses read."""
 
 
