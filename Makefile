@@ -123,9 +123,10 @@ bench: env ## run a benchmark: make bench NAME=weights; all without NAME; those 
 gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
 
-flags: env ## write docs/flags.md anew from the installed megatron-core
+flags: env ## write docs/flags.md from the installed megatron-core, and the tables of docs/algorithms.md
 	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished
 	mv docs/flags.md.unfinished docs/flags.md
+	$(VENV)/bin/python -m tools.write_tables
 
 docs: ## build the site of the documents into build/site; a broken link fails it
 	@tools/make_environment $(DOCS_VENV) requirements/docs.lock 3.11 $(PYTHON)
