@@ -1,1 +1,1 @@
-"""The training objective: advantages, losses, corrections. Pure functions of tensors; nothing here knows of ranks."""
+"""The training objective: advantages, losses, corrections. Pure functions of tensors, independent of ranks."""

@@ -1,4 +1,4 @@
-"""From the rewards of a group to the advantages of its responses, as `--grpo-advantage` names them."""
+"""The advantages of a group's responses, computed from its rewards as `--grpo-advantage` says."""
 
 import functools
 import math
@@ -14,8 +14,8 @@ from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import InputError
 
 
-class Rewarded(Protocol):
-    """A whole group's rewards: their weighted sums, and the values of each function; None where one does not apply."""
+class RewardedGroup(Protocol):
+    """A whole group's rewards: the weighted sums, and each function's values; None where it does not apply."""
 
     @property
     def rewards(self) -> Sequence[float]: ...
@@ -38,15 +38,15 @@ class GroupAdvantages:
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the mean reward of an iteration is used in the next."""
+        """Return whether the mean reward of an iteration is used in the next."""
         return self._advantage.takes_baseline
 
     @property
     def is_divided(self) -> bool:
-        """Whether their deviation over the update divides the whole loss, once all its groups have arrived."""
+        """Return whether their deviation over the update divides the whole loss, once all its groups have arrived."""
         return self._advantage.divided_over is not None
 
-    def __call__(self, group: Rewarded, baseline: float | None = None) -> np.ndarray:
+    def __call__(self, group: RewardedGroup, baseline: float | None = None) -> np.ndarray:
         """Compute the advantages of a group. `baseline` is the mean reward of the iteration before, for `global`.
 
         Without one, as in the first iteration, `global` takes off the group's own mean.
@@ -56,7 +56,7 @@ class GroupAdvantages:
         scored = ScoredGroup(bounded_K, self._read_components(group), self._weights, baseline)
         return self._advantage.compute(scored, self._config)
 
-    def _read_components(self, group: Rewarded) -> dict[str, np.ndarray]:
+    def _read_components(self, group: RewardedGroup) -> dict[str, np.ndarray]:
         if self._advantage.takes_components and group.components.keys() != self._weights.keys():
             raise InputError(
                 f"the sidecar's rewards are {', '.join(group.components) or 'none'}, and --reward names "

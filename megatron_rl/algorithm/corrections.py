@@ -1,8 +1,8 @@
-"""Weights for tokens that the engine sampled with other last bits than the trainer computes.
+"""Weights for tokens, since the engine's log-probs differ from the trainer's in the last bits.
 
-A weight is the trainer's probability over the engine's, both of the version that sampled: of the token, of the whole
-response, or the geometric mean over it. Outside its bounds it is cut off (truncate) or zero (mask). Apart from that, a
-response whose geometric mean lies outside bounds of its own is rejected: none of its tokens counts.
+A weight is the trainer's probability over the engine's, both under the version that sampled: of the token, of the whole
+response, or the geometric mean over it. Outside its bounds it becomes the bound (truncate) or zero (mask). Besides, a
+response is rejected if its geometric mean lies outside bounds of its own: none of its tokens counts.
 
 Letters: N targets.
 """
@@ -18,7 +18,7 @@ from megatron_rl.algorithm.settings import AlgorithmConfig
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """The weights of targets; those that a bound changed; those of rejected responses."""
+    """The weights of targets, and which targets a bound changed or a rejection left out."""
 
     weight_N: torch.Tensor
     is_bounded_N: torch.Tensor

@@ -104,7 +104,7 @@ class Advantage:
     compute: "Callable[[ScoredGroup, Any], np.ndarray]"
     """Computes the advantages, in float64, from the group and the settings (an AlgorithmConfig)."""
     divided_over: Literal["token", "sequence"] | None = None
-    """What counts once in the deviation of the advantages over the update, if that divides the whole loss.
+    """The unit that counts once in the deviation of the advantages over the update, if that divides the whole loss.
 
     As in the papers, each token or each response; as in `--grpo-aggregation`. The deviation is known once all groups of
     the update have arrived, so the division comes at the end.

@@ -1,8 +1,8 @@
-"""Estimates of KL(policy || reference) from a token's two log-probs. By the names of --grpo-kl-estimator.
+"""Estimates of KL(policy || reference) from a token's two log-probs, by the names of `--grpo-kl-estimator`.
 
-d is the policy's log-prob less the reference's. As a term of the loss k1 has a gradient whose mean is zero, and that of
-k3 has another mean than the divergence's: `k3+` has k3's value and k2's gradient, whose mean is right where the tokens
-are the policy's own. `unbiased` is k3 weighed by the ratio, whose mean is right in later updates too.
+d is the policy's log-prob less the reference's. As a term of the loss, k1 has a gradient whose mean is zero, and the
+mean of k3's gradient is not the divergence's. `k3+` has k3's value and k2's gradient; where tokens are the policy's
+own, the mean of that gradient is the divergence's. `unbiased` is k3 times the ratio, and right in later updates too.
 
 Letters: N targets.
 """

@@ -20,7 +20,7 @@ from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 
 Weigh = Callable[[Sequences, torch.Tensor], torch.Tensor]
-"""From the losses of targets to the terms of the micro-batch's sum."""
+"""Turns the losses of targets into the terms of the micro-batch's sum."""
 
 
 def _keep(sequences: Sequences, loss_N: torch.Tensor) -> torch.Tensor:
@@ -45,18 +45,19 @@ class Statistics:
 
 
 def copy_to_host(many: Sequence[Statistics]) -> list[Statistics]:
-    """Copy all numbers that are not there to the host at once: each copy by itself would wait for the device."""
+    """Copy all numbers on devices to the host at once: single copies would each wait for the device."""
     values = [value for one in many for value in (*one.sums.values(), *one.maxima.values())]
     away = [value.double() for value in values if value.device.type != "cpu"]
     copies = iter(torch.stack(away).cpu() if away else ())
-    there = iter([value if value.device.type == "cpu" else next(copies) for value in values])
+    on_host = iter([value if value.device.type == "cpu" else next(copies) for value in values])
     return [
-        Statistics({name: next(there) for name in one.sums}, {name: next(there) for name in one.maxima}) for one in many
+        Statistics({name: next(on_host) for name in one.sums}, {name: next(on_host) for name in one.maxima})
+        for one in many
     ]
 
 
 def combine_statistics(many: Iterable[Statistics]) -> tuple[dict[str, float], dict[str, float]]:
-    """Combine the sums and the maxima of all, in float64, in the order given."""
+    """Combine the sums and the maxima of all, in float64, in this order."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for one in many:
@@ -68,7 +69,7 @@ def combine_statistics(many: Iterable[Statistics]) -> tuple[dict[str, float], di
 
 
 def _larger(a: float | None, b: float) -> float:
-    """NaN is the largest of all: Python's max would lose it."""
+    """Return the larger number; NaN is the largest of all, and Python's max would lose it."""
     if a is None or b != b:
         return b
     return a if a != a else max(a, b)
@@ -80,19 +81,19 @@ class RoleLogProbs:
 
     policy_N: torch.Tensor
     old_N: torch.Tensor
-    """Under the policy that sampled; if that is the policy itself, its own log-probs without gradients."""
+    """Log-probs under the policy that sampled; if it is the policy itself, the policy's own, without gradients."""
     reference_N: torch.Tensor | None = None
     entropies_N: torch.Tensor | None = None
-    """Of the policy's distributions, with gradients."""
+    """The entropies of the policy's distributions, with gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss, as the flags configure it."""
+    """The loss that the flags ask for."""
 
     config: AlgorithmConfig
     max_tokens: int
-    """The most tokens of a response."""
+    """The most tokens that a response may have."""
 
     def share(self, num_targets: int, num_responses: int) -> int:
         """Return a micro-batch's share of the update's denominator."""
@@ -154,7 +155,7 @@ class Objective:
         return find_metrics(self.config.metrics or ())
 
     def _diverge(self, log_probs: RoleLogProbs) -> torch.Tensor:
-        """Return the divergence of each target: that of the policy that sampled it, if it is part of the reward."""
+        """Return the divergence of each target; in the reward, it is that of the policy that sampled the target."""
         assert log_probs.reference_N is not None
         policy_N = log_probs.policy_N if self.config.kl_in == "loss" else log_probs.old_N
         ratio_N = (policy_N - log_probs.old_N).exp()
@@ -163,7 +164,7 @@ class Objective:
 
 
 def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> dict[str, torch.Tensor]:
-    """Return what `compute_deviation` needs of a micro-batch: advantages as they count, divergences taken off."""
+    """Return the statistics for `compute_deviation`: of advantages with the divergences taken off."""
     num_responses = len(sequences.lengths_S)
     return {
         "advantage.squares": WEIGHTS[counted](sequences, advantages_N.double().square()).sum(),
@@ -176,7 +177,7 @@ def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> d
 def _measure(
     surrogate: Surrogate, correction: Correction | None, old_N: torch.Tensor, divergence_N: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Sum over the targets what the metrics are means of."""
+    """Sum the values over the targets that the metrics are means of."""
     sums = {
         "targets": torch.tensor(float(len(old_N))),
         "ratio": surrogate.ratio_N.sum(dtype=torch.float64),

@@ -15,7 +15,7 @@ _BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Which response each target belongs to."""
+    """The response of each target, and the lengths of responses."""
 
     sequences_N: torch.Tensor
     lengths_S: torch.Tensor
@@ -46,7 +46,7 @@ class Sequences:
         return summed_SL.flatten().index_select(0, self._places(summed_SL.shape[1]))
 
     def _spread(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Give each response a row of its own, with zeros behind it."""
+        """Give each response a row of its own, with zeros after it."""
         spread = values_N.new_zeros(len(self.lengths_S) * self.max_tokens)
         return spread.index_copy(0, self._places(self.max_tokens), values_N).unflatten(0, (-1, self.max_tokens))
 

@@ -1,4 +1,4 @@
-"""Tries the functions of plug-ins before a run starts, on a small micro-batch, for what its promises need.
+"""Trials of plug-ins before a run starts, on a small micro-batch, for what the promises of a run need.
 
 - The answer of a loss does not depend on the other responses of its micro-batch, nor on their order: otherwise the
   update would depend on the packing.
@@ -46,8 +46,10 @@ _NEAR = 1e-4
 LOSS_FIELDS = frozenset(field.name for field in dataclasses.fields(LossSettings))
 
 
-def find_problems(config: AlgorithmConfig, written: Collection[str], weights: dict[str, float]) -> Iterator[str]:
-    """Yield what is wrong with the plug-ins that the settings name.
+def find_plug_in_problems(
+    config: AlgorithmConfig, written: Collection[str], weights: dict[str, float]
+) -> Iterator[str]:
+    """Yield the problems of the plug-ins that the settings name.
 
     `written` are the fields of the settings whose flags a person has written; `weights` those of the reward functions.
     """

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl import platforms
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
-from megatron_rl.algorithm.trial import LOSS_FIELDS, find_problems
+from megatron_rl.algorithm.trial import LOSS_FIELDS, find_plug_in_problems
 from megatron_rl.arguments import model_checks
 from megatron_rl.arguments.filtering import check_filter
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
@@ -147,7 +147,7 @@ def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
         )
     yield from _check_advantage(settings)
     written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
-    yield from find_problems(algorithm, written, _read_weights(settings))
+    yield from find_plug_in_problems(algorithm, written, _read_weights(settings))
 
 
 def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:

@@ -1,4 +1,4 @@
-"""How the cores of a host are shared by the ranks and engines that compute on them.
+"""The shares of a host's cores that the ranks and engines on it compute with.
 
 Both compute at the same time, so with more threads than cores they take caches and time slices from each other.
 """
@@ -28,7 +28,7 @@ def count_cores(quota: Path = _QUOTA) -> int:
         limit, period = quota.read_text().split()
         return max(1, min(num_cores, int(limit) // int(period)))
     except (OSError, ValueError):
-        # There is no quota, or it is "max".
+        # The quota is missing, or it is "max".
         return num_cores
 
 
@@ -42,7 +42,7 @@ def share_cores(num_cores: int, num_ranks: int, num_workers: int, threads_of_wor
 
 
 def find_asked_threads() -> int | None:
-    """Return the threads that somebody asked for, for a rank: OMP_NUM_THREADS, unless torchrun has set it by itself."""
+    """Return the threads that a person asked for, for a rank: OMP_NUM_THREADS, unless torchrun set it by itself."""
     said = os.environ.get("OMP_NUM_THREADS", "")
     if not said.isdecimal() or ("TORCHELASTIC_RUN_ID" in os.environ and not _has_parent_been_told()):
         return None
@@ -50,7 +50,7 @@ def find_asked_threads() -> int | None:
 
 
 def _has_parent_been_told() -> bool:
-    """Whether OMP_NUM_THREADS was set when torchrun began."""
+    """Return whether OMP_NUM_THREADS was set when torchrun began."""
     try:
         begun_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,7 +1,6 @@
-"""Which accelerators of this host engines get: those that the environment shows and no rank computes on.
+"""The accelerators of this host for engines: those that are visible here and that no rank computes on.
 
-A device has its number among those that are visible, as torch counts them: with CUDA_VISIBLE_DEVICES=4,5 there are 0
-and 1.
+Devices are numbered among the visible ones, as torch numbers them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1.
 """
 
 import glob
@@ -16,7 +15,7 @@ Kind = Literal["cuda", "npu"]
 
 
 def list_visible_devices(kind: Kind, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The names of the visible devices, as the variable of this kind has them."""
+    """List the names of the visible devices, as the variable of this kind has them."""
     given = environment.get(VARIABLES[kind])
     if given is None:
         return [str(number) for number in range(len(list_files(kind)))]
@@ -24,12 +23,12 @@ def list_visible_devices(kind: Kind, environment: Mapping[str, str] = os.environ
 
 
 def list_files(kind: Kind) -> list[str]:
-    """The kernel's files of the devices on this host."""
+    """List the kernel's files of the devices on this host."""
     return glob.glob(_FILES[kind])
 
 
 def _names(text: str) -> Iterator[str]:
-    """Up to the first one that names no device: CUDA ignores what follows it."""
+    """Yield the names before the first one that is not a device's: CUDA ignores the rest."""
     for name in text.split(","):
         name = name.strip()
         if not name or name.startswith("-"):
@@ -38,13 +37,13 @@ def _names(text: str) -> Iterator[str]:
 
 
 def pick_after_ranks(kind: Kind, num_ranks: int, num_wanted: int) -> list[int] | None:
-    """Devices for engines beside so many ranks, which have the first ones; None if there are too few."""
+    """Pick devices for engines after the devices of `num_ranks` ranks; return None if too few are left."""
     end = num_ranks + num_wanted
     return list(range(num_ranks, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
 
 
 def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:
-    """What the variable must say for a process to see these alone."""
+    """Return the value of the variable with which a process sees these devices alone."""
     visible = list_visible_devices(kind)
-    # Where none is known to be visible the numbers are those of the host.
+    # If none is known to be visible, the numbers are those of the host.
     return ",".join(visible[number] if visible else str(number) for number in numbers)

@@ -1,4 +1,4 @@
-"""What a flag is, and how a field of a dataclass becomes one. Nothing here needs torch."""
+"""Flags, and their derivation from fields of dataclasses. Nothing here needs torch."""
 
 import dataclasses
 import difflib
@@ -17,7 +17,7 @@ _NEAR = 0.85
 
 T = TypeVar("T")
 
-# The bounds that numbers may have: the text after "must be", the test, and what to write instead.
+# The bounds of numbers: the text after "must be", the test, and the remedy.
 BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "at least 0": (lambda number: number >= 0, "write 0 or more"),
     "at least 1": (lambda number: number >= 1, "write 1 or more"),
@@ -32,7 +32,7 @@ BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 class Kind(enum.StrEnum):
-    """What becomes of a flag that Megatron's scripts know."""
+    """The treatment of a flag that Megatron's scripts know."""
 
     USED = "used"
     IGNORED = "without effect here"
@@ -41,12 +41,12 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag: how it is spelled, how its words become a value, and where that value goes."""
+    """One flag: its spellings, the conversion of its words to a value, and the targets of that value."""
 
     name: str
     aliases: tuple[str, ...] = ()
     kind: Kind = Kind.USED
-    # "transformer.layernorm_epsilon" or "checkpoint.save"; a flag that means several things has several.
+    # The fields that get the value, such as "checkpoint.save"; several if the flag means several things.
     targets: tuple[str, ...] = ()
     # Turns one word into a value; None for a switch, whose value is `const`.
     convert: Callable[[str], object] | None = None
@@ -55,18 +55,18 @@ class Flag:
     choices: tuple[object, ...] = ()
     # Whether FILE.py:FUNCTION is accepted, beside the choices if there are any.
     takes_function: bool = False
-    # What a choice is called here, where that is not what it is called there.
+    # The names that choices have here, by the names that they have there, if these differ.
     renamed: Mapping[object, object] = dataclasses.field(default_factory=dict, hash=False)
-    # The value without the flag; None leaves it to the code that receives the value.
+    # The value without the flag; if None, the code that receives the value chooses it.
     default: object = None
-    # Whether that default is this package's and not Megatron's.
+    # Whether that default is this package's own, unlike Megatron's.
     is_own_default: bool = False
-    # The values that are accepted; None accepts all. A refused flag still accepts those that ask for nothing.
+    # The accepted values; None accepts all. A refused flag still accepts values that ask for nothing.
     allowed: tuple[object, ...] | None = None
-    # Which numbers are accepted, a key of BOUNDS; "" accepts all.
+    # The bound of accepted numbers, a key of BOUNDS; "" accepts all.
     bound: str = ""
     help: str = ""
-    # Why the flag or a value is refused, and what to write instead.
+    # The reason of a refusal, and what to write instead.
     remedy: str = ""
     # Whether Megatron's scripts know this flag too.
     megatron: bool = True
@@ -92,7 +92,7 @@ class Flag:
         return items[0] if self.nargs is None else items
 
     def check_count(self, words: Sequence[str], name: str) -> None:
-        """Raise a UsageError unless as many words follow the flag as it takes."""
+        """Raise a UsageError unless the flag takes this number of words."""
         if self.convert is None and words:
             raise UsageError(f"unexpected {words[0]!r}: {name} takes no value; drop it")
         if self.convert is not None and not words and self.nargs != "*":
@@ -115,7 +115,7 @@ class Flag:
         return self.renamed.get(item, item)
 
     def check_bound(self, value: object, name: str | None = None) -> Iterator[str]:
-        """Yield what is wrong with a value, or with values of a list, outside the flag's bound."""
+        """Yield a problem for the value, or for each value of a list, that is outside the flag's bound."""
         if not self.bound or value is None:
             return
         holds, remedy = BOUNDS[self.bound]
@@ -147,7 +147,7 @@ def names_function(word: str) -> bool:
 
 
 def suggest_nearest(word: str, among: Iterable[object]) -> str:
-    """Return " (the nearest is ...)" if something is near, else an empty text."""
+    """Return " (the nearest is ...)" if a word is near, else an empty text."""
     among = list(among)
     near = find_nearest(word, among)
     if near is not None:
@@ -157,7 +157,7 @@ def suggest_nearest(word: str, among: Iterable[object]) -> str:
 
 
 def find_nearest(word: str, among: Iterable[object]) -> str | None:
-    """Find what was probably meant: the nearest word, ignoring dashes; None if none is near."""
+    """Find the word that was probably meant, the nearest without dashes; None if none is near."""
     plain = {_strip_dashes(format_value(item)): format_value(item) for item in among}
     written = _strip_dashes(word)
     # One wrong letter is a larger part of a short word.
@@ -167,7 +167,7 @@ def find_nearest(word: str, among: Iterable[object]) -> str | None:
 
 
 def find_related(word: str, among: Iterable[str]) -> list[str]:
-    """Find the flags that end with the words of a flag; if there are none, those that differ in the last word alone."""
+    """Find the flags that end with the words of a flag; if none does, those that differ in the last word alone."""
     words = _strip_dashes(word).split("-")
     if not word.startswith("--") or len(words) < 2:
         return []
@@ -181,7 +181,7 @@ def _strip_dashes(word: str) -> str:
 
 
 def format_value(value: object) -> str:
-    """Write a value as one would on the command line."""
+    """Write a value as on the command line."""
     if isinstance(value, enum.Enum):
         return str(value) if isinstance(value, enum.StrEnum) else value.name
     if isinstance(value, tuple | list):
@@ -234,7 +234,7 @@ def _declare(default: Any, **metadata: object) -> Any:
 
 
 def derive_flags(config: type, subject: str) -> list[Flag]:
-    """The flags of one of our own configurations."""
+    """Derive the flags of one of our own configurations."""
     hints = typing.get_type_hints(config)
     flags = []
     for field in dataclasses.fields(config):
@@ -246,13 +246,13 @@ def derive_flags(config: type, subject: str) -> list[Flag]:
 
 
 def check_bounds(config: Any) -> Iterator[str]:
-    """Yield what is wrong with single values of one of our own configurations."""
+    """Yield a problem for each single value of one of our own configurations that is wrong."""
     for flag, field in zip(derive_flags(type(config), ""), dataclasses.fields(config), strict=True):
         yield from flag.check_bound(getattr(config, field.name))
 
 
 def derive_flag(field: dataclasses.Field, annotation: object, target: str, names: Sequence[str] = ()) -> Flag | None:
-    """Derive a field's flag as Megatron does; None if no command line can write a value of its type.
+    """Derive a field's flag as Megatron does; return None if no command line can write a value of its type.
 
     A boolean that is off gets a switch of its own name; one that is on gets a switch with "no" or "disable" before it.
     """
@@ -270,7 +270,7 @@ def derive_flag(field: dataclasses.Field, annotation: object, target: str, names
 
 
 def _derive_shape(annotation: object) -> dict[str, Any] | None:
-    """Say how words become a value of this type, as arguments of Flag."""
+    """Return the conversion of words to a value of this type, as arguments of Flag."""
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -289,7 +289,7 @@ def _derive_shape(annotation: object) -> dict[str, Any] | None:
 
 
 def index_by_name(flags: Iterable[Flag]) -> Mapping[str, Flag]:
-    """Map every spelling to its flag; if two flags claim a spelling, the first gets it."""
+    """Map every spelling to its flag; the first of two flags with the same spelling gets it."""
     by_name: dict[str, Flag] = {}
     for flag in flags:
         for name in flag.names:

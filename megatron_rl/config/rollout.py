@@ -1,4 +1,4 @@
-"""The sidecar: its engines, rewards and prompts, and how weights reach it. As in `subjects`."""
+"""The settings of the sidecar: engines, rewards, prompts, and the transport of weights. As in `subjects`."""
 
 import dataclasses
 from pathlib import Path
@@ -9,27 +9,30 @@ from megatron_rl.config.flag import megatron_flag, own_flag
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """The sidecar: its engines, and how it is reached."""
+    """The sidecar: its engines, its address and its folder."""
 
     engine: Literal["vllm", "scripted"] = own_flag(
-        "vllm", "What samples responses; `scripted` rehearses without a model, with random tokens.", "--rollout-engine"
+        "vllm",
+        "The engines that sample responses; `scripted` ones have no model and give random tokens.",
+        "--rollout-engine",
     )
     script: Path | None = own_flag(
         None,
-        "How scripted engines behave: a JSON file of vocab_size, lengths, tokens_per_second, delay and delay_seed.",
+        "The behavior of scripted engines: a JSON file of vocab_size, lengths, tokens_per_second, delay, delay_seed.",
         "--rollout-script",
     )
-    num_engines: int = own_flag(1, "How many engines are started.", "--rollout-num-engines", bound="at least 1")
+    num_engines: int = own_flag(1, "The number of engines to start.", "--rollout-num-engines", bound="at least 1")
     tensor_parallel_size: int = own_flag(
         1, "Devices that an engine is divided over.", "--rollout-tensor-parallel-size", bound="at least 1"
     )
     devices: list[int] | None = own_flag(
         None,
-        "The engines' accelerators, in order, counted among the visible ones; those after the ranks' if not given.",
+        "The engines' accelerators, in order, counted among the visible ones; if not given, those after the ranks' "
+        "accelerators.",
         "--rollout-devices",
     )
     start_minutes: float = own_flag(
-        10.0, "How long engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
+        10.0, "Minutes that engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
     )
     num_threads: int | None = own_flag(
         None,
@@ -38,7 +41,7 @@ class RolloutConfig:
         bound="at least 1",
     )
     python: Path | None = own_flag(
-        None, "The Python of the environment that vLLM is installed in; this one if not given.", "--rollout-python"
+        None, "The Python of the environment that has vLLM; this environment's if not given.", "--rollout-python"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
         None,
@@ -63,12 +66,12 @@ class RolloutConfig:
     )
     vllm_args: str = own_flag(
         "",
-        "More flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
+        "Further flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
         "--rollout-vllm-args",
     )
     transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
-        "How weights reach the engines: through files that they share with the trainer, or from device to device.",
+        "The transport of weights to the engines: files that they share with the trainer, or from device to device.",
         "--rollout-transport",
     )
     folder: Path | None = own_flag(
@@ -76,15 +79,16 @@ class RolloutConfig:
     )
     listen: str = own_flag(
         "127.0.0.1:0",
-        "Where the sidecar listens, HOST:PORT or [HOST]:PORT; port 0 is a free port, 0.0.0.0 and [::] all addresses.",
+        "The address that the sidecar listens at, HOST:PORT or [HOST]:PORT; port 0 is a free port, 0.0.0.0 and [::] "
+        "are all addresses.",
         "--rollout-listen",
     )
     retain_journals: int = own_flag(
-        2, "How many iterations' groups the journal keeps.", "--rollout-retain-journals", bound="at least 1"
+        2, "The number of iterations whose groups the journal keeps.", "--rollout-retain-journals", bound="at least 1"
     )
     lease_seconds: float = own_flag(
         60.0,
-        "How long the sidecar stays reserved for a trainer that has fallen silent.",
+        "Seconds that the sidecar stays reserved for a silent trainer.",
         "--rollout-lease-seconds",
         bound="a finite duration above 0",
     )
@@ -92,7 +96,7 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """What responses are rewarded for."""
+    """Reward functions, and the processes that run them."""
 
     functions: list[str] | None = own_flag(
         None, "Reward functions: FILE.py:FUNCTION or a built-in name, then =WEIGHT, then @SECONDS.", "--reward"
@@ -124,19 +128,19 @@ class RewardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Which prompts are trained on."""
+    """The prompts or demonstrations that are trained on."""
 
     prompts: list[Path] | None = own_flag(None, "Files of prompts, JSONL or Parquet.", "--prompts")
     eval_prompts: list[Path] | None = own_flag(None, "Files of prompts that are only evaluated.", "--eval-prompts")
     held_out: int = own_flag(
-        0, "How many prompts of `--prompts` are held out for evaluation, drawn by seed.", "--prompts-held-out"
+        0, "The number of prompts of `--prompts` that are held out for evaluation, drawn by seed.", "--prompts-held-out"
     )
     prompt_key: str = own_flag(
         "prompt", "The column with the prompt: text, or a list of chat messages.", "--prompt-key"
     )
     completion_key: str = own_flag(
         "completion",
-        "With `--stage sft`, the column with what follows the prompt: text, or a list of chat messages.",
+        "With `--stage sft`, the column with the text after the prompt, or a list of chat messages.",
         "--completion-key",
     )
     messages_key: str = own_flag(
@@ -145,7 +149,9 @@ class DataConfig:
         "--messages-key",
     )
     answer_key: str = own_flag(
-        "answer", "The column that reward functions know as `answer`; all others keep their names.", "--answer-key"
+        "answer",
+        "The column that reward functions are given as `answer`; other columns keep their names.",
+        "--answer-key",
     )
     chat: bool = own_flag(
         False, "Turn a plain-text prompt into a user's message of the chat template.", "--prompt-chat"
@@ -153,24 +159,24 @@ class DataConfig:
     system_message: str | None = own_flag(None, "The system message before every chat.", "--prompt-system-message")
     max_prompt_tokens: int | None = own_flag(
         None,
-        "Leave out longer prompts and count them; without it a prompt without room for a response is an error.",
+        "Leave out longer prompts and count them; without the flag, a prompt without room for a response is an error.",
         "--max-prompt-tokens",
     )
-    shuffle: bool = own_flag(True, "Take prompts in the order of the files.", "--no-shuffle-prompts")
+    shuffle: bool = own_flag(True, "Take prompts in the order of the files, without shuffling.", "--no-shuffle-prompts")
     rest_below: float | None = own_flag(
-        None, "Let prompts rest whose group had a lower mean reward than this.", "--prompts-rest-below"
+        None, "Leave prompts out for a while if their group had a lower mean reward than this.", "--prompts-rest-below"
     )
     rest_above: float | None = own_flag(
-        None, "Let prompts rest whose group had a higher mean reward than this.", "--prompts-rest-above"
+        None, "Leave prompts out for a while if their group had a higher mean reward than this.", "--prompts-rest-above"
     )
     rest_epochs: int = own_flag(
-        1, "How many epochs a prompt that rests is left out of.", "--prompts-rest-epochs", bound="at least 1"
+        1, "The number of epochs that such a prompt is left out of.", "--prompts-rest-epochs", bound="at least 1"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are sampled for training."""
+    """Sampling of responses for training."""
 
     max_tokens: int | None = own_flag(
         None,
@@ -191,14 +197,14 @@ class SamplingConfig:
     )
     tail: Literal["stop", "truncate", "carry"] = own_flag(
         "stop",
-        "What becomes of an iteration's last groups: `stop` waits for them until `--rollout-deadline-minutes`, "
-        "`truncate` ends their responses where they are, `carry` puts their prompts off until they are an iteration of "
-        "their own.",
+        "The treatment of an iteration's last groups: `stop` waits for them until `--rollout-deadline-minutes`, "
+        "`truncate` ends their responses where they are, `carry` puts their prompts off until these fill an iteration "
+        "of their own.",
         "--rollout-tail",
     )
     tail_groups: int | None = own_flag(
         None,
-        "How many groups are the last, with `--rollout-tail`; an eighth of `--grpo-prompts-per-step` if not given.",
+        "With `--rollout-tail`, the number of last groups; an eighth of `--grpo-prompts-per-step` if not given.",
         "--rollout-tail-groups",
         bound="at least 1",
     )
@@ -206,7 +212,7 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """How the trainer reaches its sidecar."""
+    """The trainer's connection to its sidecar."""
 
     endpoint: str | None = own_flag(
         None,
@@ -216,13 +222,13 @@ class ServiceConfig:
     token_file: Path | None = own_flag(None, "The file with the token of `--rollout-endpoint`.", "--rollout-token-file")
     deadline_minutes: float = own_flag(
         60.0,
-        "How long the groups of an iteration may take before the iteration fails.",
+        "Minutes that the groups of an iteration may take before the iteration fails.",
         "--rollout-deadline-minutes",
         bound="a finite duration above 0",
     )
     patience_seconds: float = own_flag(
         60.0,
-        "How long the sidecar may be out of reach before that is an error.",
+        "Seconds that the sidecar may be out of reach before the run ends with an error.",
         "--rollout-patience-seconds",
         bound="a finite duration above 0",
     )
@@ -230,7 +236,7 @@ class ServiceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PublishConfig:
-    """How weights reach the engines."""
+    """The publication of weights to the engines."""
 
     folder: Path | None = own_flag(
         None, "The folder that trainer and engines share; this user's in /dev/shm if not given.", "--publish-folder"
@@ -243,12 +249,12 @@ class PublishConfig:
     )
     proof: Literal["digests", "probe"] = own_flag(
         "digests",
-        "What must prove that engines hold a version: `digests` of all their parameters, bit for bit, or, where these "
-        "cannot be compared, the log-probs of the `probe`, which see only coarse differences.",
+        "The proof that engines hold a version: `digests` of all their parameters, bit for bit, or, where these cannot "
+        "be compared, the log-probs of the `probe`, which show only coarse differences.",
         "--publish-proof",
     )
     deadline_minutes: float = own_flag(
-        10.0, "How long a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
+        10.0, "Minutes that a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
     )
     probe_bound: float | None = own_flag(
         None,

@@ -1,4 +1,4 @@
-"""What a command line is resolved to: our own configuration by subject, and Megatron's. Nothing here needs torch."""
+"""The settings that a command line resolves to: our own by subject, and Megatron's. Nothing here needs torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,10 +53,10 @@ class Subjects:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings(Subjects):
-    """Everything that a command line said, and what follows from it, while it is checked."""
+    """The values of a command line and those that follow from them, while they are checked."""
 
     platform: str
-    # The ranks of the run; None if not known yet, because no launcher has started this process.
+    # The number of ranks; None if it is unknown, because no launcher has started this process.
     world_size: int | None
     # None if it cannot be read: checks that depend on it are left out.
     architecture: Architecture | None
@@ -65,14 +65,14 @@ class DraftSettings(Subjects):
     transformer: Any
     optimizer: Any
     ddp: Any
-    # Where a value came from, under "subject.field"; what is not here is a default.
+    # The source of each value, under "subject.field"; a value without a source is a default.
     sources: Mapping[str, str]
-    # What was asked for and has no effect; printed once at the start.
+    # Flags that were written and have no effect; printed once at the start.
     notes: tuple[str, ...] = ()
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Over how many ranks each dimension is divided."""
+        """Return the number of ranks that each dimension is divided over."""
         config = self.transformer
         return ParallelSizes(
             tensor=config.tensor_model_parallel_size,

@@ -14,7 +14,7 @@ from megatron_rl.config.flag import megatron_flag, own_flag
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """What the run does, and where it happens."""
+    """The stage of the run, and its kind of device."""
 
     stage: Literal["grpo", "sft"] = own_flag(
         "grpo", "Train on responses that the policy samples, or (supervised fine-tuning) on those of the data."
@@ -27,7 +27,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained."""
+    """The model that is trained."""
 
     hf_model: Path | None = own_flag(None, "The Hugging Face folder of the architecture and the first weights.")
     make_vocab_size_divisible_by: int = megatron_flag(
@@ -37,11 +37,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How the responses of a group see their prompt."""
+    """Attention of a group's responses to their prompt."""
 
     backend: Literal["auto", "merge", "gather", "triton", "flash", "flex", "naive"] = own_flag(
         "auto",
-        "What computes shared-prompt attention; `auto` takes the fastest that can run.",
+        "The implementation of shared-prompt attention; `auto` takes the fastest that can run.",
         "--shared-prompt-backend",
     )
     is_shared: bool = own_flag(
@@ -51,7 +51,7 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """How much is trained, in which portions."""
+    """The amount of training, and its portions."""
 
     micro_batch_size: int = megatron_flag(1, "Responses in a micro-batch.", bound="at least 1")
     global_batch_size: int | None = megatron_flag(
@@ -59,7 +59,7 @@ class TrainingConfig:
     )
     max_tokens_per_gpu: int | None = own_flag(
         None,
-        "The most tokens that a rank has at once: `--micro-batch-size` becomes the largest that keeps to it.",
+        "The most tokens that a rank has at once: `--micro-batch-size` becomes the largest that fits.",
         bound="at least 1",
     )
     seq_length: int | None = megatron_flag(
@@ -73,7 +73,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """How learning rate and weight decay change from update to update."""
+    """Learning rate and weight decay from update to update."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = megatron_flag(
         "linear", "The shape of the decay from `--lr` to `--min-lr`."
@@ -117,7 +117,7 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved and loaded, in Megatron's distributed format."""
+    """Checkpoints, in Megatron's distributed format."""
 
     save: Path | None = megatron_flag(None, "The folder that checkpoints are written to.")
     save_hf: Path | None = own_flag(None, "The folder that the weights are written to in Hugging Face's format.")
@@ -144,7 +144,7 @@ class CheckpointConfig:
     )
     async_save: bool = megatron_flag(False, "Write checkpoints while training continues.")
     ckpt_fully_parallel_save: bool = megatron_flag(
-        True, "Let one replica write everything, not each its share.", "--no-ckpt-fully-parallel-save"
+        True, "Let one replica write everything, in place of each its share.", "--no-ckpt-fully-parallel-save"
     )
     ckpt_fully_parallel_load: bool = megatron_flag(
         False, "Let each replica read its share and exchange it with the others."
@@ -159,15 +159,17 @@ class CheckpointConfig:
         "return_all",
         "ignore_all",
     ] = megatron_flag(
-        "assume_ok_unexpected", "What to do about tensors that only the checkpoint has, or only the model."
+        "assume_ok_unexpected", "The reaction to tensors that only the checkpoint has, or only the model."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """How ranks find and reach each other."""
+    """Process groups of the ranks."""
 
-    distributed_timeout_minutes: int = megatron_flag(10, "How many minutes a collective may take.", bound="at least 1")
+    distributed_timeout_minutes: int = megatron_flag(
+        10, "The most minutes that a collective may take.", bound="at least 1"
+    )
     use_gloo_process_groups: bool = megatron_flag(
         True, "Make no gloo groups besides those of the backend.", "--disable-gloo-process-groups"
     )
@@ -175,44 +177,44 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """How generation and training share an iteration."""
+    """The shares of generation and training in an iteration, and the end of a run."""
 
     schedule: Literal["periodic", "sync"] = own_flag(
         "periodic", "Train groups as they finish, or once all of them have.", "--schedule"
     )
     consume_order: Literal["completion", "prompt"] = own_flag(
         "completion",
-        "Bind micro-batches to groups as they finish, or to prompts: then no update depends on the order.",
+        "Bind micro-batches to groups as they finish, or to prompts; then updates do not depend on the order.",
         "--consume-order",
     )
     frozen_offload: bool = own_flag(
         False,
-        "Keep frozen models in host memory; each layer comes to the device while the one before computes.",
+        "Keep frozen models in host memory; each layer is copied to the device while the layer before it computes.",
         "--frozen-offload",
     )
     tri_model: Literal["fused", "separate"] = own_flag(
-        "fused", "How frozen models run: in the policy's passes, or in passes of their own.", "--tri-model"
+        "fused", "Where frozen models run: in the policy's passes, or in passes of their own.", "--tri-model"
     )
     max_tokens_per_microbatch: int | None = own_flag(
         None,
-        "The most tokens that a micro-batch may have; checked before the run starts.",
+        "The most tokens of a micro-batch; checked before the run starts.",
         "--max-tokens-per-microbatch",
     )
     exit_interval: int | None = megatron_flag(
         None,
-        "Save and end once so many iterations are done, or a multiple of them.",
+        "Save and end after this number of iterations, or a multiple of it.",
         "--exit-interval",
         bound="at least 1",
     )
     exit_minutes: int | None = megatron_flag(
         None,
-        "Save and end after the iteration in which the run gets older than so many minutes.",
+        "Save and end after the iteration in which the run gets older than this number of minutes.",
         "--exit-duration-in-mins",
         bound="at least 1",
     )
     grace_seconds: float = own_flag(
         60.0,
-        "How long the current iteration may take to finish after SIGTERM.",
+        "Seconds that the current iteration may take to finish after SIGTERM.",
         "--exit-grace-seconds",
         bound="finite and at least 0",
         remedy="write 0 to exit at once, or more",
@@ -221,7 +223,7 @@ class LoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """How the policy is evaluated on held-out prompts."""
+    """Evaluations of the policy on held-out prompts."""
 
     interval: int | None = megatron_flag(None, "Iterations between evaluations.", "--eval-interval", bound="at least 1")
     num_prompts: int | None = own_flag(
@@ -238,7 +240,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
-    """What a person sees of a run."""
+    """The output of a run for people."""
 
     log_interval: int = megatron_flag(1, "Iterations between printed lines.", bound="at least 1")
     progress: Literal["auto", "live", "lines", "none"] = own_flag(
@@ -246,8 +248,8 @@ class ObserveConfig:
     )
     verbose: bool = own_flag(
         False,
-        "Print automatic choices, defaults that are not Megatron's and other packages' warnings too, which otherwise "
-        "go to the run's folder alone.",
+        "Print automatic choices, defaults that are not Megatron's and other packages' warnings, which otherwise go to "
+        "the run's folder alone.",
         "--verbose",
     )
     log_samples: int = own_flag(
@@ -264,7 +266,7 @@ class ObserveConfig:
         "--log-sample-tokens",
     )
     trace: Literal["on", "off"] = own_flag(
-        "on", "Record what each process does when, in the folder `trace` of the run's folder."
+        "on", "Record the activities of each process over time, in the folder `trace` of the run's folder."
     )
     mismatch_warning: float | None = own_flag(
         None,

@@ -14,7 +14,7 @@ from megatron_rl.algorithm.declaration import Surrogate
 from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.plug_ins import check_agreement, compare_plug_ins, describe_plug_ins, find_loss
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.algorithm.trial import find_problems
+from megatron_rl.algorithm.trial import find_plug_in_problems
 from megatron_rl.arguments.describe import describe_run, print_config
 from megatron_rl.errors import InputError, UsageError
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run
@@ -39,7 +39,7 @@ def write(tmp_path):
 
 
 def find(written: set[str] | None = None, **settings: object) -> list[str]:
-    return [*find_problems(AlgorithmConfig(**settings), written or set(), {})]  # type: ignore[arg-type]
+    return [*find_plug_in_problems(AlgorithmConfig(**settings), written or set(), {})]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -58,7 +58,7 @@ def test_the_example_passes_its_trial_and_equals_its_formula() -> None:
     config = AlgorithmConfig(
         loss=f"{EXAMPLE}:ce_gppo", metrics=[f"{EXAMPLE}:kept"], clamp_eps_lower=0.1, clamp_eps_upper=0.15
     )
-    assert [*find_problems(config, {"clamp_eps_lower", "clamp_eps_upper"}, {})] == []
+    assert [*find_plug_in_problems(config, {"clamp_eps_lower", "clamp_eps_upper"}, {})] == []
     batch = draw_batch([40, 30, 7], seed=2, spread=0.4)
     total, gradient, statistics = compute(config, batch)
     policy, old, advantage = (batch[name].numpy() for name in ("policy", "old", "advantages"))

@@ -35,9 +35,8 @@ GDPO = Algorithm(
     advantages=(
         Advantage(
             "gdpo",
-            "a / (d + 1e-6), where a adds up, over the functions of `--reward`, the weight times "
-            "(r - mean) / (std + 1e-6) of that function's rewards, and d is the deviation of a over all responses of "
-            "the update",
+            "a / (d + 1e-6), where a sums the weight times (r - mean) / (std + 1e-6) over the functions of `--reward`; "
+            "d is the deviation of a over all responses of the update",
             compute_advantages,
             divided_over="sequence",
             takes_components=True,

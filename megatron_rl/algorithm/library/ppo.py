@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ClipSettings:
-    """How far a ratio may leave 1."""
+    """The bounds of ratios."""
 
     clamp_eps_lower: float = megatron_flag(
         0.2,

@@ -8,13 +8,13 @@ from megatron_rl.config.flag import own_flag
 
 @dataclasses.dataclass(frozen=True)
 class SapoSettings:
-    """How steep the gate is."""
+    """The steepness of the gate."""
 
     sapo_temperature_pos: float = own_flag(
-        1.0, "How steep the gate of `--grpo-loss sapo` is where advantages are positive.", bound="above 0"
+        1.0, "The steepness of the gate of `--grpo-loss sapo` where advantages are positive.", bound="above 0"
     )
     sapo_temperature_neg: float = own_flag(
-        1.05, "How steep the gate of `--grpo-loss sapo` is where advantages are not positive.", bound="above 0"
+        1.05, "The steepness of the gate of `--grpo-loss sapo` where advantages are not positive.", bound="above 0"
     )
 
 
