@@ -1,6 +1,7 @@
 """The trainer's client of the rollout service. Every call may be repeated: the second one changes nothing."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -127,12 +128,18 @@ class RolloutClient:
             )
         return wire.decode(answer, wire.Evaluated)
 
-    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
+    def complete(
+        self, version: int, mismatch: wire.Mismatch | None = None, plug_ins: Mapping[str, str] | None = None
+    ) -> wire.Ended:
         """Report that the whole iteration was trained on; return the audit log's head and the prompts' census.
 
         If the head is kept elsewhere, `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
+        `plug_ins` are written into the log, as in `wire.Trained`.
         """
-        content = None if mismatch is None else wire.encode(wire.Trained(version=version, mismatch=mismatch))
+        content = None
+        if mismatch is not None:
+            trained_with = dict(plug_ins) if plug_ins else msgspec.UNSET
+            content = wire.encode(wire.Trained(version=version, mismatch=mismatch, plug_ins=trained_with))
         answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()
         return msgspec.convert(answer, wire.Ended)
 

@@ -312,6 +312,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wire: int = WIRE_VERSION
     version: int
     mismatch: Mismatch
+    plug_ins: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """The sha256 of the file of each function of a person's own that was trained with, by its flag; unset if none."""
 
 
 class ErrorCode(enum.StrEnum):

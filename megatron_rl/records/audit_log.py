@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -206,6 +206,14 @@ class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
     prompts: list[int]
 
 
+class TrainedWith(AuditEvent, frozen=True, kw_only=True, tag="plug_ins"):
+    """The trainer reports the functions of a person's own that it has trained with."""
+
+    version: int
+    sha256: dict[str, str]
+    """The hash of the file of each function, by its flag."""
+
+
 class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
     """The trainer reports the groups and responses that it has trained on."""
 
@@ -242,6 +250,7 @@ AnyEvent = (
     | GroupFinished
     | SlotClaimed
     | MismatchMeasured
+    | TrainedWith
     | Complete
     | Fail
     | Evaluate
@@ -357,6 +366,10 @@ class AuditLog:
     def claim(self, version: int, claim: Claim) -> None:
         """Record a claim, before it is answered."""
         self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
+
+    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
+        """Write the functions of a person's own that the trainer has trained with."""
+        self._append(TrainedWith(version=version, sha256=dict(plug_ins)))
 
     def complete(self, version: int, num_groups: int, num_responses: int) -> None:
         """Record the numbers of groups and responses that the trainer reports to have trained on."""

@@ -147,7 +147,11 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
-        ended = service.complete(version, None if trained is None else trained.mismatch)
+        ended = service.complete(
+            version,
+            None if trained is None else trained.mismatch,
+            None if trained is None or isinstance(trained.plug_ins, msgspec.UnsetType) else trained.plug_ins,
+        )
         answer: dict[str, Any] = msgspec.to_builtins(ended)
         return answer
 

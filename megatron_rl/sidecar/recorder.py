@@ -51,6 +51,10 @@ class RunRecorder:
         """Record the mismatch that the trainer measured, before it completes or refuses the iteration."""
         self.audit.mismatch(version, mismatch)
 
+    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
+        """Record the trainer's plug-ins, before it completes the iteration."""
+        self.audit.trained_with(version, plug_ins)
+
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Begin an iteration; return the groups and claims that an earlier attempt at it left."""
         self._end_journal()

@@ -67,6 +67,8 @@ class RunRecords(Protocol):
 
     def judged(self, version: int, mismatch: wire.Mismatch) -> None: ...
 
+    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None: ...
+
     def completed(self, version: int) -> None: ...
 
     def failed(self, version: int, reason: str) -> None: ...
@@ -273,7 +275,9 @@ class RolloutService:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
-    def complete(self, version: int, mismatch: wire.Mismatch | None = None) -> wire.Ended:
+    def complete(
+        self, version: int, mismatch: wire.Mismatch | None = None, plug_ins: Mapping[str, str] | None = None
+    ) -> wire.Ended:
         """End an iteration that the trainer has trained on.
 
         With the hash of the audit log's head, the trainer can prove later that the log up to that line is unchanged.
@@ -283,6 +287,8 @@ class RolloutService:
         try:
             if mismatch is not None and not was_over:
                 self._records.judged(version, mismatch)
+            if plug_ins and not was_over:
+                self._records.trained_with(version, plug_ins)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))

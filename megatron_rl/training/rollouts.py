@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.arguments.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import Batcher
@@ -77,6 +78,8 @@ class SubmissionTerms:
     """Seconds until a group that has not arrived fails the iteration."""
     has_baseline: bool = False
     """Whether the mean reward of an iteration is the next one's baseline."""
+    plug_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The hash of each plug-in's file, recorded with each iteration."""
 
 
 class Rollouts:
@@ -132,7 +135,7 @@ class Rollouts:
         audit_head, baseline = "", None
         if self._session.rank == 0:
             assert self._prompts is not None
-            ended = self._client.complete(version, mismatch)
+            ended = self._client.complete(version, mismatch, self._terms.plug_ins)
             census = self._census = ended.census
             num_carried = self._terms.division.plan.count_carried(len(self._prompts.put_off))
             self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
@@ -231,6 +234,7 @@ def build_rollouts(
         build_sampling(settings, settings.sampling.temperature, prompts),
         settings.service.deadline_minutes * 60,
         advantages.has_baseline,
+        describe_plug_ins(settings.algorithm),
     )
 
     def make_batcher(baseline: float | None) -> Batcher:

@@ -86,6 +86,9 @@ class Memory:
     def judged(self, version, mismatch) -> None:
         self.events.append(("judged", version, mismatch))
 
+    def trained_with(self, version, plug_ins) -> None:
+        self.events.append(("trained with", version, dict(plug_ins)))
+
     def begin(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         self.events.append(("submitted", submission.version))
         return list(self.groups), list(self.claims)

@@ -496,6 +496,18 @@ def test_the_trainers_mismatch_is_recorded_once_before_the_iteration_is_complete
     assert serve(check).events[-2:] == [("judged", 0, mismatch), ("completed", 0)]
 
 
+def test_the_trainers_plug_ins_are_recorded_once_before_the_iteration_is_complete() -> None:
+    plug_ins = {"--grpo-loss own.py:f": "0" * 64}
+
+    async def check(service: RolloutService) -> None:
+        await service.submit(submission())
+        await all_slots(service)
+        for _ in range(2):
+            service.complete(0, None, plug_ins)
+
+    assert serve(check).events[-2:] == [("trained with", 0, plug_ins), ("completed", 0)]
+
+
 def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
