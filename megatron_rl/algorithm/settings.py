@@ -35,12 +35,12 @@ class AlgorithmConfig(LossSettings):
     filter_by: str | None = own_flag(
         None,
         "The function of `--reward` whose values must differ within a group, or `sum` for the weighted sum; if not "
-        "given the first function, and with `--grpo-advantage gdpo` any of them.",
+        "given, the first function, and with `--grpo-advantage gdpo` any of them.",
         "--grpo-filter-by",
     )
     spare_prompts: int | None = own_flag(
         None,
-        "How many others an iteration may take at most; twice its prompts if not given.",
+        "The most such prompts that an iteration may take; twice its prompts if not given.",
         "--grpo-spare-prompts",
         bound="at least 1",
     )
@@ -68,16 +68,17 @@ class AlgorithmConfig(LossSettings):
     )
     advantage: str = own_flag(
         "grpo",
-        "How a group's rewards become advantages; docs/algorithms.md has the formulas, and how to write your own.",
+        "The advantages of a group's responses, from its rewards; docs/algorithms.md has the formulas, and a guide to "
+        "your own.",
         "--grpo-advantage",
         choices=tuple(ADVANTAGES),
         takes_function=True,
     )
-    reward_min: float = own_flag(-math.inf, "Rewards below this count as this.", "--grpo-reward-min")
-    reward_max: float = own_flag(math.inf, "Rewards above this count as this.", "--grpo-reward-max")
+    reward_min: float = own_flag(-math.inf, "The lower bound that rewards are clipped to.", "--grpo-reward-min")
+    reward_max: float = own_flag(math.inf, "The upper bound that rewards are clipped to.", "--grpo-reward-max")
     loss: str = own_flag(
         "clip",
-        "The loss of a token, from its ratio and its advantage; docs/algorithms.md has the formulas, and how to write "
+        "The loss of a token, from its ratio and its advantage; docs/algorithms.md has the formulas, and a guide to "
         "your own.",
         "--grpo-loss",
         choices=tuple(LOSSES),
@@ -91,24 +92,24 @@ class AlgorithmConfig(LossSettings):
     )
     aggregation: Literal["token", "sequence", "constant"] = own_flag(
         "token",
-        "What an update averages: its tokens, its responses' means, or its responses' sums divided by the most "
-        "tokens that a response may have.",
+        "The values that an update averages: its tokens, its responses' means, or its responses' sums divided by the "
+        "most tokens that a response may have.",
         "--grpo-aggregation",
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] | None = own_flag(
         None,
-        "How the divergence of a token is estimated; k3 in the loss and k1 in the reward if not given.",
+        "The estimator of a token's divergence; k3 in the loss and k1 in the reward if not given.",
         "--grpo-kl-estimator",
     )
     kl_in: Literal["loss", "reward"] = own_flag(
         "loss",
-        "Whether the divergence is a term of the loss, or is taken from the reward of each token and of those before "
-        "it.",
+        "The place of the divergence: a term of the loss, or subtracted from the reward of its token and of the tokens "
+        "before it.",
         "--grpo-kl-in",
     )
     entropy_coef: float = own_flag(
         0.0,
-        "The weight of the policy's entropy, which the loss is less by.",
+        "The weight of the policy's entropy, which is subtracted from the loss.",
         "--grpo-entropy-coef",
         bound="finite and at least 0",
     )
@@ -132,30 +133,31 @@ class AlgorithmConfig(LossSettings):
     )
     correction_level: Literal["token", "sequence", "geometric"] = own_flag(
         "token",
-        "What is weighed: each token, each response by the product of its tokens' weights, or by their geometric mean.",
+        "The unit that is weighed: each token, or each response by the product or the geometric mean of its tokens' "
+        "weights.",
         "--grpo-correction-level",
     )
     correction_mode: Literal["truncate", "mask"] = own_flag(
-        "truncate", "What becomes of a weight beyond its bounds: the bound, or zero.", "--grpo-correction-mode"
+        "truncate", "The weight in place of one beyond its bounds: the bound, or zero.", "--grpo-correction-mode"
     )
     reject_below: float | None = own_flag(
         None,
-        "Responses do not count whose tokens' weights have a geometric mean below this.",
+        "Leave responses out if the geometric mean of their tokens' weights is below this.",
         "--grpo-reject-below",
         bound="above 0",
     )
     reject_above: float | None = own_flag(
         None,
-        "Responses do not count whose tokens' weights have a geometric mean above this.",
+        "Leave responses out if the geometric mean of their tokens' weights is above this.",
         "--grpo-reject-above",
         bound="above 0",
     )
 
     def __post_init__(self) -> None:
         if self.kl_estimator is None:
-            # Set past the frozen dataclass, so that every reader gets the estimator that holds.
+            # Set in spite of the frozen dataclass, so that every reader gets the estimator in use.
             object.__setattr__(self, "kl_estimator", ESTIMATORS[self.kl_in])
 
 
 ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
-"""The estimator of the divergence that each place has without a flag."""
+"""The estimator of each place of the divergence without a flag."""

@@ -16,14 +16,14 @@ class ClipSettings:
 
     clamp_eps_lower: float = megatron_flag(
         0.2,
-        "How far below 1 a ratio counts.",
+        "The distance below 1 up to which a ratio counts.",
         "--grpo-clamp-eps-lower",
         bound="between 0 and 1",
         remedy="write how far below 1 a ratio counts",
     )
     clamp_eps_upper: float = megatron_flag(
         0.2,
-        "How far above 1 a ratio counts.",
+        "The distance above 1 up to which a ratio counts.",
         "--grpo-clamp-eps-upper",
         bound="at least 0",
         remedy="write how far above 1 a ratio counts",
