@@ -146,7 +146,7 @@ def check(trial: Trial, seen: list[Seen], twins: Twins) -> None:
         expected = twins.update(number, seen[number].weights)
         check_update(f"{trial}, update {number + 1}", seen[number], expected)
     # The policy is furthest from the old one at last.
-    if trial.rules.loss in ("clip", "gspo", "cispo"):
+    if trial.rules.loss in ("clip", "gspo", "cispo", "dppo"):
         assert expected.truth.num_clipped / expected.truth.num_tokens >= LEAST_CLIPPED
 
 
