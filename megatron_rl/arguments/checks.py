@@ -165,7 +165,7 @@ def join_words(words: Sequence[str]) -> str:
     return " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
 
 
-def _read_weights(settings: Settings) -> dict[str, float]:
+def _read_weights(settings: DraftSettings) -> dict[str, float]:
     """Return the weights of the reward functions; none if --reward cannot be read, which is reported elsewhere."""
     try:
         return find_weights(settings.reward)
@@ -173,7 +173,7 @@ def _read_weights(settings: Settings) -> dict[str, float]:
         return {}
 
 
-def _check_advantage(settings: Settings) -> Iterator[str]:
+def _check_advantage(settings: DraftSettings) -> Iterator[str]:
     """Yield what is wrong beside the advantage that is named; a trial checks one of a person's own file."""
     algorithm, config = settings.algorithm, settings.transformer
     advantage = ADVANTAGES.get(algorithm.advantage)

@@ -77,7 +77,7 @@ def test_an_iteration_is_batched_with_the_mean_reward_of_the_one_before() -> Non
 
     def make_batcher(baseline: float | None) -> Any:
         given.append(baseline)
-        return Batcher(of_sums(ADVANTAGES["mean"]))
+        return Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
 
     def complete(version: int, mismatch: wire.Mismatch) -> Any:
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
