@@ -79,7 +79,7 @@ def test_an_iteration_is_batched_with_the_mean_reward_of_the_one_before() -> Non
         given.append(baseline)
         return Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
 
-    def complete(version: int, mismatch: wire.Mismatch) -> Any:
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: Any) -> Any:
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
         return types.SimpleNamespace(head=f"head {version}", census=census)
 
