@@ -83,8 +83,7 @@ class SupervisedLearner:
         """Make one update; raise before one whose loss is not finite."""
         wrapped = self._policy.wrapped
         with self._timeline.part("schedule"):
-            step = SupervisedStep(loss_scale(len(packs)))
-            step.trace = self._trace
+            step = SupervisedStep(loss_scale(len(packs)), self._trace)
             reports = run_schedule(step, wrapped, packs)
             losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
         with self._timeline.part("agree"):
