@@ -94,5 +94,5 @@ class Settings(DraftSettings):
     def accept(cls, draft: DraftSettings, **values: Any) -> Self:
         """Return the settings of a draft with which nothing is wrong; `values` are fields that a subclass adds."""
         assert draft.architecture is not None
-        given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftSettings)}
+        given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
         return cls(**given, **values)

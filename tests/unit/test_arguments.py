@@ -157,11 +157,16 @@ def test_flags_of_a_new_dataclass_in_subjects_are_parsed(monkeypatch: pytest.Mon
         shipping: ShippingConfig = ShippingConfig()
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Settings(config.Settings, Subjects):
+    class DraftSettings(config.DraftSettings, Subjects):
+        pass
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(config.Settings, DraftSettings):
         pass
 
     for module in (flags, command_line):
         monkeypatch.setattr(module, "Subjects", Subjects)
+    monkeypatch.setattr(command_line, "DraftSettings", DraftSettings)
     monkeypatch.setattr(command_line, "Settings", Settings)
     # Local names, which type hints cannot find by themselves.
     Subjects.__annotations__["shipping"] = ShippingConfig
