@@ -36,26 +36,26 @@ class Seen:
     """An update, and the evaluation before it; gradients and weights on rank 0 only."""
 
     gradients: Tensors
-    """As the optimizer takes them, before they are clipped."""
+    """The gradients as the optimizer takes them, before clipping."""
     weights: Tensors
-    """That these are the gradients at."""
+    """The weights at which the gradients were computed."""
     metrics: dict
     evaluation: dict
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A model, a layout, and what is learned."""
+    """A model, a layout, and the rows to learn."""
 
     folder: Path
     layout: str
-    """Its flags."""
+    """The flags of the layout."""
     rows: Sequence[Demonstration]
     held_out: Sequence[Demonstration]
 
 
 def run_trials(trials: Mapping[str, Trial]) -> dict[str, list[Seen]]:
-    """On each rank: the updates of each trial."""
+    """Run each trial on this rank, and return its updates."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, trial in trials.items():

@@ -133,7 +133,7 @@ def faulty(model: Path, fault: str, tmp_path: Path) -> Path:
 
 
 def convert(*words: object) -> tuple[int, str]:
-    """The exit code and what is said of it, in this process."""
+    """Run the command in this process; return its exit code and its output."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         code = cli.main(["convert", "--platform", "cpu", *map(str, words)])

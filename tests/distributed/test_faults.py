@@ -28,7 +28,7 @@ def swapped(first: str, second: str) -> Callable[[dict[str, torch.Tensor]], None
 
 
 def neutral(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    """As if the model did not have these parameters."""
+    """Return a change with the effect that the model does not have these parameters."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if part in name]:

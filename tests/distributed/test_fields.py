@@ -80,7 +80,7 @@ def reads_recorded(into: set[str]) -> Iterator[None]:
 
 
 def fields_read(folders: dict[str, Path]) -> set[str]:
-    """By a session, a model, two updates, on these ranks."""
+    """Record the fields that a session, a model and two updates read on these ranks."""
     torch.distributed.init_process_group("gloo")
     read: set[str] = set()
     for model, words in RUNS:
@@ -93,7 +93,7 @@ def fields_read(folders: dict[str, Path]) -> set[str]:
 
 
 def never_read(of: Iterable[Flag], read: set[str]) -> dict[str, str]:
-    """Used flags that set fields which nobody reads, here or elsewhere."""
+    """Return the used flags whose fields are never read, here or elsewhere."""
     return {
         flag.name: target
         for flag in of

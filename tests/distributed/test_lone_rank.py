@@ -1,4 +1,4 @@
-"""A rank that nobody joins ends by itself, and says so."""
+"""The end of a rank that no other rank joins: by itself, with a message."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, on the ranks that torchrun starts: said once, and nothing is lost."""
+"""Errors of a command line on the ranks that torchrun starts: each is printed once, and none is lost."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ SCRIPT = f"""
 
 
 def said(folder: Path, script: Path, *words: str) -> list[str]:
-    """The lines that two ranks say before they end."""
+    """Return the lines that two ranks print before they end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     words = (*CPU, "--hf-model", str(folder / "model"), *RUN, *words, "--print-config")
     result = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)

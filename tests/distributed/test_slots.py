@@ -53,7 +53,7 @@ LARGE_LAYOUTS = {
 
 
 class Sidecar:
-    """What one rank sees of it; `faults` are raised in place of slots."""
+    """The sidecar, as one rank sees it; `faults` are raised in place of slots."""
 
     def __init__(self, faults: dict[int, Exception] | None = None, version: int = 3):
         self.asked: list[tuple[int, int]] = []
@@ -145,9 +145,9 @@ class Broken(Exception):
 
 
 def meet_faults(folder: Path) -> dict[str, str]:
-    """What every rank raises where it waits for the slot.
+    """Return the error that every rank raises where it waits for the slot.
 
-    A rank may still take slots ahead when the first one has left: its thread does not wait to be told why.
+    A rank may still take slots ahead when the first rank has left: its thread does not wait for the reason.
     """
     seen = {}
     with (
@@ -204,7 +204,7 @@ def test_a_refusal_of_the_sidecar_is_raised_on_every_rank_of_a_replica(tmp_path:
 
 
 def leave_in_the_middle(folder: Path) -> None:
-    """The session ends, and so does the process, whatever a rank still waits for."""
+    """Leave an iteration in the middle: session and process end, even if a rank still waits for a slot."""
     with (
         start_session(settings_of(folder, LAYOUTS["TP2"])) as session,
         contextlib.suppress(Broken),
@@ -219,7 +219,7 @@ def test_ranks_that_leave_in_the_middle_of_an_iteration_end(tmp_path: Path) -> N
 
 
 def learn(problem: Problem, layouts: dict[str, str]) -> dict[tuple[str, str, bool], tuple[Measures, list[Any]]]:
-    """What an iteration of two updates measures and does, with slots of the rank's own and through the relay."""
+    """Run an iteration of two updates, with slots of the rank's own and through the relay; return its results."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for layout, words in layouts.items():
@@ -232,7 +232,7 @@ def learn(problem: Problem, layouts: dict[str, str]) -> dict[tuple[str, str, boo
                     with device.counted():
                         results[layout, roles, is_relayed] = learn_once(session, settings, problem, is_relayed)
                     gc.collect()
-                    # As many as are between a chunk's forward pass and its backward pass, with those of all chunks.
+                    # The batches between a chunk's forward pass and its backward pass, over all chunks.
                     most = max(device.most for device in session.gather(device))
                     assert device.num_alive == 0
                     if session.rank == 0:

@@ -62,13 +62,13 @@ def plain(rows: Sequence[Demonstration]) -> list[Row]:
 
 
 def other_answers(row: Demonstration) -> Demonstration:
-    """With other tokens in its last answer."""
+    """Change the last token of the last answer."""
     *sequences, (*turns, last) = row.sequences
     return Demonstration(row.row, (*sequences, (*turns, (last + 1) % hf_models.VOCAB_SIZE)))
 
 
 def draw_blind(folder: Path) -> Path:
-    """A model whose tokens see nothing but themselves."""
+    """Draw a model whose tokens see only themselves."""
     file = hf_models.draw("qwen3", folder) / "model.safetensors"
     weights = load_file(file)
     blind = {name: torch.zeros_like(value) if "o_proj" in name else value for name, value in weights.items()}
@@ -83,7 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen]]:
-    """All behind one start of the ranks."""
+    """Run all trials with one start of the ranks."""
     trials = {
         name: Trial(folders["qwen3_moe" if name == "EP2" else "qwen3"], layout, ROWS, HELD_OUT)
         for name, layout in LAYOUTS.items()
@@ -96,7 +96,7 @@ def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def twins_at(folder: Path, weights: Tensors | None = None) -> list[Twin]:
-    """In float32 and in float64, at the folder's weights or at others."""
+    """Build the twins in float32 and in float64, with the folder's weights or others."""
     twins = [Twin(folder, dtype) for dtype in (torch.float32, torch.float64)]
     for twin in twins if weights is not None else ():
         twin.model.load_state_dict(weights)
@@ -134,7 +134,7 @@ def test_loss_and_gradients_equal_those_of_padded_sequences(layout, computed, fo
 
 
 def test_tokens_that_are_given_carry_no_loss(computed) -> None:
-    """Where tokens see nothing but themselves, what users and systems say changes nothing, to the last bit."""
+    # If tokens see only themselves, the tokens of users and systems change nothing, to the last bit.
     assert plain(OTHER_CONTEXT) != plain(ROWS)
     before, context, answers = (computed[name][0] for name in ("blind", "other context", "other answers"))
     assert context.metrics["loss"] == before.metrics["loss"]

@@ -106,17 +106,17 @@ class OnDevice(torch.Tensor):
 
 
 def to_device(host: torch.Tensor) -> torch.Tensor:
-    """A copy on the device."""
+    """Copy a tensor to the device."""
     return host.to(DEVICE)
 
 
 def is_there(value: Any) -> bool:
-    """Whether this is a tensor on the device."""
+    """Check whether this is a tensor on the device."""
     return isinstance(value, OnDevice) and value.block is not None
 
 
 def asked_by_megatron() -> bool:
-    """Whether the caller of the caller is megatron's."""
+    """Check whether the caller's caller belongs to megatron."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.")
 
 
@@ -125,7 +125,7 @@ def _new(host: torch.Tensor) -> OnDevice:
 
 
 def bytes_of(value: Any) -> Any:
-    """The host's tensor behind one of the device."""
+    """Return the host's tensor that a tensor of the device stands for."""
     return value.host if isinstance(value, OnDevice) else value
 
 
@@ -181,7 +181,7 @@ def _compute(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the host's tensors as an operator of the device: it writes nothing but its results."""
+    """Wrap a function of host tensors as an operator of the device that writes only its results."""
 
     @functools.wraps(function)
     def operator(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made(host: torch.Tensor, name: str) -> OnDevice:
-    """What an operation has made: new memory, which it wrote."""
+    """Return the result of an operation: new memory, which it wrote."""
     made = _new(host)
     assert made.block is not None
     state.operate(name, locate(), [], [made.block])
@@ -204,7 +204,7 @@ def _made(host: torch.Tensor, name: str) -> OnDevice:
 
 
 def _target(kwargs: dict[str, Any], args: Iterable[Any]) -> torch.device:
-    """Where the results lie."""
+    """Return the device of the results."""
     device = kwargs.get("device")
     if device is not None:
         return DEVICE if torch.device(device).type == DEVICE.type else HOST
@@ -221,7 +221,7 @@ def _once(blocks: list[Any]) -> list[Any]:
 
 
 def _written(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The operands that the schema says are written; of a collective all are."""
+    """Return the operands that the schema marks as written; a collective writes all."""
     if function.namespace == "c10d":
         return pytree.tree_leaves((args, kwargs))
     values = []
@@ -297,7 +297,7 @@ def _send(to: Any, source: torch.Tensor, non_blocking: bool) -> None:
 
 
 def _receive(to: torch.Tensor, source: Any, non_blocking: bool) -> None:
-    """Copy to the host; without waiting, its memory holds no numbers until somebody waits."""
+    """Copy to the host. A copy that does not wait has no numbers in the host's memory until a later wait."""
     use = state.operate("copy to the host", locate(), [source.block], [])
     to = bytes_of(to)
     if not non_blocking:
@@ -321,12 +321,12 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What torch.tensor copies with."""
+    """Copy as torch.tensor does."""
     return _copy_between(to, source, non_blocking)
 
 
 def _read_number(source: Any) -> Any:
-    """What torch.tensor reads the numbers of tensors with."""
+    """Read a number as torch.tensor does with tensors."""
     state.operate("item", locate(), [source.block], [])
     log.add("item")
     return ATEN._local_scalar_dense(source.host)

@@ -60,10 +60,10 @@ class RehearsedPlatform(Platform):
         return cpu_torch.PATCHES
 
     def set_device(self, local_rank: int) -> None:
-        """Each rank has a device of its own, which it calls the first."""
+        """Do nothing: each rank has a device of its own, with number 0."""
 
     def place(self, num_threads: int) -> None:
-        """Nothing to do: the device's cores are not the host's."""
+        """Do nothing: the device's cores are not the host's."""
 
     def device(self) -> torch.device:
         return device.DEVICE
@@ -123,7 +123,7 @@ def install() -> None:
 
 
 def the_device() -> dict[str, Any]:
-    """The device under CUDA's names."""
+    """Return the device's functions under CUDA's names."""
     return {
         "current_device": lambda: device.DEVICE,
         "device_count": lambda: 1,
@@ -147,7 +147,7 @@ def streams() -> dict[str, Any]:
 
 
 def random_numbers() -> dict[str, Any]:
-    """The device has numbers of its own, beside the host's."""
+    """Return functions for the device's own random numbers."""
 
     def seed(value: int) -> None:
         device.generator.manual_seed(int(value))
@@ -163,7 +163,7 @@ def random_numbers() -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The same state under the names that megatron reads it by."""
+    """Return functions for the same state, under the names that megatron uses."""
     return {
         "get_rng_state": lambda *_, **__: device.generator.get_state(),
         "set_rng_state": lambda new_state, *_, **__: device.generator.set_state(new_state),
@@ -171,7 +171,7 @@ def random_state() -> dict[str, Any]:
 
 
 def memory_statistics() -> dict[str, Any]:
-    """What is allocated, under CUDA's names."""
+    """Return functions for the allocated memory, under CUDA's names."""
     return {
         "memory_allocated": lambda where=None: state.allocated,
         "max_memory_allocated": lambda where=None: state.peak,

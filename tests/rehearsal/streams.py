@@ -27,7 +27,7 @@ _OWN = {"tests.rehearsal.streams", "tests.rehearsal.device", "tests.rehearsal.sy
 
 
 class DeviceFault(AssertionError):
-    """What would be wrong on a device, though it may go well most of the time."""
+    """A fault that a device would have, though it may go well most of the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Use:
     where: str
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether a stream, or the host, with that clock has waited for it."""
+        """Check whether a stream or the host with this clock has waited for the use."""
         return clock.get(self.stream, 0) >= self.number
 
 
 @dataclasses.dataclass
 class Remains:
-    """What is left of a block when it is gone."""
+    """The remains of a block after its end."""
 
     owner: int
     """The stream whose allocations may use the memory again."""
@@ -96,12 +96,12 @@ class State:
         self._allocated = self._peak = 0
 
     def current(self) -> "Stream":
-        """This thread's stream."""
+        """Return this thread's stream."""
         return getattr(self._thread, "stream", DEFAULT)
 
     @contextlib.contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
-        """This thread's operations go to that stream."""
+        """Send this thread's operations to the stream."""
         before, self._thread.stream = self.current(), stream
         try:
             yield
@@ -180,12 +180,12 @@ class State:
         self._peak = self.allocated
 
     def wait(self, stream: int, clock: Clock) -> None:
-        """What is queued on a stream from now on comes after all that a clock knows of."""
+        """Let later operations on a stream come after everything that the clock knows."""
         with self._lock:
             _advance(self.clocks[stream], clock)
 
     def wait_on_host(self, clock: Clock) -> None:
-        """What is queued on any stream from now on comes after, and copies that are through have landed."""
+        """Let later operations on all streams come after the clock, and land the copies that have finished."""
         with self._lock:
             for one in (self.host, *self.clocks.values()):
                 _advance(one, clock)
@@ -291,7 +291,7 @@ class Event:
 
 
 def locate() -> str:
-    """The line of the product that runs now, and the one of megatron that it has called; else a test's."""
+    """Find the package's line that runs now, and the line of megatron that it has called; else a test's line."""
     found: dict[str, str] = {}
     frame = sys._getframe(1)
     while frame is not None and "megatron_rl" not in found:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.rehearsal.streams import locate, state
 
-# Operations whose result's shape or value the host needs before it goes on.
+# Operations whose result's shape or value the host needs before it continues.
 READ_BY_HOST = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -46,7 +46,7 @@ class Log:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[list[Sync]]:
-        """What is noted inside."""
+        """Collect the waits that are recorded inside."""
         found: list[Sync] = []
         first = len(self.all)
         yield found
@@ -54,7 +54,7 @@ class Log:
 
 
 def describe(syncs: list[Sync]) -> str:
-    """A line for each place."""
+    """Return a line for each place."""
     counted = collections.Counter(syncs)
     return "\n".join(f"{count} x {sync.what} at {sync.where} in {sync.thread}" for sync, count in counted.items())
 

@@ -59,7 +59,7 @@ def test_no_rank_waits_for_its_device_inside_the_schedule_but_for_the_length_of_
         assert trial.layout == "PP2" or not syncs
 
 
-def test_what_streams_share_is_ordered_on_every_rank(ranks) -> None:
+def test_blocks_that_streams_share_are_ordered_on_every_rank(ranks) -> None:
     assert not any(rank.faults for rank in ranks)
     assert all(WORLD_SIZES[trial.layout] == len(ranks) for trial in TRIALS)
 

@@ -1,4 +1,4 @@
-"""Whole runs on emulated devices: publishes to scripted engines, updates, checkpoints, exports, and going on."""
+"""Whole runs on emulated devices: publishes to scripted engines, updates, checkpoints, exports, and resumes."""
 
 from pathlib import Path
 from typing import Any

@@ -21,7 +21,7 @@ HALF = Trial("TP1", 12, more="--bf16 --shared-prompt-backend merge")
 
 ORDERED = Trial("TP1", 12, more="--deterministic-mode")
 
-# Sums over responses, before and behind a token, means, weights and entropies.
+# Sums over responses, before and after a token, means, weights and entropies.
 NAMES = ("dapo", "gspo", "reinforce_plus_plus_baseline", "cispo")
 ALGORITHMS = [Trial("TP1", 12, KNOWN[name], more="--deterministic-mode") for name in NAMES]
 
@@ -68,18 +68,18 @@ def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -
 
 
 @pytest.mark.parametrize("trial", ALGORITHMS, ids=str)
-def test_nor_in_the_sums_of_an_algorithm(trial, ordered) -> None:
+def test_the_host_never_waits_in_the_sums_of_an_algorithm(trial, ordered) -> None:
     for syncs in ordered.syncs[trial]:
         assert not syncs, describe(syncs)
 
 
 @pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED, HALF], ids=str)
-def test_what_all_micro_batches_report_is_read_in_one_wait(trial, alone) -> None:
+def test_the_reports_of_all_micro_batches_are_read_in_one_wait(trial, alone) -> None:
     for syncs in alone.reads[trial]:
         assert len(syncs) == 1, describe(syncs)
 
 
-def test_what_streams_share_is_ordered_by_events(alone) -> None:
+def test_blocks_that_streams_share_are_ordered_by_events(alone) -> None:
     assert not alone.faults
 
 
@@ -90,8 +90,8 @@ def test_with_deterministic_mode_every_sum_has_a_fixed_order(ordered, problem) -
     assert not ordered.operators & NEVER_ORDERED
 
 
-def test_without_it_the_gradients_of_repeated_rows_have_none(alone) -> None:
-    """What docs/numerics.md says of a run that does not ask."""
+def test_without_deterministic_mode_the_gradients_of_repeated_rows_have_no_fixed_order(alone) -> None:
+    # docs/numerics.md describes a run that does not ask for a fixed order.
     repeated = {"aten::embedding_dense_backward", "aten::index_add", "aten::index_add_"}
     # The output layer's gradient and the NPU's statistics: each place gets one number.
     once = {"aten::scatter_add_", "aten::index_put_"}

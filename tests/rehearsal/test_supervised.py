@@ -17,7 +17,7 @@ NAMES = ("TP2", "DP2, overlapped", "CP2")
 
 
 def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync], list[str]]:
-    """What the trials came to, where the host waited inside the schedule, and what streams shared out of order."""
+    """Run the trials; return results, the host's waits inside the schedule, and faults in the order of streams."""
     waits: list[Sync] = []
     true = stage.run_schedule
 

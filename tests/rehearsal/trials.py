@@ -25,12 +25,12 @@ class Rehearsed:
 
     seen: dict[Trial, list[Seen]]
     syncs: dict[Trial, list[list[Sync]]]
-    """Of each run of the schedule, those of the threads that compute."""
+    """The waits of the computing threads in each run of the schedule."""
     reads: dict[Trial, list[list[Sync]]]
-    """Of what is read after each."""
+    """The waits of the reads after each run."""
     faults: list[str]
     operators: frozenset[str]
-    """That numbers with a point went through, each by its name."""
+    """The names of the operators that floating-point numbers went through."""
 
 
 def rehearse(problem: Problem, trials: Sequence[Trial], fault: str | None = None) -> Rehearsed:
