@@ -19,7 +19,7 @@ class Contents:
     """The facts of a batch that outlive its tensors."""
 
     num_tokens: int
-    """Tokens of the buffer, padding included."""
+    """Number of tokens of the buffer, padding included."""
     num_targets: int
     num_responses: int
     parts: tuple[GroupPart, ...]
@@ -27,7 +27,7 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `pack.target_sequences_N` says for each target which entry of a tensor over S it has."""
+    """One micro-batch. `pack.target_sequences_N` has each target's index into the tensors over S."""
 
     replica: int
     index: int

@@ -110,7 +110,7 @@ class DemonstrationSource:
 def load_demonstrations(
     config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
 ) -> DemonstrationSource:
-    """Read, tokenize, filter and divide the demonstrations of a run; each may have `longest` tokens."""
+    """Read, tokenize, filter and divide the demonstrations of a run; each may have at most `longest` tokens."""
     assert config.prompts is not None
     # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
     rows = read_demonstrations(config.prompts, config)

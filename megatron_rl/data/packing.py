@@ -33,7 +33,7 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the buffer, padding included."""
+        """Number of tokens of the buffer, padding included."""
         return self.layout.num_tokens
 
     @property
@@ -53,7 +53,7 @@ class Pack:
         )
 
     def divided(self, num_parts: int) -> "Pack":
-        """Return the pack with the targets of each of `num_parts` equal parts; the host waits if it is on a device."""
+        """Return the pack with the targets of each of `num_parts` equal parts; if it is on a device, the host waits."""
         part_N = self.target_rows_N.cpu() // max(1, self.num_tokens // num_parts)
         places = tuple((part_N == part).nonzero().squeeze(1).to(self.tokens_T.device) for part in range(num_parts))
         return dataclasses.replace(self, places_of_parts=places)

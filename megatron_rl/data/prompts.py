@@ -42,7 +42,7 @@ class PromptSource:
         self.stops = tuple(stops)
         """Tokens that end a response, in addition to those that the model's files list."""
         self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
-        """Tokens of the longest prompt, held-out prompts included."""
+        """Number of tokens of the longest prompt, held-out prompts included."""
 
     def list_kinds(self, limit: int = 16) -> list[Prompt]:
         """Return the first row of each set of columns, in the order of the files; held-out rows come last."""
