@@ -54,7 +54,7 @@ class UsageError(MegatronRLError, ValueError):
 
 
 class PlatformError(MegatronRLError, RuntimeError):
-    """A package is missing, of the wrong version, or was imported in the wrong order."""
+    """A package is missing, has the wrong version, or was imported in the wrong order."""
 
     exit_code = ExitCode.ENVIRONMENT
 

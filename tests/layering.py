@@ -1,4 +1,4 @@
-"""What is wrong with a source tree, measured by who may import whom and read from its text."""
+"""Breaches of the layers of a source tree, found in the imports of its files."""
 
 import ast
 import dataclasses
@@ -60,7 +60,7 @@ class Import:
 
 
 def violations(root: Path) -> list[str]:
-    """Every breach in the tree below `root`, which holds the folder of the package; one sentence each."""
+    """List the breaches in the tree below `root`, which holds the folder of the package; one sentence each."""
     found = []
     for path in sorted((root / PACKAGE).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def violations(root: Path) -> list[str]:
 
 
 def imports(tree: ast.Module) -> Iterator[Import]:
-    """The imports of a file, those by a literal name through importlib included."""
+    """Yield the imports of a file, including those by a literal name through importlib."""
     inner = {id(node) for function in _functions(tree) for node in ast.walk(function) if node is not function}
     typed = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
     for node in ast.walk(tree):
@@ -89,7 +89,7 @@ def imports(tree: ast.Module) -> Iterator[Import]:
 
 
 def part_of(module: str) -> str | None:
-    """The part of our package that a module belongs to; None for the package itself and for other packages."""
+    """Return the part of our package that a module belongs to; None for the package itself and for others."""
     package, _, rest = module.partition(".")
     if package != PACKAGE:
         return None

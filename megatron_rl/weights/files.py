@@ -50,7 +50,7 @@ class FilePlan:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together."""
+        """Number of bytes of all files together."""
         return sum(self.sizes.values())
 
     def index(self) -> dict[str, Any] | None:

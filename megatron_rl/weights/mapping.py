@@ -221,7 +221,7 @@ class ModelSize:
 
     num_parameters: int
     num_multiplied: int
-    """Parameters that a token is multiplied with: without the table of embeddings and other tokens' experts."""
+    """Number of parameters that a token is multiplied with: not the embeddings' table, nor other tokens' experts."""
     attention_width: int
     """Layers times heads times head size: forward, a token computes 4 times this for each token that it sees."""
 

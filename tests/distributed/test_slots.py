@@ -198,7 +198,7 @@ def test_a_refusal_of_the_sidecar_is_raised_on_every_rank_of_a_replica(tmp_path:
     for seen in (first, second):
         assert seen["failed"] == "IterationLost: iteration 3 failed: an engine is lost"
         assert seen["late"] == "RolloutError: slot 0 of replica 0 did not come within 60 s"
-        assert seen["stale"].startswith("SlotRefused: slot (0, 0) of iteration 3 is of")
+        assert seen["stale"].startswith("SlotRefused: slot (0, 0) of iteration 3 belongs to")
     assert (first["failed asked"], second["failed asked"]) == ("4", "0")
     assert (first["left"], second["left"].split(":")[0]) == ("given 0", "SlotsLost")
 

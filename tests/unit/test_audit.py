@@ -44,7 +44,7 @@ def held(engine: str, version: int, fingerprint: str, mean: float = 1e-6) -> Eng
 
 
 def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> None:
-    """All of an iteration, its groups finished in this order, as the service writes it down."""
+    """Record a whole iteration, as the service does; its groups finish in this order."""
     version, plan = submission.version, submission.plan
     log.publish(version, submission.fingerprint, [held(engine, version, submission.fingerprint) for engine in ENGINES])
     log.submit(submission)
@@ -59,7 +59,7 @@ def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> No
 
 
 def write_log(path: Path, plan: Plan | None = None, versions: tuple[int, ...] = (3, 4)) -> str:
-    """A log of these iterations, two groups of two responses each unless told otherwise; its head."""
+    """Write a log of these iterations, each of two groups of two responses without `plan`; return its head."""
     plan = plan or make_plan(num_prompts=2, group_size=2, micro_batch_size=2)
     with AuditLog(path, "run", clock=lambda: 1.0) as log:
         for version in versions:
@@ -77,7 +77,7 @@ def names(report: Report) -> set[BreachName]:
 
 
 def chained(events: Lines) -> bytes:
-    """The events in a chain that holds, as somebody who knows the format would forge it."""
+    """Write the events in a valid chain, as a forger who knows the format would."""
     lines, prev = [], FIRST_PREV
     for seq, event in enumerate(events):
         body = json.dumps({**{key: value for key, value in event.items() if key != "hash"}, "seq": seq, "prev": prev})
@@ -220,7 +220,7 @@ def _other_engine_report(events: Lines) -> Lines:
     return events
 
 
-# Each takes the events of an honest log; the chain is then forged anew, so that it holds.
+# Each takes the events of an honest log; then the chain is forged again, so that it is valid.
 FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
     (BreachName.FOREIGN_FINGERPRINT, _set_response(fingerprint="e" * 64)),
     (BreachName.FOREIGN_FINGERPRINT, _set("publish", fingerprint="e" * 64, engines=[])),
@@ -377,7 +377,7 @@ def test_any_lines_deleted_doubled_or_moved_are_named_for_what_they_are(path: Pa
             assert structural == {name}
 
 
-def test_a_log_goes_on_after_a_restart_and_an_attempt_begins_anew(path: Path) -> None:
+def test_a_log_continues_after_a_restart_and_an_attempt_begins_again(path: Path) -> None:
     submission = make_submission(make_plan(num_prompts=2))
     group = make_group(submission, 1)
     with AuditLog(path, "run") as log:

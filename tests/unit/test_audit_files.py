@@ -1,4 +1,4 @@
-"""An audit log that is longer than one file: the chain goes on, and no file can be lost or exchanged unseen."""
+"""An audit log that is longer than one file: the chain continues, and no file can be lost or exchanged unseen."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_files(path: Path, versions: tuple[int, ...] = (3, 4, 5), max_bytes: int = 4000) -> tuple[str, list[Path]]:
-    """A log over several files, opened again for each iteration; its head, and the files."""
+    """Write a log over several files, opened again for each iteration; return its head and the files."""
     plan = make_plan(num_prompts=2, group_size=2, micro_batch_size=2)
     for version in versions:
         with AuditLog(path, "run", max_bytes=max_bytes) as log:
@@ -30,7 +30,7 @@ def write_files(path: Path, versions: tuple[int, ...] = (3, 4, 5), max_bytes: in
     return head, list(find_existing_files(path).values())
 
 
-def test_a_log_goes_on_in_another_file_when_one_is_full_and_the_chain_with_it(path: Path, capsys) -> None:
+def test_a_full_log_continues_in_another_file_and_the_chain_with_it(path: Path, capsys) -> None:
     head, files = write_files(path)
     assert [file.name for file in files[:3]] == ["audit.jsonl", "audit-000001.jsonl", "audit-000002.jsonl"]
     assert all(file.stat().st_size <= 4000 and file.stat().st_mode & 0o777 == 0o600 for file in files)

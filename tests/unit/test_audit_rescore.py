@@ -93,7 +93,7 @@ def record(
     noise: float = 0.0,
     num_prompts: int = 4,
 ) -> Path:
-    """A run of these versions, as the service records it; a lying engine keeps the first of them."""
+    """Record a run of these versions, as the service does; a lying engine keeps the first version."""
     plan = wire.Plan(num_prompts=num_prompts, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
     recorder = RunRecorder(run, "run", retain=2)
     for version in versions:

@@ -1,4 +1,4 @@
-"""How ranks and engines share the cores of a host, and what binds a process to some of them."""
+"""Cores of a host: their division among ranks and engines, and the binding of a process to some of them."""
 
 import os
 from pathlib import Path

@@ -22,7 +22,7 @@ from megatron_rl.protocol import wire
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
 VOCAB_SIZE = len(WORDS) + 100
 BOS, USER, SYSTEM, ASSISTANT, END, BEHIND, UNKNOWN = range(len(WORDS))
-# As the templates of released models: something stands behind the end of a message.
+# As in the templates of released models, text follows the end of a message.
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ CONTENT }}<|end|> # {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -34,7 +34,7 @@ OPENED = WHOLE.replace("<|assistant|>{% endif %}", "<|assistant|> n99 {% endif %
 
 
 def save_tokenizer(folder: Path, template: str) -> Path:
-    """A tokenizer that knows the words n0 to n99, and puts <s> before text."""
+    """Save a tokenizer that knows the words n0 to n99, and puts <s> before text."""
     words = (*WORDS, *(f"n{number}" for number in range(100)))
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def n(*numbers: int) -> list[int]:
-    """The tokens of the words of these numbers."""
+    """Return the tokens of the words with these numbers."""
     return [len(WORDS) + number for number in numbers]
 
 
@@ -77,7 +77,7 @@ def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
 
 
 def turns_of(model: Path, folder: Path, row: Any, **values: Any) -> list[list[list[int]]]:
-    """The turns of a row's sequences."""
+    """Return the turns of a row's sequences."""
     (one,) = load(model, write(folder / "a.jsonl", row), **values).take(1)
     return [[turn.tolist() for turn in turns] for turns in one.sequences]
 
@@ -98,7 +98,7 @@ def test_every_answer_of_a_chat_is_trained_on_up_to_its_end_and_the_rest_is_give
 
 
 def test_an_answer_whose_beginning_the_template_writes_otherwise_has_a_sequence_of_its_own(tmp_path):
-    """As where what was thought is left out of the answers before the last."""
+    """Use a template that leaves the thoughts out of all answers but the last."""
     model = save_tokenizer(tmp_path, FORGETFUL)
     row = {"messages": chat("n1", "n2 so n3", "n4", "n5 so n6", "n7", "n8")}
     first = [[BOS, USER, *n(1), END, BEHIND, ASSISTANT], [*n(2), UNKNOWN, *n(3), END]]
@@ -234,9 +234,7 @@ def draw_source(num_rows: int, num_given: int = 1) -> DemonstrationSource:
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 7), max_size=6), st.integers(0, 9))
-def test_a_source_that_is_restored_goes_on_as_one_that_never_stopped(
-    num_rows: int, counts: list[int], more: int
-) -> None:
+def test_a_restored_source_continues_as_one_that_never_stopped(num_rows: int, counts: list[int], more: int) -> None:
     source, resumed = draw_source(num_rows), draw_source(num_rows)
     taken = [one.row for count in counts for one in source.take(count)]
     assert all(taken.count(f"a:{row}") >= len(taken) // num_rows for row in range(num_rows))

@@ -82,7 +82,7 @@ def test_a_chat_whose_template_ends_only_some_turns_is_refused_by_name(tmp_path)
 
 
 def test_the_end_of_a_turn_is_found_though_a_template_refuses_or_changes_messages(tmp_path):
-    """A template that needs a system's message, and one that writes thoughts and trims what is said."""
+    """Try a template that needs a system message, and one that writes thoughts and trims answers."""
     needy = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     thinking = CHATML.replace("{{ m['content'] }}", "<think>\n\n</think>\n\n{{ m['content'] | trim }} ")
     for name, template, config in (

@@ -1,4 +1,4 @@
-"""What a config.json says of a model, and what is refused because the model would be another one without an error."""
+"""The reading of config.json; a key that would silently make another model is refused."""
 
 import dataclasses
 import json
@@ -141,7 +141,7 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "must have factor, which linear needs"),
         ("llama", {"rope_parameters": {**_LLAMA3, "low_freq_factor": None}}, "must have low_freq_factor, which llama3"),
-        # What is no number, or none that can be meant.
+        # Values that are not numbers, or that must be a mistake.
         ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 in config.json must be a whole number"),
         ("llama", {"num_hidden_layers": "4"}, "num_hidden_layers = '4'"),
         ("llama", {"hidden_size": 64.0}, "hidden_size = 64.0"),

@@ -220,7 +220,7 @@ def test_kill_9_in_the_middle_of_appending_loses_nothing_that_append_returned_fr
 
 @contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As on a full disk, a write beyond is cut short, and the next one fails."""
+    """Cut a write beyond `num_bytes` short and fail the next one, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Who may import whom, and that importing does nothing but define."""
+"""Layers: a part imports lower parts only, and an import does nothing but define."""
 
 import pytest
 

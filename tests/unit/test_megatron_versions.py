@@ -1,4 +1,4 @@
-"""What differs between versions of megatron-core, by stand-ins for the code of each; none needs to be installed."""
+"""Differences between versions of megatron-core, with stand-ins for the code of each; none needs to be installed."""
 
 import functools
 import logging
@@ -30,7 +30,7 @@ VERSION = (MAJOR, MINOR, PATCH, PRE_RELEASE)
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that makes a tree which imports find before any other; megatron itself has no __init__.py."""
+    """Return a function that makes a tree which imports find first; megatron itself has no __init__.py."""
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)

@@ -319,7 +319,7 @@ def _fake_npu_packages(monkeypatch, **changed):
 
 
 def _fake_torch_npu(monkeypatch, available):
-    """A torch_npu that can be found and imported, and the torch.npu that it would bring. Returns the calls it gets."""
+    """Fake a torch_npu that can be found and imported, with the torch.npu that it brings; return the calls it gets."""
     calls = []
     module = ModuleType("torch_npu")
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
@@ -355,7 +355,7 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
         opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
         print(opened.count("anon_inode:[eventpoll]"), values.tolist(), dist.get_backend(groups[0]))
         print(groups[0]._get_backend(torch.device("cpu")).options._timeout)
-        # A thread of gloo's that lets go of a tensor while Python ends would abort the process.
+        # A thread of gloo's that releases a tensor while Python ends would abort the process.
         del group, groups
         dist.destroy_process_group()
         """

@@ -1,4 +1,4 @@
-"""The prompts of a run: files, tokens, filters, order, held-out split, and a place that a run goes on from."""
+"""The prompts of a run: files, tokens, filters, order, held-out split, and the place from which a run resumes."""
 
 import dataclasses
 import datetime
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that knows the words n0 to n99, puts <s> before text, and has a chat template that does so too."""
+    """Save a tokenizer that knows the words n0 to n99; it puts <s> before text, and so does its chat template."""
     words = (*WORDS, *(f"n{number}" for number in range(100)))
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def n(*numbers: int) -> list[int]:
-    """The tokens of the words of these numbers."""
+    """Return the tokens of the words with these numbers."""
     return [len(WORDS) + number for number in numbers]
 
 
@@ -226,7 +226,7 @@ def test_files_that_are_only_evaluated_keep_their_order_and_have_filters_of_thei
     assert "a.jsonl:5" not in rows_of(loaded.take(loaded.num_rows))
 
 
-# The order, and going on from a place in it.
+# The order, and a run that resumes from a place in it.
 
 
 @given(num_rows=st.integers(1, 12), seed=st.integers(0, 2**64), takes=st.lists(st.integers(0, 9), max_size=12))
@@ -272,7 +272,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_the_order_is_the_same_in_years_to_come():
-    """A checkpoint outlives the libraries that it was written with, so this is a constant."""
+    """Compare with a constant: a checkpoint outlives the libraries that it was written with."""
     ours = source(8, seed=7)
     assert [int(prompt.text) for prompt in ours.take(16)] == [3, 5, 4, 1, 7, 6, 8, 2, 7, 3, 1, 2, 4, 6, 5, 8]
 

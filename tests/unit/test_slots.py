@@ -266,7 +266,7 @@ def test_a_pass_of_its_own_makes_the_same_batches_anew_and_keeps_none():
 
 
 def test_a_batch_stays_on_the_device_until_the_last_chunk_has_had_it():
-    """Chunks of one rank go through the micro-batches one behind the other, as in an interleaved schedule."""
+    """Let the chunks of a rank go through the micro-batches one after the other, as in an interleaved schedule."""
     device = OnDevice()
     with device.counted():
         slots = ready_slots(12, 1)

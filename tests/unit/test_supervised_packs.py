@@ -20,7 +20,7 @@ from megatron_rl.training.supervised.stage import _check
 
 
 def draw(number: int) -> Demonstration:
-    """One whose tokens say which it is."""
+    """Make a demonstration whose tokens are its number."""
     return Demonstration(f"row {number}", ((np.full(2, number, np.int32), np.full(1, number, np.int32)),))
 
 
@@ -39,7 +39,7 @@ def session_of(replica: int, num_replicas: int) -> SimpleNamespace:
 
 
 def rows_of(packs: Packs) -> list[list[int]]:
-    """The demonstrations of each micro-batch."""
+    """Return the numbers of the demonstrations of each micro-batch."""
     return [sorted({*pack.tokens_T.tolist()}) for pack in packs]
 
 
