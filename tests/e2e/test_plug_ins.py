@@ -33,8 +33,8 @@ def test_a_run_trains_with_functions_of_its_own_and_does_not_resume_once_their_f
         "grpo_clamp_eps_lower": 0.01, "grpo_clamp_eps_upper": 0.01, "global_batch_size": 8, "save_interval": 1,
     }  # fmt: skip
     whole, part = (tmp_path / name / "run" for name in ("whole", "part"))
-    for folder, num_iterations in ((whole, 3), (part, 2)):
-        places = {"rollout_folder": folder, "save": folder.parent / "ckpt", "train_iters": num_iterations}
+    for folder, end in ((whole, None), (part, 2)):
+        places = {"rollout_folder": folder, "save": folder.parent / "ckpt", "exit_interval": end}
         loop.run(folder.parent, 1, world.words("run", **words, **places))
     lines = read(whole)
     assert all(0 < line["metric"]["kept"] < 1 for line in lines)
