@@ -58,13 +58,13 @@ def find_config_key(field: str) -> str:
 
 def infer_family(architecture: Architecture) -> str:
     """Return the name of a family that can express this architecture, without regard to its own family field."""
-    objections: dict[str, str] = {}
+    unsupporteds: dict[str, str] = {}
     for name, family in FAMILIES.items():
-        objection = family.objection(architecture)
-        if objection is None:
+        unsupported = family.find_unsupported(architecture)
+        if unsupported is None:
             return name
-        objections[name] = objection
-    reasons = "; ".join(f"{name}: cannot have {objection}" for name, objection in objections.items())
+        unsupporteds[name] = unsupported
+    reasons = "; ".join(f"{name}: cannot have {unsupported}" for name, unsupported in unsupporteds.items())
     raise InputError(f"no supported model family has this architecture ({reasons})")
 
 

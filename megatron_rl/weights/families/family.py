@@ -188,7 +188,7 @@ class Family:
 
     def write(self, architecture: Architecture) -> dict[str, Any]:
         """Write a config.json for an architecture, with which transformers and vLLM can load its weights."""
-        reason = self.objection(architecture)
+        reason = self.find_unsupported(architecture)
         if reason:
             raise InputError(f"a {self.name} model cannot have {reason}")
         config: dict[str, Any] = {"architectures": [self.hf_class], "model_type": self.name}
@@ -210,7 +210,7 @@ class Family:
             config[self.window_key] = architecture.sliding_window is not None
         return config
 
-    def objection(self, architecture: Architecture) -> str | None:
+    def find_unsupported(self, architecture: Architecture) -> str | None:
         """Return a feature of this architecture that the family cannot express; None if it can express all of them."""
         for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
             value = getattr(architecture, field)
