@@ -29,7 +29,7 @@ class BreachName(enum.StrEnum):
     NOT_PROVEN = "engine proved not to hold its version"
     NOT_COMPARED = "parameters of an engine not compared"
     PROBE_DIFFERS = "engine's log-probs are not the trainer's"
-    MISMATCH = "tokens not of the trainer's policy"
+    MISMATCH = "tokens not sampled by the trainer's policy"
     UNKNOWN_ENGINE = "unknown engine"
     FOREIGN_FINGERPRINT = "foreign fingerprint"
     WRONG_SPAN = "wrong version span"
@@ -48,12 +48,12 @@ class BreachName(enum.StrEnum):
     CLAIMED_TWICE = "group claimed twice"
     NEVER_FINISHED = "group never finished"
     NEVER_CLAIMED = "group never claimed"
-    NOT_CARRIED = "prompt that was put off is not carried on"
+    NOT_CARRIED = "put-off prompt is missing"
     WRONG_COUNT = "wrong count"
     COMPLETE_OUTSIDE = "completion outside of an iteration"
     OTHER_JOURNAL = "journal holds other responses"
-    OTHER_CHECKPOINT = "checkpoint of other weights"
-    OTHER_LOG_PROBS = "log-probs not of these weights"
+    OTHER_CHECKPOINT = "checkpoint holds other weights"
+    OTHER_LOG_PROBS = "log-probs of other weights"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_an_engine_that_kept_the_weights_of_the_version_before_is_caught_by_name
     breaches = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BREACH")]
     assert len(breaches) == 4
     for line in breaches:
-        assert re.search(r"log-probs not of these weights: .* of version 5 \(engine engine-1\).* beyond 0.001", line)
+        assert re.search(r"log-probs of other weights: .* of version 5 \(engine engine-1\).* beyond 0.001", line)
 
 
 @pytest.mark.each_change
@@ -184,9 +184,7 @@ def test_old_weights_are_found_though_a_step_changes_less_than_the_bound(tmp_pat
     assert float(worst[1]) < 1e-3
     breaches = [line for line in output.splitlines() if line.startswith("BREACH")]
     assert len(breaches) == 1
-    assert (
-        "log-probs not of these weights: 8 responses of version 4 (engine engine-1) are nearer to version 3" in output
-    )
+    assert "log-probs of other weights: 8 responses of version 4 (engine engine-1) are nearer to version 3" in output
 
 
 def test_log_probs_that_are_off_by_more_than_the_bound_are_a_breach_and_the_bound_can_be_given(
@@ -205,7 +203,7 @@ def test_a_checkpoint_of_other_weights_is_a_breach_and_nothing_is_computed_from_
     shutil.copytree(checkpoints.of(5), tmp_path / "iter_0000004")
     assert audit(honest, tmp_path) == 5
     output = capsys.readouterr().out
-    assert "checkpoint of other weights" in output
+    assert "checkpoint holds other weights" in output
     assert f"has fingerprint {checkpoints.fingerprints[5][:12]}, and version 4 was published with" in output
     assert "8 responses of 1 versions computed again, 1 breaches" in output
 

@@ -117,18 +117,16 @@ def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(t
     ):
         write_log(tmp_path / name, [first, second, wrong])
         names = {str(breach.name) for breach in verify(tmp_path / name).breaches}
-        assert names == {"prompt that was put off is not carried on"}, name
+        assert names == {"put-off prompt is missing"}, name
     at_once = replace_tokens(make_submission(plan, version=0, num_carried=8), gathered)
     write_log(tmp_path / "first of all.jsonl", [at_once])
     assert {str(breach.name) for breach in verify(tmp_path / "first of all.jsonl").breaches} == {
-        "prompt that was put off is not carried on"
+        "put-off prompt is missing"
     }
     write_log(
         tmp_path / "early.jsonl", [first, replace_tokens(make_submission(plan, version=1, num_carried=8), gathered)]
     )
-    assert "prompt that was put off is not carried on" in {
-        str(breach.name) for breach in verify(tmp_path / "early.jsonl").breaches
-    }
+    assert "put-off prompt is missing" in {str(breach.name) for breach in verify(tmp_path / "early.jsonl").breaches}
 
 
 def test_the_audit_names_the_prompts_that_are_put_off_when_the_log_ends(tmp_path, capsys) -> None:

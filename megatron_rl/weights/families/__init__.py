@@ -58,13 +58,13 @@ def find_config_key(field: str) -> str:
 
 def infer_family(architecture: Architecture) -> str:
     """Return the name of a family that can express this architecture, without regard to its own family field."""
-    unsupporteds: dict[str, str] = {}
+    features: dict[str, str] = {}
     for name, family in FAMILIES.items():
-        unsupported = family.find_unsupported(architecture)
-        if unsupported is None:
+        feature = family.find_unsupported(architecture)
+        if feature is None:
             return name
-        unsupporteds[name] = unsupported
-    reasons = "; ".join(f"{name}: cannot have {unsupported}" for name, unsupported in unsupporteds.items())
+        features[name] = feature
+    reasons = "; ".join(f"{name}: cannot have {feature}" for name, feature in features.items())
     raise InputError(f"no supported model family has this architecture ({reasons})")
 
 
