@@ -207,11 +207,11 @@ class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
 
 
 class TrainedWith(AuditEvent, frozen=True, kw_only=True, tag="plug_ins"):
-    """The trainer reports the functions of a person's own that it has trained with."""
+    """The trainer reports the user's own functions that it has trained with."""
 
     version: int
     sha256: dict[str, str]
-    """The hash of the file of each function, by its flag."""
+    """Hashes of the functions' files, by flag."""
 
 
 class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
@@ -368,7 +368,7 @@ class AuditLog:
         self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
 
     def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
-        """Write the functions of a person's own that the trainer has trained with."""
+        """Record the user's own functions that the trainer has trained with."""
         self._append(TrainedWith(version=version, sha256=dict(plug_ins)))
 
     def complete(self, version: int, num_groups: int, num_responses: int) -> None:
