@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "integers": (
         tensors(lambda values: values.update({_DOWN: values[_DOWN].to(torch.int8)})),
-        "model.layers.3.mlp.down_proj.weight in {source} is stored as I8: quantized",
+        "model.layers.3.mlp.down_proj.weight in {source} is stored as I8, and quantized",
     ),
     "not a number": (with_a_number(float("nan")), "model.layers.2.self_attn.v_proj.weight in {source} holds numbers"),
     "an infinite number": (with_a_number(float("-inf")), "holds numbers that are not finite in torch.float32"),
@@ -223,7 +223,7 @@ def test_a_full_disk_is_an_error_before_weights_are_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     code, said = convert("--hf-model", model, "--save-hf", tmp_path / "out")
     assert "make room there" in said
-    assert code == ExitCode.INPUT
+    assert code == ExitCode.RUN
     assert not list(tmp_path.iterdir())
 
 
