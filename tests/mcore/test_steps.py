@@ -4,7 +4,7 @@ import torch
 
 from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.data.batch import Batch, Batcher
 from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.protocol import wire
@@ -24,7 +24,7 @@ def make_batch(index: int) -> Batch:
         prompt_index=index, row="", prompt_tokens=wire.encode_tokens([1, 2]), first_response=0, rewards=[0.0, 1.0],
         responses=responses,
     )  # fmt: skip
-    batcher = Batcher(advantages.of_sums(advantages.ADVANTAGES["grpo"]))
+    batcher = Batcher(advantages.GroupAdvantages(AlgorithmConfig()))
     return batcher.batch(wire.Slot(run="run", version=0, fingerprint="", replica=0, index=index, parts=[part]))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.algorithm.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
+from megatron_rl.config.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.training.reporter import SamplesReporter, build_reporter
@@ -78,7 +78,7 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
     ]
     return SimpleNamespace(
         prompt_index=prompt, row=f"row {prompt}", prompt_tokens=packed(7, prompt), first_response=first,
-        responses=responses, rewards=[0.0, 1.0, 2.0, 3.0],
+        responses=responses, rewards=[0.0, 1.0, 2.0, 3.0], components={},
     )  # fmt: skip
 
 
