@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.config.settings import AlgorithmConfig, CheckpointConfig, ObserveConfig
+from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.config.settings import CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.training.reporter import SamplesReporter, build_reporter

@@ -72,14 +72,16 @@ def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
         assert rollouts(rank, lambda action: action(), None).list_put_off(None) == []
 
 
-def test_an_iteration_is_batched_with_the_mean_reward_of_the_one_before() -> None:
+def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with_its_plug_ins() -> None:
     given: list[float | None] = []
+    recorded: list[object] = []
 
     def make_batcher(baseline: float | None) -> Any:
         given.append(baseline)
         return Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
 
-    def complete(version: int, mismatch: wire.Mismatch, plug_ins: Any) -> Any:
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object) -> Any:
+        recorded.append(plug_ins)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
         return types.SimpleNamespace(head=f"head {version}", census=census)
 
@@ -93,11 +95,13 @@ def test_an_iteration_is_batched_with_the_mean_reward_of_the_one_before() -> Non
     client: Any = types.SimpleNamespace(submit=lambda _: None, complete=complete)
     for has_baseline, expected in ((True, [0.75, 0.25, 1.25]), (False, [0.75, None, None])):
         given.clear()
-        terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0, has_baseline)
+        recorded.clear()
+        terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0, has_baseline, {"own.py": "hash"})
         one = Rollouts(client, session, terms, make_batcher, start_at_once, prompts, state=RunState("", 0.75))
         for version in range(3):
             with one.iteration(Identity("run", version, "weights")):
                 pass
             one.complete(version, wire.Mismatch(mean=0.0, largest=0.0, bound=None))
         assert given == expected
+        assert recorded == [{"own.py": "hash"}] * 3
         assert one.state == RunState("head 2", 2.25 if has_baseline else None)
