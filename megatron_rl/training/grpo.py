@@ -33,7 +33,7 @@ from megatron_rl.training.reporter import Reporter, RunLog, open_log
 from megatron_rl.training.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
 from megatron_rl.training.saver import RunState, StartPoint
 
-# What a sidecar does before and after its engines start: rewards are tried, the tokenizer is read.
+# Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
 _SIDECAR_SECONDS = 60.0
 
 

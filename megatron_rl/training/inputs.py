@@ -116,7 +116,7 @@ def check_loaded_stage(settings: Settings) -> None:
 
 
 def check_loaded_plug_ins(settings: Settings) -> list[str]:
-    """Return notes of plug-ins that only one of the checkpoint of --load and this run has.
+    """Return a note for each plug-in that only the loaded checkpoint has, or only this run.
 
     Raise an InputError if the file of one has changed since.
     """

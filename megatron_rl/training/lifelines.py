@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 # Seconds of silence before the first keepalive probe, seconds between probes, and probes without an answer.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 4}
-# Seconds until the loss of a peer is noticed that could not close its connection: its host or the network is lost.
+# Seconds until the loss of a peer is noticed if it could not close its connection: its host or the network is lost.
 NOTICED_SECONDS = _KEEPALIVE[socket.TCP_KEEPIDLE] + (_KEEPALIVE[socket.TCP_KEEPINTVL] * _KEEPALIVE[socket.TCP_KEEPCNT])
 _POLL_SECONDS = 0.1
 _MOST_BYTES = 1 << 20
@@ -269,7 +269,7 @@ class _Connection:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Return the other end's next messages; None if the connection broke, or brought no message but other bytes."""
+        """Return the other end's next messages; None if the connection broke, or brought anything else."""
         try:
             data = self._connection.recv(1 << 16)
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")

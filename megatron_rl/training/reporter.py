@@ -48,7 +48,7 @@ class Reporter:
         """Show that a part of the iteration begins."""
 
     def say(self, text: str) -> None:
-        """Tell people a line."""
+        """Print a line for people."""
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         """Show the sidecar's counts of the running iteration, from now on, if the display has room for them."""
@@ -235,7 +235,7 @@ class SamplesReporter(MetricsReporter):
 def _divide_log_probs(
     parts: Iterable[GroupPart], log_probs_N: np.ndarray | None
 ) -> Iterator[tuple[GroupPart, list[np.ndarray | None]]]:
-    """Divide the log-probs of a slot over its responses, in whose order they are."""
+    """Divide the log-probs of a slot, which follow the order of its responses, over these."""
     begin = 0
     for part in parts:
         of_part: list[np.ndarray | None] = []
@@ -247,7 +247,7 @@ def _divide_log_probs(
 
 
 def _round(log_probs: np.ndarray) -> list[float]:
-    """Leave out the decimals that single precision does not resolve."""
+    """Round to the decimals that single precision resolves."""
     return [round(value, _DECIMALS) for value in log_probs.tolist()]
 
 

@@ -103,7 +103,7 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
 
 
 def _try_attention(settings: Settings, device: torch.device) -> None:
-    """Raise unless attention can be computed here; on a CPU, tests have shown that it can."""
+    """Raise unless an accelerator computes attention: tests on a CPU have not run its kernels."""
     if device.type == "cpu":
         return
     one = settings.architecture

@@ -89,7 +89,7 @@ class Saver:
         return StartPoint(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
 
     def save_if_due(self, version: int, is_last: bool, state: RunState) -> None:
-        """Save in both formats if that is due; before, complete a checkpoint that was written in the background."""
+        """Save in both formats if that is due, after completing a checkpoint that was written in the background."""
         config, self._num_done = self._settings.checkpoint, version
         self._checkpointer.poll()
         if not is_save_due(self._settings, version, is_last):
@@ -109,7 +109,7 @@ class Saver:
         self._checkpointer.finish()
 
     def describe_loss(self) -> str:
-        """Return the newest checkpoint, the finished iterations that an interrupt loses, and the way to resume."""
+        """Describe the newest checkpoint, the finished iterations that an interrupt loses, and the way to resume."""
         config = self._settings.checkpoint
         newest = None if config.save is None else latest_iteration(config.save)
         way = "the same command resumes from it"

@@ -1,4 +1,4 @@
-"""Ends of a run before its time. On SIGTERM the running iteration is finished and saved, or given up after a grace.
+"""Early ends of a run. On SIGTERM the running iteration is finished and saved, or given up after a grace period.
 
 Before the first iteration there is nothing to finish: the process ends at once.
 
@@ -56,7 +56,7 @@ class StopRequest:
         return self._asked.is_set()
 
     def begin(self) -> None:
-        """Let later requests finish the iteration. Does not return if the process is already ending."""
+        """Note that iterations begin, which a request lets finish. Does not return if the process is already ending."""
         with self._lock:
             self._has_begun = True
 

@@ -19,7 +19,7 @@ from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.weights.mapping import Coordinates
 
 _NUM_QUESTIONS = 8
-# The sidecar is asked once an iteration. The number of its last answers that count:
+# The number of the sidecar's last answers that count; it is asked once an iteration.
 _NUM_ANSWERS = 16
 
 

@@ -115,7 +115,7 @@ class Trainer:
             self.log.reporter.write(version, _name(identity) | self._evaluate(identity, is_last=True))
 
     def _report(self, identity: Identity, learned: Learned, evaluation: Mapping[str, Any]) -> bool:
-        """Write the iteration down; return whether any rank was asked to stop, or has reached a limit."""
+        """Report the iteration; return whether any rank was asked to stop, or has reached a limit."""
         version, log = identity.version, self.log
         with log.timeline.part("report"):
             log.finish_iteration(version)

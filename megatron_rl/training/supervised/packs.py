@@ -78,7 +78,7 @@ class Packs:
     def __iter__(self) -> Iterator[Pack]:
         for pack in self._packs:
             with self._packer.packing():
-                # Only noted, as progress of a long update.
+                # Entered for the timeline alone: giving a pack is progress of a long update.
                 pass
             yield pack
 
