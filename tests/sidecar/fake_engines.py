@@ -52,7 +52,7 @@ class FakeEngine(ScriptedEngine):
 
     async def find_fault(self) -> str | None:
         is_alive = not self.is_closed and self.state is not EngineState.DEAD and not self._factory.killed[self.name]
-        return None if is_alive else "its process is gone"
+        return None if is_alive else "its process ended without a message"
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         await self._fail("generate")

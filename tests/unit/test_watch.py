@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(t
         ranks.wait_until_there()
         ranks.processes[2].kill()
         assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
-    assert (tmp_path / "errors").read_text().count("the run ended: its process is gone") == 1
+    assert (tmp_path / "errors").read_text().count("the run ended: its process ended without a message") == 1
 
 
 def test_the_launcher_is_told_the_reason_by_the_rank_that_failed(tmp_path):
