@@ -1,8 +1,10 @@
-"""http://ADDRESS: a remote reward model. One POST a group, `{"prompts", "completions", "completion_ids", "columns"}`;
-the answer is `{"rewards": [...]}` or the bare list, a number or null for each completion.
+"""http://ADDRESS: a remote reward model.
 
-Connections that fail and answers of 500 and above are tried again, three times in all and within the function's limit;
-every other answer is final. With REWARD_HTTP_TOKEN in the worker's environment it is sent as a bearer token.
+Each group is one POST of `{"prompts", "completions", "completion_ids", "columns"}`. The answer is `{"rewards": [...]}`
+or the bare list, with a number or null for each completion.
+
+Failed connections and answers of 500 and above are tried again, three times in all and within the function's limit.
+Every other answer is final. If REWARD_HTTP_TOKEN is in the worker's environment, it is sent as a bearer token.
 """
 
 import http.client
@@ -19,7 +21,8 @@ _FIRST_PAUSE = 0.25
 _MOST_BYTES = 1 << 20
 
 
-def make(argument: str | None, timeout: float) -> Callable[..., list[Any]]:
+def make_http(argument: str | None, timeout: float) -> Callable[..., list[Any]]:
+    """Make http://ADDRESS: the rewards that the program at this address answers with."""
     if not argument or not argument.startswith(("http://", "https://")):
         raise ValueError("http needs the address of the reward model: write --reward http://HOST/PATH")
     url = argument
