@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_rl import platforms
 from megatron_rl.arguments import checks, describe, flags, model, resolve
@@ -17,6 +17,7 @@ from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.arguments.stage import list_others
 from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
+from megatron_rl.config.flag_parser import FlagParser
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.ops.shared_prompt import Conditions, choose_backend
@@ -160,11 +161,6 @@ def find_platform_name(words: list[str]) -> str:
     return names[-1] if names and names[-1] in flag.choices else str(flag.default)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-
 class _Formatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         """What --help shows after a flag; argparse itself is told to read any number of words there."""
@@ -213,12 +209,10 @@ class _Store(argparse.Action):
 
 
 def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = FlagParser(
         prog="pretrain_grpo.py",
         description="Trains on rewards or demonstrations under Megatron's flags. docs/flags.md lists them by subject.",
         formatter_class=_Formatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
     )
     for flag in flags:
         text = flag.help if flag.kind is Kind.USED else f"{flag.kind}: {flag.remedy}"

@@ -4,18 +4,18 @@ The sidecar that a run starts reads the message. One that a person starts reads 
 same object.
 """
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 
 from megatron_rl.config import devices
 from megatron_rl.config.cores import CoreShares
 from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
+from megatron_rl.config.flag_parser import FlagParser
 from megatron_rl.config.settings import (
     DraftSettings,
     ModelConfig,
@@ -217,17 +217,10 @@ def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return values, found
 
 
-class _FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-
-def _parser(known: Sequence[Flag]) -> argparse.ArgumentParser:
-    parser = _FlagParser(
+def _parser(known: Sequence[Flag]) -> FlagParser:
+    parser = FlagParser(
         prog="python -m megatron_rl.sidecar",
         description="Supervises the engines and hands finished groups to the trainer.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
     )
     for flag in known:
         keywords: dict[str, Any] = {"action": "append"}
