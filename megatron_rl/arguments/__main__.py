@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl.arguments.command_line import main
+from megatron_rl.arguments import command_line
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.main())

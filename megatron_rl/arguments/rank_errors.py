@@ -1,9 +1,10 @@
 """One rank reports what is wrong with a command line, though every rank finds it.
 
-Under torchrun the ranks tell each other what they found through the launcher's own store, which exists before they
-meet. The first rank that found something waits for the others' findings and reports all of them. Then every rank that
-found something ends, and torchrun ends the rest. What only another rank can see, such as a folder that is missing on
-its host, is reported with that rank's number. Without torchrun each rank reports what it finds: nothing is lost.
+Under torchrun the ranks exchange their findings through the launcher's own store, which exists before they have a
+process group. The first rank that found a problem waits for the others' findings and reports all of them. Then every
+rank that found one ends, and torchrun ends the rest. A problem that only another rank can see, such as a folder that is
+missing on its host, is reported with that rank's number. Without torchrun each rank reports its own findings, and none
+is lost.
 """
 
 import contextlib
@@ -16,38 +17,38 @@ import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError
 
-# How long a rank that found something waits for others, which may still be starting.
+# How long a rank that found a problem waits for the others, which may still be starting.
 _PATIENCE = datetime.timedelta(seconds=60)
-_SAID = "said"
+_REPORTED = "reported"
 
 
 @contextlib.contextmanager
-def said_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Report what goes wrong inside, each problem once, and exit with the error's code.
+def report_once(say: Callable[[str], None]) -> Iterator[None]:
+    """Report each problem that is raised inside once, and exit with the error's code.
 
-    Without the launcher's store the error goes to the caller.
+    Without the launcher's store the error is raised to the caller.
     """
-    store, rank = _launchers_store(), int(os.environ.get("RANK", "0"))
+    store, rank = _find_store(), int(os.environ.get("RANK", "0"))
     if store is None:
         yield
         return
     try:
         yield
     except MegatronRLError as error:
-        problems = _to_say(store, rank, error.problems)
+        problems = _gather_problems(store, rank, error.problems)
         if problems is not None:
             for problem in problems:
                 say(problem)
-            _set(store, _SAID, [])
+            _set(store, _REPORTED, [])
         raise SystemExit(error.exit_code) from None
     _set(store, _key(rank), [])
 
 
-def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:
-    """Return what all ranks found, if this rank is to report it; else None, after another rank has reported."""
+def _gather_problems(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | None:
+    """Return all ranks' problems if this rank must report them; else return None after another rank has reported."""
     _set(store, _key(rank), own)
     if any(_get(store, _key(other)) for other in range(rank)):
-        _get(store, _SAID)
+        _get(store, _REPORTED)
         return None
     found: dict[str, int] = dict.fromkeys(own, rank)
     for other in range(rank + 1, int(os.environ["WORLD_SIZE"])):
@@ -56,7 +57,7 @@ def _to_say(store: dist.Store, rank: int, own: Sequence[str]) -> list[str] | Non
     return [problem if first == 0 else f"on rank {first}: {problem}" for problem, first in found.items()]
 
 
-def _launchers_store() -> dist.Store | None:
+def _find_store() -> dist.Store | None:
     """Return torchrun's store; None if torchrun did not start the ranks, or the store cannot be reached."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

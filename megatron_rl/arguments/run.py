@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.arguments import files
+from megatron_rl.arguments import file_checks
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
 from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
@@ -104,7 +104,7 @@ def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | No
     has_sidecar = is_sampled and settings.service.endpoint is None
     sidecar = resolve_for_run(settings, folder, cores, _count_local_ranks(settings)) if has_sidecar else None
     if is_first:
-        problems += files.find_problems(settings)
+        problems += file_checks.find_problems(settings)
     if is_first and is_sampled:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
         problems += check_sidecar(settings, sidecar, longest)

@@ -59,7 +59,7 @@ class Entry:
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
         """Call `parse` and return the settings; all ranks together report each mistake once."""
-        from megatron_rl.arguments.saying import said_once
+        from megatron_rl.arguments.rank_errors import report_once
 
         said: list[str] = []
 
@@ -68,7 +68,7 @@ class Entry:
             said.append(problem)
             tell_launcher("\n".join(said))
 
-        with said_once(say):
+        with report_once(say):
             return parse()
 
     def late(self) -> threading.Timer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments.saying import said_once
+from megatron_rl.arguments.rank_errors import report_once
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.types import Architecture
 from megatron_rl.weights import families
@@ -64,7 +64,7 @@ def test_ranks_say_a_problem_once_that_all_of_them_find(folder: Path) -> None:
 def test_a_rank_without_a_launcher_raises_what_it_finds_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     lines: list[str] = []
-    with pytest.raises(UsageError) as raised, said_once(lines.append):
+    with pytest.raises(UsageError) as raised, report_once(lines.append):
         raise UsageError("one thing", "another")
     assert raised.value.problems == ("one thing", "another")
     assert not lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.arguments import files
+from megatron_rl.arguments import file_checks
 from megatron_rl.arguments.run import compute_sizes, find_run_folder, find_shared_folder
 from megatron_rl.config.settings import DraftSettings, ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
@@ -153,7 +153,9 @@ def test_micro_batches_that_do_not_fill_an_interleaved_schedule_are_an_error_bef
 )
 def test_a_folder_that_cannot_be_made_is_one_problem_with_its_flag(field, flag, tmp_path):
     def problems(folder):
-        return [text for text in files.find_problems(settings(**{field: folder})) if not text.startswith("--prompts")]
+        return [
+            text for text in file_checks.find_problems(settings(**{field: folder})) if not text.startswith("--prompts")
+        ]
 
     assert problems(tmp_path / "new" / "run") == []
     (tmp_path / "file").write_text("")
@@ -167,7 +169,7 @@ def test_a_folder_that_cannot_be_made_is_one_problem_with_its_flag(field, flag, 
 def test_a_disk_that_is_full_is_said_with_the_folder_on_it_and_what_to_do(tmp_path, monkeypatch):
     full = os.statvfs_result((*os.statvfs(tmp_path)[:4], 0, *os.statvfs(tmp_path)[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    said = [*files.find_problems(settings(rollout__folder=tmp_path / "run"))]
+    said = [*file_checks.find_problems(settings(rollout__folder=tmp_path / "run"))]
     assert said[-1] == (
         f"--rollout-folder {tmp_path}/run cannot be made or written: the disk of {tmp_path} is full: make room there, "
         "or write another folder"
