@@ -16,7 +16,7 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {"GRPOConfig": {}, "GRPOTrainer": {"
 _OBJECTS = ("args", "model_name_or_path", "processing_class")
 
 
-def find_run(script: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def find_command(script: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Find the command of a shell script that starts a run: the launcher's words, and the run's."""
     variables = {"0": str(script), "BASH_SOURCE": str(script)}
     commands = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script)).commands

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.arguments.command_line import parse_run
 from megatron_rl.commands.launch_words import (
-    find_run,
+    find_command,
     group_words,
     read_flat_yaml,
     read_launcher,
@@ -52,7 +52,7 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
         return translate_trl(read_flat_yaml(text), script)
     if script.suffix == ".py":
         return translate_trl(read_program(text, script), script)
-    head, words = find_run(script, text, arguments)
+    head, words = find_command(script, text, arguments)
     if any(word.startswith("verl.") for word in head):
         settings = read_overrides(words)
         if "megatron" in read_launcher(words).get("config_name", ""):
