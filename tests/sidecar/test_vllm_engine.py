@@ -131,7 +131,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(run, engine, models):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (request(length=500, max_tokens=13), "500 tokens and 13 more are beyond the engines' 512"),
+        (request(length=500, max_tokens=13), "500 tokens and 13 more exceed the engines' 512"),
         (request(group_size=65), "more than the 64"),
         (request(length=0), "empty prompt"),
         (request(max_tokens=0), "of 0 tokens"),
@@ -296,7 +296,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
         with pytest.raises(WeightsNotWritten, match=f"ended before it had written {left} tensors: "):
             await loaded
         # Nobody writes any more, which is seen before a weight is touched.
-        with pytest.raises(WeightsNotWritten, match="lacks weights, and nobody writes them"):
+        with pytest.raises(WeightsNotWritten, match="lacks weights, and no trainer is writing them"):
             await engine.load(weights)
 
     with in_shared_memory(models.second, 14) as weights:

@@ -103,7 +103,7 @@ def test_any_stale_tensor_is_found_in_the_parameters(dtype):
     old, new = drawn(dtype), drawn(dtype)
     assert (held := loaded(worker, order, new, new)).num_compared == 5 == held.num_parameters - 1
     for name in SHAPES:
-        with pytest.raises(NotHeld, match=f"1 tensors are held with other numbers than were given: {name}$"):
+        with pytest.raises(NotHeld, match=f"1 tensors do not hold the numbers that were given: {name}$"):
             loaded(worker, order, new | {name: old[name]}, new)
     for name, tensor in new.items():
         # One step of one number.
@@ -140,7 +140,7 @@ def test_a_layer_that_does_not_take_over_loaded_weights_is_named():
     order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
     tensors = drawn(torch.float32)
     del worker.model["qkv"].quant_method
-    with pytest.raises(NotHeld, match="the layers of 1 parameters did not process what was loaded: qkv.weight"):
+    with pytest.raises(NotHeld, match="the layers of 1 parameters did not process the loaded weights: qkv.weight"):
         loaded(worker, order, tensors, tensors)
 
 
@@ -171,7 +171,7 @@ def test_a_float32_parameter_is_not_compared_through_the_rounding_to_what_was_pu
     beside[3] *= 1 + 2**-20
     assert torch.equal(beside.bfloat16(), given["norm"])
     assert loaded(worker, order, given, given).num_compared == 5
-    with pytest.raises(NotHeld, match="1 tensors are held with other numbers than were given: norm$"):
+    with pytest.raises(NotHeld, match="1 tensors do not hold the numbers that were given: norm$"):
         loaded(worker, order, given | {"norm": beside}, given)
 
 

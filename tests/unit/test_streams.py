@@ -307,7 +307,7 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
     assert len(refused) == (2 if is_compared else 1)
     for answer in refused:
         assert answer == {
-            "error": "1 tensors came with other numbers than their digests are of: b.weight",
+            "error": "1 tensors do not match the digests sent with them: b.weight",
             "code": "refused",
         }
 

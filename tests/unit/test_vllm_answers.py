@@ -74,9 +74,9 @@ def test_a_good_answer_becomes_responses_with_their_provenance():
         ((4, 5, 6, 7), {}, "after 4 tokens, with max_tokens 3"),
         ((), {"finish_reason": "stop"}, "after 0 tokens"),
         ((4, 5, 6), {"log_probs": b"", "log_prob_tokens": b""}, "log-probs for 0 tokens"),
-        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4])}, "log-probs for 1 tokens that are not its 3"),
-        ((4, 5, 6), {"log_probs": encode_log_probs([-1.0])}, "log-probs for 3 tokens that are not its 3"),
-        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4, 6, 5])}, "are not its 3 tokens"),
+        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4])}, "log-probs for 1 tokens that are not its own 3"),
+        ((4, 5, 6), {"log_probs": encode_log_probs([-1.0])}, "log-probs for 3 tokens that are not its own 3"),
+        ((4, 5, 6), {"log_prob_tokens": encode_tokens([4, 6, 5])}, "are not its own 3 tokens"),
         ((4, 5, 6), {"log_probs": encode_log_probs([-1, -math.inf, -1])}, "-inf for the log-prob of token 5"),
         ((4, 5, 6), {"log_probs": encode_log_probs([-1, -1, math.nan])}, "nan for the log-prob of token 6"),
         ((4, 5, 6), {"log_probs": encode_log_probs([0.5, -1, -1])}, "0.5 for the log-prob of token 4"),
@@ -151,7 +151,7 @@ def test_the_end_of_a_response_is_named_because_vllm_has_no_tokenizer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_tokens": tuple(range(30))}, "30 tokens and 3 more are beyond the engines' 32"),
+        ({"prompt_tokens": tuple(range(30))}, "30 tokens and 3 more exceed the engines' 32"),
         ({"prompt_tokens": ()}, "empty prompt"),
         ({"prompt_tokens": (1, 100)}, "token 100 of the prompt is not one of the model's 100"),
         ({"prompt_tokens": (-1, 1)}, "token -1 of the prompt"),

@@ -1,4 +1,4 @@
-"""What the sidecar asks of an engine. The other modules: the scripted engine, and the pool that spreads groups."""
+"""The interface of an engine to the sidecar. Beside it: the scripted engine, and the pool that distributes groups."""
 
 import asyncio
 import dataclasses
@@ -11,15 +11,15 @@ from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights
 
 
 class EngineState(enum.StrEnum):
-    """How far an engine is between its start and its end."""
+    """The states of an engine between its start and its end."""
 
     STARTING = "starting"
     WAITING = "waiting"
-    """It is up and holds no version of this run yet: the next publish brings one."""
+    """The engine runs, but holds no version of this run yet: the next publish brings one."""
     READY = "ready"
     PUBLISHING = "publishing"
     DIRTY = "dirty"
-    """A publish broke off: it is not known which weights it holds."""
+    """A publish failed half-way: it is not known which weights the engine holds."""
     DEAD = "dead"
 
 
@@ -32,32 +32,32 @@ class RefusalCode(enum.StrEnum):
 
 
 class EngineLost(MegatronRLError):
-    """The engine's process is gone, or does not answer within its deadline."""
+    """An engine whose process has ended, or that does not answer within its deadline."""
 
 
 class EngineRefused(MegatronRLError):
-    """The engine answered and refused the request."""
+    """A request that the engine answered with a refusal."""
 
 
 class EngineBusy(EngineRefused):
-    """The engine takes no requests for now, as while it is paused; it sampled nothing of this one."""
+    """A refusal for the moment, for instance while the engine is paused; it sampled no part of the request."""
 
 
 class WeightsNotWritten(EngineRefused):
-    """The trainer ended before it had written all weights."""
+    """The end of the trainer before it had written all weights."""
 
 
 class NotCompared(EngineRefused):
-    """Parameters of the engine cannot be compared with what was published, and the run accepts no weaker proof."""
+    """Parameters that cannot be compared with the published weights, in a run that accepts no weaker proof."""
 
 
 class WrongWeights(EngineRefused):
-    """The engine was proved not to hold the version that it reports: nothing may be sampled with it."""
+    """A proof that the engine does not hold the version that it reports: it may not sample."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: K responses to one prompt under one version."""
+    """A group to sample: K responses to one prompt under one version."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -65,48 +65,48 @@ class GroupRequest:
     seed: int
     sampling: Sampling
     can_wait: bool = False
-    """Whether other groups go first: an evaluation uses what training leaves free."""
+    """Whether other groups go first: an evaluation uses the capacity that training leaves free."""
     cut: asyncio.Event | None = dataclasses.field(default=None, compare=False)
-    """Once it is set, responses end where they are, some perhaps before their first token."""
+    """The event that ends the responses where they are, some perhaps before their first token."""
     prompt: int = 0
     """The prompt's index, for the trace."""
     since: float | None = None
-    """When the group was submitted, for the trace."""
+    """The time when the group was submitted, for the trace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightReport:
-    """What an engine reports of the weights it holds."""
+    """An engine's report about the weights that it holds."""
 
     version: int
     fingerprint: str
-    """Made of the digests of the tensors that it loaded."""
+    """The fingerprint of the digests of the tensors that it loaded."""
     num_compared: int = dataclasses.field(default=0, compare=False)
-    """How many parameters were proved to hold, bit for bit, what was published."""
+    """The number of parameters that were proved to hold the published weights, bit for bit."""
     num_parameters: int = dataclasses.field(default=0, compare=False)
     uncompared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The parameters that could not be compared, and the tensors that none of the compared ones holds."""
+    """The parameters that could not be compared, and the tensors that no compared parameter holds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeReport:
-    """What an engine answers to a probe."""
+    """An engine's answer to a probe."""
 
     log_probs: list[float]
-    """At temperature 1, of the prompt's tokens from the second on."""
+    """Log-probs at temperature 1 of the prompt's tokens from the second on."""
     response: Response
-    """One token after the prompt; its spans name the weights that sampled it."""
+    """A response of one token; its spans name the weights that sampled it."""
 
 
 class Engine(Protocol):
-    """One vLLM server, or its stand-in in tests."""
+    """A vLLM server, or its replacement in tests."""
 
     name: str
     state: EngineState
 
     @property
     def kind(self) -> EngineKind:
-        """How the engine computes log-probs."""
+        """The way in which the engine computes log-probs."""
         ...
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -114,18 +114,18 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop taking steps; nothing is in flight when this returns."""
+        """Stop taking steps; no request is in flight when this returns."""
         ...
 
     async def load(self, weights: Weights) -> WeightReport:
-        """Check digests and completeness, load, and compare what the parameters hold with what was published.
+        """Check digests and completeness, load, and compare the parameters with the published weights.
 
-        The engine is DIRTY from the call until `commit`. Raise WrongWeights if it holds something else.
+        The engine is DIRTY from the call until `commit`. Raise WrongWeights if the parameters differ.
         """
         ...
 
     async def commit(self, report: WeightReport) -> None:
-        """Reset the prefix cache and tag the engine with the version and the fingerprint it reported."""
+        """Reset the prefix cache, and tag the engine with the version and the fingerprint that it reported."""
         ...
 
     async def verify(self) -> WeightReport:
@@ -133,7 +133,7 @@ class Engine(Protocol):
         ...
 
     async def probe(self, tokens: Sequence[int]) -> ProbeReport:
-        """Take steps again, and answer a prompt of these tokens, cut to the engine's longest sequence.
+        """Resume taking steps, and answer a prompt of these tokens, cut to the engine's longest sequence.
 
         Without tokens the engine draws some from its version.
         """
@@ -144,9 +144,9 @@ class Engine(Protocol):
         ...
 
     async def find_fault(self) -> str | None:
-        """Say why the engine is lost; None while its processes run and it answers in time."""
+        """Return why the engine is lost; None while its processes run and it answers in time."""
         ...
 
     def last_words(self) -> str:
-        """Say what is known of why it ended."""
+        """Describe what is known about its end."""
         ...

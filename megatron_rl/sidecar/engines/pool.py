@@ -1,12 +1,12 @@
-"""Which engine samples which group.
+"""The choice of the engine that samples a group.
 
 Invariants:
 
-- a group goes to the READY engine with the fewest responses in flight, never beyond an engine's bound; the group that
-  has waited longest goes first, but a group that can wait goes only when no other waits;
-- a group whose engine is lost or refuses is tried again at once, on any engine and with the same seed, a bounded
+- a group goes to the READY engine with the fewest responses in flight, and never exceeds an engine's bound;
+- the group that has waited longest goes first, but a group that can wait goes only if no other waits;
+- if its engine is lost or refuses, a group is tried again at once, on any engine and with the same seed, a bounded
   number of times;
-- an engine's room is given back however a request ends, also when it is cancelled.
+- an engine's room is freed however a request ends, also if it is cancelled.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _Queue = collections.deque[tuple[int, asyncio.Future[Engine]]]
 
 
 class EnginePool:
-    """Spreads groups over engines."""
+    """The distribution of groups over engines."""
 
     def __init__(
         self,
@@ -38,8 +38,11 @@ class EnginePool:
         none_left: Callable[[], str | None],
         recorder: Recorder | None = None,
     ) -> None:
-        """`max_responses` bounds each engine; a larger group goes to an idle engine. `none_left` returns why no engine
-        will be ready again, or None."""
+        """Make a pool.
+
+        `max_responses` bounds each engine; a larger group goes to an idle engine. `none_left` returns why no engine
+        will be ready again, or None.
+        """
         self.num_retried = 0
         self._engines = engines
         self._max_responses = max_responses
@@ -47,7 +50,7 @@ class EnginePool:
         self._none_left = none_left
         self._recorder = recorder or Recorder(most=0)
         self._in_flight: collections.Counter[str] = collections.Counter()
-        # Groups that go first, and groups that can wait.
+        # The groups that go first, and the groups that can wait.
         self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -73,7 +76,7 @@ class EnginePool:
     def _note(
         self, request: GroupRequest, engine: str, since: float, taken: float, responses: list[Response] | None
     ) -> float:
-        """Record how long a group waited and was sampled; return when it began to wait again, if it must."""
+        """Record how long a group waited and was sampled; return the time from which it may wait again."""
         recorder, now = self._recorder, self._recorder.now()
         details: dict[str, bool] = {"evaluation": True} if request.can_wait else {}
         recorder.add(recorder.kind(GROUPS, "queue", **details), since, taken, request.prompt)
@@ -87,16 +90,16 @@ class EnginePool:
         return now
 
     def in_flight(self, name: str) -> int:
-        """Responses that the engine of this name is sampling."""
+        """Return the number of responses that the engine of this name is sampling."""
         return self._in_flight[name]
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for an engine."""
+        """The number of groups that wait for an engine."""
         return sum(map(len, self._waiting))
 
     def engines_changed(self) -> None:
-        """Serve waiting groups, if an engine has become ready; fail them if none ever will."""
+        """Serve waiting groups if an engine has become ready; fail them if no engine ever will."""
         while queue := self._waiting[0] or self._waiting[1]:
             size, future = queue[0]
             if future.done():

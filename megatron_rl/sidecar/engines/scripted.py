@@ -1,7 +1,7 @@
 """An engine for tests and rehearsals: its responses are a pure function of seed, prompt and fingerprint.
 
-It replaces a vLLM engine within this process, with speed, lengths, delays and faults that a test sets. It is never
-chosen by default.
+It replaces a vLLM engine within this process, with the speed, lengths, delays and faults that a test sets. It is never
+the default.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ Step = Literal["pause", "load", "commit", "verify", "probe"]
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """How a scripted engine behaves."""
+    """The behaviour of a scripted engine."""
 
     vocab_size: int = 1000
     lengths: tuple[int, int] = (1, 32)
-    """The least and the most tokens of a response, within the request's own bound."""
+    """The least and the most tokens of a response; the request's own bound holds too."""
     tokens_per_second: float | None = None
-    """The engine's speed, shared by all responses in flight; None answers at once."""
+    """Tokens per second of all responses in flight together; None answers at once."""
     delay: Callable[[GroupRequest], float] = lambda request: 0.0
-    """Seconds that a group takes besides its tokens."""
+    """Seconds that a group takes in addition to its tokens."""
     group_faults: Mapping[str, Fault] = dataclasses.field(default_factory=dict)
-    """What happens to a request, by its id, the first time it comes."""
+    """Faults by the id of a request; each happens the first time that the request comes."""
     step_faults: Mapping[Step, Fault] = dataclasses.field(default_factory=dict)
-    """What happens at a step of a publish, once."""
+    """Faults by the step of a publish; each happens once."""
     keeps_old_weights: bool = False
-    """Whether it reports each published version, but keeps sampling with the first one."""
+    """Whether it reports each published version but continues to sample with the first one."""
 
 
 class ScriptedEngine:
@@ -73,15 +73,15 @@ class ScriptedEngine:
 
     @property
     def kind(self) -> EngineKind:
-        """Has no model: there are no log-probs to compare with the trainer's."""
+        """The kind of an engine without a model, and so without log-probs to compare with the trainer's."""
         return EngineKind(has_model=False)
 
     async def start(self) -> None:
-        """Up at once, without weights."""
+        """Start at once, without weights."""
         self.state = EngineState.WAITING
 
     def last_words(self) -> str:
-        """It has no log."""
+        """Name the kind of engine: it has no log."""
         return "it is a scripted engine"
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -139,7 +139,7 @@ class ScriptedEngine:
         return "it is dead" if self.state is EngineState.DEAD else None
 
     async def close(self) -> None:
-        """End it, as its process would end."""
+        """End the engine, as its process would end."""
         self.state = EngineState.DEAD
 
     def _respond(self, request: GroupRequest, sample: int) -> Response:
@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 
 class ScriptedFactory:
-    """Makes scripted engines, all alike. Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
+    """A maker of scripted engines, all alike. Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
 
     def __init__(self, script: Script):
         self._script = script
@@ -191,11 +191,11 @@ class ScriptedFactory:
         raise InputError(f"{address} cannot be adopted: the engines of this sidecar are scripted")
 
     def release(self, name: str) -> None:
-        """It holds nothing."""
+        """Do nothing: a scripted engine holds no devices."""
 
 
 async def _sleep(seconds: float, cut: asyncio.Event | None) -> float | None:
-    """Sleep so long, or until the responses are to be cut; then return which share of the time has gone."""
+    """Sleep, and return None; if the event comes first, return the share of the time that has passed."""
     if not seconds:
         return None
     if cut is None:
@@ -210,7 +210,7 @@ async def _sleep(seconds: float, cut: asyncio.Event | None) -> float | None:
 
 
 def _cut(response: Response, share: float) -> Response:
-    """Leave this share of the tokens, rounded up."""
+    """Keep this share of the tokens, rounded up."""
     length = math.ceil(share * len(response.tokens) / 4)
     if 4 * length >= len(response.tokens):
         return response
@@ -238,7 +238,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_script(path: Path | None, vocab_size: int | None) -> Script:
-    """Read a script, or return the default one without a file; `vocab_size` is the model's, if there is one."""
+    """Read a script, or return the default script without a file; `vocab_size` is the model's, if known."""
     fields = _Fields() if path is None else _read(path)
     _check(fields, path, vocab_size)
     return Script(

@@ -1,4 +1,4 @@
-"""What a vLLM server is asked and answers, checked, because vLLM clamps and ignores values silently."""
+"""Checked calls to a vLLM server and its checked answers, because vLLM clamps and ignores values silently."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_rl.sidecar.vllm.routes import CUT, GroupAnswer, GroupCall, GroupCh
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What an engine can do."""
+    """The limits of an engine."""
 
     max_model_len: int
     max_num_seqs: int
@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
-    """Build the call to vLLM; raise InputError where vLLM would silently do something else."""
+    """Build the call to vLLM; raise InputError if vLLM would silently do something else."""
     _check_fits(request, limits)
     sampling = build_sampling_params(request.sampling, limits)
     return GroupCall(
@@ -38,7 +38,7 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
     """Set every sampling parameter of vLLM, so that none is left to its defaults."""
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
-        # Without a tokenizer vLLM does not know which tokens end a response.
+        # Without a tokenizer, vLLM does not know which tokens end a response.
         stop_token_ids |= set(limits.eos_token_ids)
     return {
         "max_tokens": sampling.max_tokens,
@@ -60,7 +60,7 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
 def read_responses(answer: GroupAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
     """Read a group's responses; raise EngineRefused if one is missing or cut off.
 
-    Spans are as vLLM recorded them. A span of other weights keeps their tag, and `check_group` refuses it.
+    Spans are as vLLM recorded them. A span under other weights keeps their tag, and `check_group` refuses it.
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
@@ -92,18 +92,18 @@ def _response(
 
 
 def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
-    """Say what is wrong with a choice; None if nothing is."""
+    """Return the fault of a choice; None if it has none."""
     num_tokens, most = len(choice.tokens) // 4, request.sampling.max_tokens
     is_cut = choice.finish_reason == CUT and request.cut is not None
     if choice.finish_reason not in ("stop", "length") and not is_cut:
         return f"was cut off: its finish reason is {choice.finish_reason!r}"
     if is_cut and not num_tokens:
-        # It had not begun, so nothing sampled it; the group is sampled again.
+        # It had not begun, so no weights sampled it; the group is sampled again.
         return None
     if not num_tokens or num_tokens > most or (choice.finish_reason == "length" and num_tokens != most):
         return f"ended by {choice.finish_reason!r} after {num_tokens} tokens, with max_tokens {most}"
     if choice.log_prob_tokens != choice.tokens or len(choice.log_probs) != len(choice.tokens):
-        return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its {num_tokens} tokens"
+        return f"has log-probs for {len(choice.log_prob_tokens) // 4} tokens that are not its own {num_tokens} tokens"
     log_probs = decode_log_probs(choice.log_probs)
     # A log-prob is at most 0, except for the rounding of a sum over the vocabulary. Written so that NaN is a fault.
     faulty = np.flatnonzero(~(np.isfinite(log_probs) & (log_probs <= 1e-3)))
@@ -112,7 +112,7 @@ def _find_fault(choice: GroupChoice, request: GroupRequest) -> str | None:
         return f"has {log_probs[faulty[0]]} for the log-prob of token {token}"
     if choice.spans is None:
         return (
-            "does not say which weights sampled it: they may have changed meanwhile, and this vLLM does not record it"
+            "does not say which weights sampled it: they may have changed meanwhile, and this vLLM does not record that"
         )
     return None
 
@@ -125,7 +125,7 @@ def _check_fits(request: GroupRequest, limits: Limits) -> None:
         raise InputError(f"request {request.request_id} asks for {request.group_size} responses of {most} tokens")
     if len(tokens) + most > limits.max_model_len:
         raise InputError(
-            f"request {request.request_id}: a prompt of {len(tokens)} tokens and {most} more are beyond the engines' "
+            f"request {request.request_id}: a prompt of {len(tokens)} tokens and {most} more exceed the engines' "
             f"{limits.max_model_len}: shorten one of them, or raise --rollout-max-model-len"
         )
     if request.group_size > limits.max_num_seqs:
@@ -141,15 +141,15 @@ def _check_fits(request: GroupRequest, limits: Limits) -> None:
 
 
 def is_sum(parts: Iterable[Sequence[int]], whole: Sequence[int]) -> bool:
-    """Whether the digests of parts add up to that of the whole, lane by lane."""
+    """Check whether the digests of parts add up to the digest of the whole, lane by lane."""
     return all((sum(lanes) - total) % 2**64 == 0 for *lanes, total in zip(*parts, whole, strict=True))
 
 
 def find_wrongly_shared(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Find tensors divided over workers whose parts together are not what was given.
+    """Find tensors that are divided over workers, and whose parts do not add up to the given tensor.
 
-    Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds;
-    several workers may hold the same one.
+    Each answer has, under `shares`, the digest of the whole tensor and those of the rectangles that its worker holds.
+    Several workers may hold the same rectangle.
     """
     parts: dict[str, dict[tuple[int, ...], list[int]]] = {}
     wholes: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Requests to a vLLM server, each of which ends soon when the server can no longer answer it.
+"""Requests to a vLLM server: each ends soon if the server can no longer answer it.
 
-A vLLM server whose core dies under a request may wait for this request before it ends, while the request waits for the
-core. So every request is raced against what would leave it without an answer: the end of a process that the engine
-needs, a process that is stopped, and a server that takes no other requests. Deadlines are the callers'.
+If the core of a vLLM server dies during a request, the server may wait for this request before it ends, while the
+request waits for the core. So every request is raced against the faults that would leave it without an answer: a
+process that the engine needs has ended or is stopped, or the server takes no other requests. Callers set deadlines.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
 _LOOK_SECONDS = 0.2
 _LOOKS_PER_KNOCK = 10
-"""Looks at the processes for each look at whether the server takes requests."""
+"""The number of looks at the processes for each check that the server takes requests."""
 _KNOCK_SECONDS = 1.0
-# An answer that is on its way says best what went wrong, and so do lines of the log.
+# An answer that is already on its way explains the fault best, and so do the last lines of the log.
 _LAST_ANSWER_SECONDS = 1.0
 
 
@@ -37,9 +37,9 @@ class Connection:
     """Requests over a server's unix socket. Belongs to the event loop of its first request."""
 
     def __init__(self, name: str, address: str, handle: Handle | None, health_seconds: float) -> None:
-        """Without `handle` the server was started elsewhere, and its processes are not known."""
+        """Make a connection; without `handle` the server was started elsewhere, and its processes are unknown."""
         self.fault: str | None = None
-        """Why no request is answered any more; None while nothing is known to be wrong."""
+        """The reason why no request is answered any more; None while no fault is known."""
         self._name = name
         self._handle = handle
         self._health_seconds = health_seconds
@@ -47,7 +47,7 @@ class Connection:
         self._was_healthy = False
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        # No connection is kept: the server may close an idle one just when it is used again.
+        # No connection is kept: the server may close an idle one at the moment of its next use.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
@@ -65,11 +65,14 @@ class Connection:
         await self._http.aclose()
 
     async def post(self, step: str, route: str, content: object = None) -> Any:
-        """Send a request with a JSON body, and return what the answer's JSON says."""
+        """Send a request with a JSON body, and return the decoded JSON of the answer."""
         return json.loads(await self.send(step, route, content) or b"null")
 
     async def send(self, step: str, route: str, content: object = None) -> bytes:
-        """Send a POST, return the answer's body; raise EngineLost if none comes, EngineRefused for an error."""
+        """Send a POST and return the answer's body.
+
+        Raise EngineLost if no answer comes, and EngineRefused if the answer is an error.
+        """
         if content is None:
             request = self._http.build_request("POST", route)
         else:
@@ -87,7 +90,7 @@ class Connection:
         return answer.content
 
     async def is_healthy(self) -> bool:
-        """Return whether the server says in time that it is."""
+        """Check whether the server reports in time that it is healthy."""
         try:
             async with asyncio.timeout(self._health_seconds):
                 answer = await self._race(self._http.get("/health"))
@@ -97,7 +100,7 @@ class Connection:
         return answer.status_code == 200
 
     async def read_metrics(self) -> str | None:
-        """Return what the server counts; None if it does not say so in time."""
+        """Return the server's metrics; None if they do not come in time."""
         try:
             async with asyncio.timeout(self._health_seconds):
                 return (await self._race(self._http.get("/metrics"))).text
@@ -105,11 +108,11 @@ class Connection:
             return None
 
     def find_fault(self) -> str | None:
-        """Say why no request is answered any more, by a look at the processes; None if nothing is wrong with them."""
+        """Look at the processes, and return why no request is answered any more; None if no fault is found."""
         return self.fault or (self._handle.find_fault() if self._handle else None)
 
     def last_words(self) -> str:
-        """Say why it ended, from its log, and where the log is."""
+        """Describe why it ended, from its log, and name the log."""
         if self._handle is None:
             return "it was not started here: see its own log"
         return f"{find_cause(self._handle.log_lines())}\nits log is {self._handle.log}"
@@ -136,7 +139,7 @@ class Connection:
                 await asyncio.wait((sending,))
 
     async def _watch(self) -> None:
-        """Look for what leaves requests without an answer, until it is found."""
+        """Look for a fault that leaves requests without an answer, until one is found."""
         num_looks = num_refused = 0
         while self.fault is None:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -150,7 +153,7 @@ class Connection:
                 self._lose(fault)
 
     async def _is_refused(self) -> bool:
-        """Return whether the server refuses a request; one that only makes it wait is not refused."""
+        """Check whether the server refuses a request; a request that only waits is not refused."""
         try:
             async with asyncio.timeout(_KNOCK_SECONDS):
                 return (await self._http.get("/health")).status_code != 200
@@ -175,24 +178,24 @@ class Connection:
 
 
 class CoreProgress:
-    """Notices that a core makes no progress with what is in flight, which /health does not.
+    """The progress of a core with its requests in flight, which /health does not show.
 
-    The core makes progress when any number that it reports changes. It reports after each step that it takes, also
-    after each part of a long prompt.
+    The core makes progress when any number that it reports changes. It reports after each of its steps, and after each
+    part of a long prompt too.
     """
 
     def __init__(self) -> None:
         self.longest = 0.0
-        """The most seconds that passed without progress while something has been in flight, until there was some."""
+        """The longest silence, in seconds, that ended with progress while requests were in flight."""
         self._reported: list[str] = []
         self._since = 0.0
 
     def begin(self) -> None:
-        """Something is in flight from now on, and nothing was before."""
+        """Begin to measure: a request is in flight from now on, and none was before."""
         self.longest, self._reported, self._since = 0.0, [], time.monotonic()
 
     def measure_silence(self, metrics: str) -> float:
-        """Return the seconds since the last progress, by what the server counts now."""
+        """Return the seconds since the last progress, given the server's metrics of now."""
         now = time.monotonic()
         reported = [line for line in metrics.splitlines() if line.startswith(METRICS_PREFIX)]
         if reported == self._reported:

@@ -1,4 +1,4 @@
-"""A vLLM server as an engine: requests over its unix socket, weights replaced in place."""
+"""A vLLM server as an engine: requests go over its unix socket, and weights are replaced in place."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, make_proces
 
 _log = logging.getLogger(__name__)
 
-# How far log-probs of the same weights and kernels may differ: some devices do not add in a fixed order.
+# The most that log-probs of the same weights and kernels may differ: some devices do not add in a fixed order.
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
@@ -65,21 +65,21 @@ _REFUSALS: dict[str, type[EngineRefused]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds; the steps of a publish have those of `publication.StepDeadlines`.
+    """Deadlines in seconds; those of the steps of a publish are in `publication.StepDeadlines`.
 
-    A start and a silence have less once some have been measured (`pace.Pace`).
+    The deadlines of a start and of a silence become shorter once some have been measured (`pace.Pace`).
     """
 
     start: float = 600
     health: float = 60
-    """Long, because the server does nothing else while it writes the answer to a large group."""
+    """Seconds for a health check: long, because a server that writes the answer to a large group does nothing else."""
     group: float = 7200
-    """For a whole group, including the time in the queue."""
+    """Seconds for a whole group, including the time in the queue."""
     stall: float = 120
-    """The longest time without progress while something is in flight."""
+    """The most seconds without progress while a request is in flight."""
 
 
-# Longer than that of a step: a step of a core may take long on a busy host.
+# Longer than the least of a publish's step: a step of a core may take long on a busy host.
 LEAST_SECONDS = 60.0
 
 
@@ -95,7 +95,7 @@ class VllmEngine:
         stream_place: streams.StreamPlace | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`pace` has what starts and silences have taken, of all engines like this one."""
+        """Make an engine; `pace` has the measured starts and silences of all engines like this one."""
         self.name = name
         self.address = address
         self.state = EngineState.STARTING
@@ -108,7 +108,7 @@ class VllmEngine:
         self._tag = ""
         self._num_in_flight = 0
         self._waits_for = ""
-        """What a step waits for beside this engine, or waited for when its deadline cut it off; empty if nothing."""
+        """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
         self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._connection = Connection(name, address, handle, deadlines.health)
@@ -152,14 +152,14 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _cutting(self, request: GroupRequest) -> AsyncIterator[None]:
-        """Once the request is to be cut, tell the server, which then answers it with what there is."""
+        """Tell the server when the request must be cut; the server then answers with the tokens that it has."""
         if request.cut is None:
             yield
             return
 
         async def cut(event: asyncio.Event) -> None:
             await event.wait()
-            # If the server is gone, the request itself says so.
+            # If the server is lost, the request itself reports it.
             with contextlib.suppress(EngineLost, EngineRefused):
                 await self._connection.send("cut", END, msgspec.msgpack.encode(Cut(request.request_id)))
 
@@ -175,14 +175,14 @@ class VllmEngine:
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
-        # Until the next commit, nothing that it samples belongs to a version.
+        # Until the next commit, the tokens that it samples belong to no version.
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
         if wrong := sorted(set(find_wrongly_shared(answers))):
             raise WrongWeights(
-                f"engine {self.name}, load: {len(wrong)} tensors are held with other numbers than were given, over its "
-                f"workers: {', '.join(wrong[:5])}"
+                f"engine {self.name}, load: {len(wrong)} tensors, divided over its workers, do not hold the numbers "
+                f"that were given: {', '.join(wrong[:5])}"
             )
         # Tensors that no worker holds were not compared either.
         unheld = set.intersection(*(set(answer["unheld"]) for answer in answers))
@@ -202,7 +202,7 @@ class VllmEngine:
             self._connection.send("commit", COMMIT, Commit(tag)),
         )
         if reset.get("success") is not True:
-            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because something still uses it")
+            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because a request still uses it")
         self._version, self._tag = report.version, tag
         self.state = EngineState.PUBLISHING
 
@@ -215,7 +215,7 @@ class VllmEngine:
         held = self._common("verify", answers, "fingerprint")
         if held != fingerprint or not version.isdecimal():
             raise EngineRefused(
-                f"engine {self.name} is tagged {tag!r}, and its workers hold the weights of fingerprint {held!r}"
+                f"engine {self.name} is tagged {tag!r}, but its workers hold the weights of fingerprint {held!r}"
             )
         return WeightReport(int(version), fingerprint)
 
@@ -228,11 +228,13 @@ class VllmEngine:
         await self._connection.post("probe", "/resume")
         answer = await self._ask("probe", call)
         if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
-            raise EngineRefused(f"engine {self.name}, probe: its log-probs are of other tokens than the probe's")
+            raise EngineRefused(f"engine {self.name}, probe: its log-probs belong to other tokens than the probe's")
         log_probs = decode_log_probs(answer.prompt_log_probs).tolist()
         if not all(map(math.isfinite, log_probs)):
-            # Another attempt would give no others.
-            raise WrongWeights(f"engine {self.name}: its log-probs of the probe are not finite: the weights are spoilt")
+            # Another attempt would give the same log-probs.
+            raise WrongWeights(
+                f"engine {self.name}: its log-probs of the probe are not finite: the weights are damaged"
+            )
         (response,) = read_responses(answer, request, self.name, self._version, self._tag)
         return ProbeReport(log_probs, response)
 
@@ -240,7 +242,7 @@ class VllmEngine:
         self.state = EngineState.READY
 
     async def find_fault(self) -> str | None:
-        """Say why the engine is lost; None while its processes run, it answers, and it makes progress."""
+        """Return why the engine is lost; None while its processes run, it answers, and it makes progress."""
         if self._connection.fault is None and not await self._connection.is_healthy():
             return self._connection.find_fault() or "its server does not answer"
         return self._connection.fault or await self._find_stall()
@@ -262,7 +264,7 @@ class VllmEngine:
         return int(self.facts["world_size"])
 
     def last_words(self) -> str:
-        """Say what is known of why it ended, or why a step came to no end."""
+        """Describe what is known about its end, or about a step that did not end in time."""
         return "\n".join(filter(None, [self._waits_for, self._connection.last_words()]))
 
     async def _prepare(self) -> None:
@@ -280,14 +282,14 @@ class VllmEngine:
                 self._handle.need(int(answer["pid"]))
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
-                f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer's log-probs are of logits/T: "
+                f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer computes log-probs of logits/T: "
                 f"start it with --logprobs-mode {_LOG_PROBS_MODE}"
             )
         if not facts["records_weights"] and self._handle is None:
-            # Only of a server that was started here is it known that no other one stands before its engine.
+            # Only for a server that was started here is it certain that no other server uses its engine.
             raise PlatformError(
                 f"engine {self.name}: vLLM {facts['vllm']} does not record which weights sampled a token, and this "
-                "engine was not started here: let the sidecar start it, or run a vLLM that does, as 0.32"
+                "engine was not started here: let the sidecar start it, or run a vLLM that records it, such as 0.32"
             )
         self.limits = Limits(
             max_model_len=int(facts["max_model_len"]),
@@ -303,9 +305,9 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_updates(self) -> None:
-        """Refuse a vLLM that loads this model differently in place than at its start: its weights would be wrong.
+        """Refuse a vLLM that loads this model in place differently than at its start: its weights would be wrong.
 
-        Later checks would pass: the engines receive what was announced, and all are wrong in the same way.
+        Later checks would not notice: the engines receive the announced weights, and all are wrong in the same way.
         """
         patched = self.facts["moe_patch"]
         if self._handle is None:
@@ -335,20 +337,20 @@ class VllmEngine:
             )
 
     async def _learn_order(self) -> None:
-        """Have the workers learn where tensors lie in their parameters; they hold no real weights afterwards."""
+        """Have the workers learn the places of tensors in their parameters; they hold no real weights afterwards."""
         await self._connection.send("learn", PAUSE)
         answers = await self._workers("learn", "megatron_rl_learn_order")
         unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
         if any(answer["unknown"] is None for answer in answers):
             _log.warning(
-                "engine %s: where its parameters lie cannot be learned, its checkpoint has no safetensors", self.name
+                "engine %s: the order of its parameters cannot be learned, its checkpoint has no safetensors", self.name
             )
         elif unknown:
             names = ", ".join(unknown[:5])
             _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
 
     async def _reload(self) -> bool:
-        """Load the engine's own checkpoint in place; return whether there is one to load."""
+        """Load the engine's own checkpoint in place; return whether it could be loaded."""
         answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
         return all(answer["reloaded"] for answer in answers)
 
@@ -378,12 +380,12 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:
-        """Say what is waited for, and still after a deadline has cut the wait off."""
+        """Note the processes that a step waits for; the note stays if a deadline ends the wait."""
         self._waits_for = what
         try:
             yield
         except Exception:
-            # An answer came, which says itself what is wrong.
+            # An answer came, and it says itself what is wrong.
             self._waits_for = ""
             raise
         self._waits_for = ""
@@ -407,7 +409,7 @@ class VllmEngine:
         return values.pop()
 
     async def _sample(self, call: GroupCall) -> GroupAnswer:
-        """Have the engine sample; if it is paused, but not for a publish of ours, send the call until it resumes."""
+        """Ask the engine to sample; if another process has paused it, send the call until it resumes."""
         while True:
             try:
                 return await self._ask("generate", call)
@@ -417,7 +419,7 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _ask(self, step: str, call: GroupCall) -> GroupAnswer:
-        """Have the engine sample."""
+        """Ask the engine to sample."""
         data = await self._connection.send(step, GENERATE, msgspec.msgpack.encode(call))
         try:
             return msgspec.msgpack.decode(data, type=GroupAnswer)
@@ -427,7 +429,7 @@ class VllmEngine:
             ) from None
 
     async def _find_stall(self) -> str | None:
-        """Say for how long there has been no progress with what is in flight, if that is too long."""
+        """Return how long requests in flight have made no progress, if that is too long."""
         if not self._num_in_flight or self.state is not EngineState.READY:
             return None
         metrics = await self._connection.read_metrics()
@@ -454,7 +456,10 @@ class VllmFactory:
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
     ) -> None:
-        """`folder` is private and has a short path, for sockets; the engines' output goes to `logs`, or there too."""
+        """Make a factory.
+
+        `folder` is private and has a short path, for sockets. The engines' output goes to `logs`, or else to `folder`.
+        """
         self._config = config
         self._folder = folder
         self._logs = logs or folder
@@ -464,7 +469,7 @@ class VllmFactory:
         self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
 
     def create(self, name: str) -> VllmEngine:
-        """Start the processes of an engine; `start()` of what this returns waits until they are ready."""
+        """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
         return VllmEngine(name, handle.address, handle, self._deadlines, pace=self._pace)
@@ -474,7 +479,7 @@ class VllmFactory:
         return VllmEngine(name, address, None, self._deadlines, pace=self._pace)
 
     def release(self, name: str) -> None:
-        """Free the devices of an engine that is gone for good."""
+        """Free the devices of an engine that will not return."""
         for devices, holder in self._devices.items():
             if holder == name:
                 self._devices[devices] = None

@@ -1,8 +1,8 @@
-"""Flags of vLLM that a person adds to ours (--rollout-vllm-args).
+"""Flags of vLLM that a user adds to ours (--rollout-vllm-args).
 
-`python -m megatron_rl.sidecar.vllm.flags <flags>` asks the parser of the vLLM that is installed. It expands
-abbreviations, dots and files as an engine would. Exit code 2, and its own words, if it refuses the flags; exit code 3,
-and a line each, if they set what is not free.
+`python -m megatron_rl.sidecar.vllm.flags <flags>` asks the parser of the installed vLLM, which expands abbreviations,
+dots and files as an engine would. If the parser refuses the flags, it prints its own error, and the exit code is 2. If
+the flags set a value that the user may not set, a line is printed for each, and the exit code is 3.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from types import ModuleType
 from megatron_rl.errors import PlatformError, UsageError
 
 FLAG = "--rollout-vllm-args"
-# What is set for engines already, and the flag of ours that decides it; None where nothing may.
+# Flags of vLLM that are set for engines already, each with our flag that decides its value; None if no flag does.
 _SET = {
     "--model": "--hf-model",
     "--dtype": "--rollout-dtype",
@@ -33,17 +33,17 @@ _SET = {
          "--data-parallel-size", "-dp", "--config", "--load-format"),
     ),
 }  # fmt: skip
-# How tokens that are drafted may be accepted: the others sample from another distribution than the policy's.
+# Ways to accept drafted tokens that keep the policy's distribution; vLLM's others sample from another one.
 _EXACT = ("standard", "block")
 _NOT_FREE = 3
-# vLLM moves it from release to release.
+# vLLM moves its parser from release to release.
 _PARSERS = tuple(f"vllm.entrypoints.{part}.cli_args" for part in ("common", "launchers", "openai"))
 _UTILITIES = ("vllm.utils.argparse_utils", "vllm.utils")
 _SECONDS = 600
 
 
 def split_flags(text: str) -> list[str]:
-    """The words of a text as a shell has them."""
+    """Split a text into words as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -51,7 +51,7 @@ def split_flags(text: str) -> list[str]:
 
 
 def find_problems(text: str) -> Iterator[str]:
-    """What is wrong with the flags that can be seen without vLLM."""
+    """Yield each mistake in the flags that can be found without vLLM."""
     try:
         words = split_flags(text)
     except UsageError as error:
@@ -61,7 +61,7 @@ def find_problems(text: str) -> Iterator[str]:
         yield f"{FLAG} {text!r} must begin with a flag of vLLM"
     for word in words:
         name = _find_name(word)
-        # vLLM takes any beginning of a flag that no other flag has.
+        # vLLM accepts a prefix of a flag, if no other flag begins with it.
         meant = [name] if name in _SET else [known for known in _SET if name[2:] and known.startswith(name)]
         if meant:
             yield _describe_taken(name, meant[0])
@@ -77,13 +77,13 @@ def _describe_taken(written: str, name: str) -> str:
 
 
 def _find_name(word: str) -> str:
-    """The flag's name as vLLM's parser has it: dashes for underscores, without what `=` or a dot adds."""
+    """Return the flag's name as vLLM's parser spells it: with dashes, and without the text after `=` or a dot."""
     name = word.partition("=")[0].partition(".")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def check_with_vllm(python: Path | str, words: Sequence[str], packages: Path | str) -> None:
-    """Ask the parser of the vLLM of this interpreter; a UsageError has what is wrong with the flags."""
+    """Ask the parser of this interpreter's vLLM; raise a UsageError with the mistakes in the flags."""
     environment = {**os.environ, "PYTHONPATH": str(packages)}
     try:
         done = subprocess.run(
@@ -92,7 +92,7 @@ def check_with_vllm(python: Path | str, words: Sequence[str], packages: Path | s
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise PlatformError(
-            f"{FLAG}: vLLM's parser gave no answer within {_SECONDS} s: is this machine overloaded?"
+            f"{FLAG}: vLLM's parser gave no answer within {_SECONDS} s: check the load of this machine"
         ) from None
     if done.returncode == _NOT_FREE:
         raise UsageError(*(line for line in done.stdout.splitlines() if line.startswith(FLAG)))
@@ -101,9 +101,9 @@ def check_with_vllm(python: Path | str, words: Sequence[str], packages: Path | s
 
 
 def _find_error(output: str) -> str:
-    """argparse's message, behind its usage."""
-    _, is_there, said = output.rpartition("error: ")
-    return " ".join((said if is_there else output).split())
+    """Return argparse's message, which follows its usage."""
+    _, is_found, message = output.rpartition("error: ")
+    return " ".join((message if is_found else output).split())
 
 
 def _main(words: list[str]) -> int:
@@ -116,11 +116,11 @@ def _main(words: list[str]) -> int:
 
 
 class _Absent(list[str]):
-    """Stands for a value that no flag has set; some actions append to what is there."""
+    """The value of an option that no flag has set; a list, because some actions append to the old value."""
 
 
 def _find_taken(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the flags once vLLM's parser has read them."""
+    """Yield each mistake in the flags, once vLLM's parser has read them."""
     # The parser's own table of options has no public name.
     actions = parser._option_string_actions
     targets = {actions[name].dest: name for name in _SET if name in actions}
@@ -134,8 +134,8 @@ def _find_taken(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterat
         is_lossy = key == "rejection_sample_method" and value not in _EXACT
         if is_lossy or key.startswith(("synthetic_", "fly")):
             yield (
-                f"{FLAG}: --speculative-config with {key} {value} samples other tokens than the policy would: write a "
-                f"rejection_sample_method that does not, {' or '.join(_EXACT)}"
+                f"{FLAG}: --speculative-config with {key} {value} samples other tokens than the policy would: write "
+                f"rejection_sample_method {' or '.join(_EXACT)}"
             )
 
 

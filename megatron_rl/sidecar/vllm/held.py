@@ -1,12 +1,12 @@
-"""Proves that a vLLM model holds the numbers that it was given, in another order, bit for bit.
+"""Proof that a vLLM model holds the numbers that it was given, bit for bit, though in another order.
 
-The order is learned once. In place of weights, tensors are loaded whose numbers encode their own place: each row of a
-parameter then shows which row of which tensor it is made of. As a check, random numbers are loaded in the same way and
-must be found in the same places. From then on the digests of the parameters' parts must add up to the digests of the
-tensors that were given.
+The order is learned once. In place of weights, the model loads tensors whose numbers encode their own place: each row
+of a parameter then shows which row of which tensor it was copied from. As a check, random numbers are loaded in the
+same way and must be found in the same places. From then on the digests of the parameters' parts must add up to the
+digests of the given tensors.
 
-Some layers, as on a CPU, pack a parameter into a layout of their own and free it: it is read just before that. All
-other parameters are read in place, after the load.
+Some layers, as on a CPU, pack a parameter into a layout of their own and free it. Such a parameter is read just before
+that. All others are read in place, after the load.
 
 Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
@@ -46,20 +46,21 @@ class Rectangle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRows:
-    """What the rows of a parameter are made of: rectangles of tensors, one below the other."""
+    """The source of a parameter's rows: rectangles of tensors, one below the other."""
 
     tensors: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
     first_column: int
     rows_R: torch.Tensor
-    """For each row of the parameter, the row of the tensor that it comes from."""
+    """For each row of the parameter, its row in the tensor that it comes from."""
     slices_R: torch.Tensor
     """The index of the rectangle that each row belongs to; the number of rectangles for a row of padding."""
 
     def digests(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Digest each rectangle, one line per rectangle, in the dtype that its numbers were given in.
+        """Digest each rectangle in the dtype of the given numbers; return one line for each rectangle.
 
-        The line of a rectangle with a number that this dtype would round is another one.
+        If this dtype would round a number of a rectangle, the line of this rectangle is changed, so that it never
+        matches.
         """
         num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
         held_RC = _matrix(parameter)
@@ -74,26 +75,26 @@ class ParameterRows:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where in a model's parameters the tensors lie that it is given."""
+    """The places of the given tensors in a model's parameters."""
 
     rows: Mapping[str, ParameterRows]
-    """The rows of each parameter that is made of these tensors' numbers."""
+    """The rows of each parameter that holds numbers of these tensors."""
     packed: frozenset[str]
-    """Parameters that are read before their layer packs them."""
+    """Parameters to read before their layer packs them."""
     handed_over: frozenset[str]
-    """Parameters of layers that process what was loaded: every load must end with that processing."""
+    """Parameters of layers that process their weights after a load: every load must end with that processing."""
     unknown: tuple[str, ...]
-    """Parameters made of something else."""
+    """Parameters whose numbers come from somewhere else."""
 
 
 class Readings(Generic[T]):
-    """What was found in each parameter, at two moments."""
+    """Readings of each parameter at two moments."""
 
     def __init__(self) -> None:
         self.handed_over: dict[str, T] = {}
-        """Found just before its layer processes it."""
+        """Readings just before the layer processes the parameter."""
         self.in_place: dict[str, T] = {}
-        """Found in place, after the load."""
+        """Readings in place, after the load."""
 
     def get(self, is_in_place: bool) -> dict[str, T]:
         return self.in_place if is_in_place else self.handed_over
@@ -101,10 +102,10 @@ class Readings(Generic[T]):
 
 @contextlib.contextmanager
 def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Readings[T]]:
-    """While a model is loaded in this context, look at its parameters before their layers process them; at the end, at
-    all of them in place.
+    """Look at the parameters of a model that is loaded in this context.
 
-    `look` gets a parameter's name, the parameter, and whether it is looked at in place.
+    Each parameter of a layer that processes its weights is looked at before that. At the end, all parameters are looked
+    at in place. `look` gets a parameter's name, the parameter, and whether it is looked at in place.
     """
     names = {layer: name for name, layer in model.named_modules()}
     readings: Readings[T] = Readings()
@@ -137,7 +138,7 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
 
 
 def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
-    """Load questions in place of tensors with these names and shapes, and read the answers from the parameters.
+    """Load numbers that encode places, in place of tensors with these names and shapes, and read the parameters.
 
     The model holds no real weights afterwards.
     """
@@ -172,7 +173,7 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """A tensor that is replaced by numbers that ask where it goes."""
+    """A replacement for a tensor: its numbers show where the model puts them."""
 
     index: int
     spec: TensorSpec
@@ -188,14 +189,17 @@ class _Question:
         return self.spec.num_elements // self.spec.shape[0]
 
     def filled(self, digits: torch.Tensor) -> torch.Tensor:
-        """Spread digits over the tensor; they have two dimensions, one of length 1, so that a view takes no memory."""
+        """Spread digits over the tensor.
+
+        The digits have two dimensions, one of length 1, so that a view takes no memory.
+        """
         values = (digits + _FIRST).to(torch.int16).view(self.code).to(self.dtype)
         return values.expand(self.num_rows, self.num_columns).reshape(self.spec.shape)
 
     def random(self) -> torch.Tensor:
-        """Make random numbers in which no two elements have the same surroundings.
+        """Make random numbers in which no two elements have the same neighbours.
 
-        Each row begins inside the one before it, so that few numbers have to be drawn.
+        Each row begins inside the previous row, so that few numbers must be drawn.
         """
         generator = torch.Generator().manual_seed(self.index)
         count = (self.num_rows - 1) * _SPREAD + self.num_columns
@@ -211,7 +215,7 @@ def _ask(
     numbers: Callable[[_Question], torch.Tensor],
     code: torch.dtype,
 ) -> Readings[torch.Tensor]:
-    """Load numbers digit by digit, and read those in the first column of every parameter; -1 where there is none."""
+    """Load numbers digit by digit, and read those in the first column of every parameter; -1 if a row has none."""
 
     def read(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor:
         digits_R = _matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
@@ -240,7 +244,7 @@ def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: 
 def _rows(
     questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
 ) -> ParameterRows | None:
-    """Return the rectangles that the rows' answers name; None if there are no answers, or impossible ones."""
+    """Return the rectangles that the rows' answers name; None if answers are missing or impossible."""
     if any(answer is None for answer in answers):
         return None
     which_R, row_R, column_R = (answer for answer in answers if answer is not None)
@@ -274,7 +278,7 @@ def _rows(
 
 
 def _matrix(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter as a matrix: its last dimension are the columns; a vector is a single column."""
+    """View a parameter as a matrix: its last dimension becomes the columns; a vector is a single column."""
     parameter = parameter.detach()
     return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
 
@@ -296,29 +300,29 @@ class NotHeld(MegatronRLError):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What is proved about a model after a load."""
+    """The facts that are proved about a model after a load."""
 
     num_compared: int
     """Parameters whose digests were compared."""
     num_parameters: int
     uncompared: tuple[str, ...]
-    """The other parameters."""
+    """Names of the other parameters."""
     shares: dict[str, list[tuple[Rectangle, Lanes]]]
-    """Digests of rectangles of the tensors that this worker holds in part; other workers hold the rest."""
+    """Digests of rectangles, for tensors that this worker holds in part; other workers hold the rest."""
     unheld: tuple[str, ...]
-    """Tensors of which this worker holds nothing."""
+    """Tensors of which this worker holds no part."""
     proved: frozenset[str]
-    """Tensors that it was proved to hold whole."""
+    """Tensors that this worker was proved to hold whole."""
 
 
 @contextlib.contextmanager
 def digesting(
     model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]
 ) -> Iterator[Readings[torch.Tensor | None]]:
-    """Digest what a load leaves in the parameters.
+    """Digest the parameters that a load in this context writes.
 
-    `dtypes` has the dtypes of the tensors that have come so far, and grows during the load: a layer is packed as soon
-    as it has all of its tensors.
+    `dtypes` has the dtypes of the tensors that have arrived so far. It grows during the load, because a layer is packed
+    as soon as it has all of its tensors.
     """
 
     def look(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor | None:
@@ -326,7 +330,7 @@ def digesting(
         if rows is None or is_in_place == (name in order.packed):
             return None
         given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
-        # Numbers that were rounded are not those that were given.
+        # Rounded numbers are not the given ones.
         if len(given) != 1 or any(torch.promote_types(one, parameter.dtype) != parameter.dtype for one in given):
             return None
         return rows.digests(parameter, given.pop())
@@ -341,9 +345,9 @@ def compare(
     given: Mapping[str, Sequence[int]],
     specs: Sequence[TensorSpec],
 ) -> Held:
-    """Compare the digests of the parameters with those of the tensors that were given; raise NotHeld if they differ."""
+    """Compare the digests of the parameters with those of the given tensors; raise NotHeld if they differ."""
     if left := sorted(order.handed_over - readings.handed_over.keys()):
-        raise NotHeld(f"the layers of {len(left)} parameters did not process what was loaded: {_first(left)}")
+        raise NotHeld(f"the layers of {len(left)} parameters did not process the loaded weights: {_first(left)}")
     digests = {
         name: lanes_SL
         for name in order.rows
@@ -351,7 +355,7 @@ def compare(
     }
     parts: dict[str, dict[Rectangle, Lanes]] = {}
     wrong: set[str] = set()
-    # One copy off the device for all digests.
+    # All digests leave the device in one copy.
     lines = iter(torch.cat(list(digests.values())).tolist() if digests else [])
     for name in digests:
         rows = order.rows[name]
@@ -371,7 +375,7 @@ def compare(
             wrong.add(tensor)
     if wrong:
         names = sorted(wrong)
-        raise NotHeld(f"{len(names)} tensors are held with other numbers than were given: {_first(names)}", names)
+        raise NotHeld(f"{len(names)} tensors do not hold the numbers that were given: {_first(names)}", names)
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
     uncompared = tuple(sorted({*order.rows, *order.unknown} - digests.keys()))
     num_parameters = len(order.rows) + len(order.unknown)

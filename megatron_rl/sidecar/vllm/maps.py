@@ -1,7 +1,7 @@
 """The files that a trainer publishes, mapped into an engine's memory.
 
-The trainer writes two folders in turns. What a process maps anew it must find page by page, which takes longer than
-reading it, so the maps of both are kept for as long as the files exist.
+The trainer writes to two folders in turn. After a new map a process must find the file page by page, which takes longer
+than reading it. So the maps of both folders are kept for as long as the files exist.
 """
 
 import dataclasses
@@ -22,7 +22,10 @@ Identity = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Folder:
-    """Maps, and an open descriptor of each file, whose number is not given to another file meanwhile."""
+    """The maps of a folder's files, and an open descriptor of each file.
+
+    While the descriptor is open, no other file gets the same inode number.
+    """
 
     files: tuple[Identity, ...]
     descriptors: tuple[int, ...]
@@ -38,13 +41,13 @@ class _Folder:
 
 
 class Maps:
-    """Of the last two folders in this host's memory that were loaded."""
+    """The maps of the last two folders that were loaded from this host's memory."""
 
     def __init__(self) -> None:
         self._folders: list[_Folder] = []
 
     def find(self, folder: Path) -> Tensors:
-        """Do as `map_tensors`, but map no file again that is mapped still."""
+        """Return the tensors in a folder's files, as `map_tensors` does, but map no file a second time."""
         paths = _list_files(folder)
         self._keep([known for known in self._folders if known.exists()])
         files = tuple(_identify(path.stat()) for path in paths)
@@ -66,7 +69,7 @@ class Maps:
 
 
 def map_tensors(folder: Path) -> Tensors:
-    """Return the tensors in a folder's files, in the order in which they lie there, without copying them."""
+    """Return the tensors in a folder's files, in the files' order, without copying them."""
     tensors: Tensors = {}
     for path in _list_files(folder):
         tensors |= _map(path)
@@ -91,7 +94,7 @@ def _map(path: Path) -> Tensors:
         with safe_open(str(path), framework="pt", device="cpu") as file, path.open("rb") as start:
             end = 8 + int.from_bytes(start.read(8), "little")
             whole = map_bytes(path, path.stat().st_size)
-            # By the format, tensors lie one behind the other, without gaps.
+            # In this format, tensors follow each other without gaps.
             for name in file.offset_keys():
                 piece = file.get_slice(name)
                 dtype, shape = DTYPES[STORED_DTYPES[piece.get_dtype()]], piece.get_shape()

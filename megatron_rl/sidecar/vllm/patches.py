@@ -1,15 +1,15 @@
 """Patches of vLLM on CPUs, each applied only if the installed version has the fault.
 
 - Experts that are updated in place compute nonsense, because the CPU kernel needs their weights in a layout of its own.
-  vLLM 0.32 packs them when the model is loaded, but copies later updates unpacked into memory that is read as packed.
-  `patch_experts_updated_in_place` packs them each time.
-- An output layer that is tied to the embedding goes on with its old weights. vLLM 0.32 packs each layer into a copy of
-  its own when the model is loaded, and later only the layers that tensors came for. None comes for a tied output layer.
-  `pack_tied_layers` packs it after each load.
-- A request with a seed whose prefill is split ends the engine. After each step but the last of such a prefill, vLLM
-  takes back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has
-  no offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and
-  restores it after the step, so that the discarded draw does not advance it, as vLLM intends.
+  When the model is loaded, vLLM 0.32 packs them. It copies later updates unpacked into memory that is read as packed.
+  With `patch_experts_updated_in_place` they are packed each time.
+- An output layer that is tied to the embedding keeps its old weights. When the model is loaded, vLLM 0.32 packs each
+  layer into a copy of its own; later it packs only the layers that receive tensors. A tied output layer receives none.
+  With `pack_tied_layers` it is packed after each load.
+- A request with a seed and a split prefill ends the engine. After each step but the last of such a prefill, vLLM takes
+  back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has no
+  offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and restores
+  it after the step, so that the discarded draw does not advance it, as vLLM intends.
 """
 
 import inspect
@@ -22,7 +22,7 @@ NOT_APPLIED = "not applied"
 
 
 def patch_experts_updated_in_place(model: Any) -> str:
-    """Patch vLLM if the model needs it; returns what was done."""
+    """Patch vLLM if the model needs it; return a report of the patch."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -41,9 +41,9 @@ def has_experts(model: Any) -> bool:
 
 
 def patch_method(method: Any) -> str:
-    """Patch vLLM's method for experts; returns what was done.
+    """Patch vLLM's method for experts; return a report of the patch.
 
-    An unknown vLLM is left as it is: it may not have the fault.
+    An unknown vLLM is not changed: it may not have the fault.
     """
     if getattr(method, _MOE_MARK, False):
         return "applied before"
@@ -66,7 +66,7 @@ def patch_method(method: Any) -> str:
 
 
 def pack_tied_layers(model: Any) -> list[str]:
-    """Pack the layers that share another one's parameter, as vLLM did when it loaded the model; return their names."""
+    """Pack each layer that shares another's parameter, as vLLM did when it loaded the model; return their names."""
     owners: dict[int, str] = {}
     packed = []
     for name, layer in model.named_modules():
@@ -74,7 +74,7 @@ def pack_tied_layers(model: Any) -> list[str]:
         if weight is None or not weight.numel():
             continue
         is_shared = owners.setdefault(weight.data_ptr(), name) != name
-        # vLLM has packed a layer that has this.
+        # vLLM has packed a layer with this attribute.
         if is_shared and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
             packed.append(name)
@@ -82,13 +82,13 @@ def pack_tied_layers(model: Any) -> list[str]:
 
 
 _SEED_MARK = "megatron_rl_seed_patch"
-# Parameters as in vLLM 0.32. Another vLLM may have fixed the fault, or moved what is patched.
+# Parameters as in vLLM 0.32. Another vLLM may have fixed the fault, or moved the patched functions.
 _SAMPLE = ("self", "logits", "spec_decode_metadata")
 _BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
 
 
 def patch_seeded_partial_prefill() -> str:
-    """Patch vLLM if needed; returns what was done."""
+    """Patch vLLM if needed; return a report of the patch."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -99,7 +99,7 @@ def patch_seeded_partial_prefill() -> str:
 
 
 def patch_runner(runner: Any) -> str:
-    """Patch vLLM's runner of models; returns what was done."""
+    """Patch vLLM's runner of models; return a report of the patch."""
     if getattr(runner, _SEED_MARK, False):
         return "applied before"
     bookkeep, sample = runner._bookkeeping_sync, runner._sample
@@ -109,8 +109,8 @@ def patch_runner(runner: Any) -> str:
         found = tuple(inspect.signature(function).parameters)
         if found != parameters:
             raise PlatformError(
-                f"vLLM's {function.__name__} takes {found}, and the patch for seeded requests on CPUs knows "
-                f"{parameters}: use vLLM 0.32, or see whether this version still needs {__name__}"
+                f"vLLM's {function.__name__} takes {found}, but the patch for seeded requests on CPUs expects "
+                f"{parameters}: use vLLM 0.32, or check whether this version still needs {__name__}"
             )
     runner._sample, runner._bookkeeping_sync = _keeping_discarded(sample), _without_generators(bookkeep)
     setattr(runner, _SEED_MARK, True)

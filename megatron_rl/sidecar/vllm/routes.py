@@ -1,13 +1,12 @@
 """Our own routes beside those of a vLLM server.
 
 - A group takes one binary message each way, with its numbers as arrays. vLLM's own route answers with JSON: an object
-  with names and text for every token, which takes longer to write and read than a small model takes to sample. Here a
-  token is four bytes and its log-prob four more, as the engine gave them.
-- A pause returns as soon as nothing is in flight. vLLM's own route then also sleeps, for callers who read their answers
-  elsewhere. Until the engine resumes, vLLM 0.33 refuses groups, which is answered with 503; an older one keeps them.
-- A commit names the weights that are loaded, and the name can be asked for. For a vLLM that cannot keep this name, as
-  those before 0.32, it is kept here. Such a vLLM does not say either which weights sampled a token; `ServedWeights`
-  does.
+  with names and text for every token. A small model samples faster than this is written and read. Here a token is four
+  bytes and its log-prob four more, as the engine gave them.
+- A pause returns as soon as no request is in flight. vLLM's own route then also sleeps, for callers that read their
+  answers elsewhere. Until the engine resumes, vLLM 0.33 refuses groups and the answer is 503; an older vLLM keeps them.
+- A commit names the loaded weights, and a caller can ask for the name. A vLLM before 0.32 cannot keep this name, so it
+  is kept here. Such a vLLM does not record either which weights sampled a token; `ServedWeights` proves it.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """
@@ -28,7 +27,7 @@ COMMIT = "/megatron_rl/commit"
 HELD = "/megatron_rl/held"
 MIDDLEWARE = f"{__name__}.Routes"
 CUT = "abort"
-"""The finish reason of a response that was ended where it was, as vLLM calls it."""
+"""vLLM's finish reason of a response that was cut."""
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -38,22 +37,22 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclasses.dataclass
 class ServedWeights:
-    """What this server knows of its weights, which only requests to it change.
+    """The weights of this server, which only requests to it change.
 
-    It proves which weights sampled a response where vLLM does not record that: if no request that might have changed
-    them was open when the response was begun, and none came until it was whole, it was sampled from those that were
-    committed before. The server must be the only one in front of its engine.
+    It proves which weights sampled a response if vLLM does not record that. No request that might change the weights
+    may be open when the response begins, and none may come before the response is complete. Then the weights that were
+    committed before have sampled it. The engine must have no other server.
     """
 
     tag: str = ""
-    """The weights that were committed, until the next pause; then none, which belong to no version."""
+    """The tag of the committed weights; empty from the next pause on, because they then belong to no version."""
     num_begun: int = 0
-    """Requests that might change the weights."""
+    """The number of requests so far that might change the weights."""
     num_ended: int = 0
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """The weights may change in this context."""
+        """Count a request that may change the weights in this context."""
         self.num_begun += 1
         try:
             yield
@@ -61,31 +60,31 @@ class ServedWeights:
             self.num_ended += 1
 
     def prove(self, tag: str, num_begun: int, num_tokens: int) -> "list[GroupSpan] | None":
-        """Return the span of a whole response, begun with these weights committed and so many changes begun.
+        """Return the span of a whole response; None if its weights are not proved.
 
-        Without a proof there is none.
+        `tag` and `num_begun` are those of the moment when the response began.
         """
         is_proved = num_begun == self.num_begun == self.num_ended
         return [GroupSpan(tag, 0, num_tokens)] if is_proved else None
 
 
 Route = Callable[[Any, ServedWeights, bytes], Awaitable[Any]]
-"""Takes vLLM's client of its engine, what the server holds, and a request's body; returns the answer."""
+"""A function of vLLM's client of its engine, the server's weights and a request's body; it returns the answer."""
 
 
 class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked of a server."""
+    """A request to sample a group."""
 
     request_id: str
     prompt: bytes
-    """Token ids, little-endian int32."""
+    """The token ids, as little-endian int32."""
     sampling: dict[str, Any]
-    """vLLM's SamplingParams."""
+    """The fields of vLLM's SamplingParams."""
     cache_salt: str
 
 
 class GroupSpan(msgspec.Struct, frozen=True):
-    """Tokens [start, end) were sampled under the weights with this tag."""
+    """The tokens [start, end), which the weights with this tag sampled."""
 
     version: str
     start: int
@@ -104,33 +103,33 @@ class GroupChoice(msgspec.Struct, frozen=True):
     log_probs: bytes
     """Little-endian float32."""
     spans: list[GroupSpan] | None
-    """As vLLM recorded them, or one for the whole response, as `ServedWeights` proves it; None if nobody knows."""
+    """The spans that vLLM recorded, or one for the whole response if `ServedWeights` proves it; None if not known."""
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The name of the weights that are loaded."""
+    """The name of the loaded weights."""
 
     tag: str
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """A request whose responses are to end where they are."""
+    """A request to end the responses of another request where they are."""
 
     request_id: str
 
 
 class GroupAnswer(msgspec.Struct, frozen=True):
-    """What a server answers."""
+    """A server's answer to a group."""
 
     choices: list[GroupChoice]
     prompt_log_prob_tokens: bytes = b""
-    """The tokens that `prompt_log_probs` belong to: the prompt's from the second on, if they were asked for."""
+    """The tokens that `prompt_log_probs` belong to: the prompt's from the second on, if the call asked for them."""
     prompt_log_probs: bytes = b""
     """Little-endian float32."""
 
 
 class Routes:
-    """An ASGI middleware of vLLM's server: it answers POSTs to our routes and hands everything else on."""
+    """An ASGI middleware of vLLM's server: it answers POSTs to our routes and passes on everything else."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -164,7 +163,7 @@ class Routes:
 
 
 async def _answer(route: Route, client: Any, held: ServedWeights, body: bytes) -> tuple[int, bytes]:
-    """Return status and body of the answer; if vLLM refuses, the body has its words."""
+    """Return status and body of the answer; if vLLM refuses, the body is vLLM's error."""
     try:
         answer = await route(client, held, body)
     except (ValueError, TypeError) as error:
@@ -217,7 +216,7 @@ _ROUTES: dict[str, Route] = {GENERATE: _generate, END: _end, PAUSE: _pause, COMM
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
-    """Have vLLM's engine sample a group; all its responses come at once."""
+    """Have vLLM's engine sample a group; all its responses come together."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # Flat log-probs are lists of numbers; otherwise vLLM makes a dictionary and an object for every token.
@@ -245,7 +244,7 @@ def _pack_choice(output: Any) -> GroupChoice:
 
 
 def _pack(flat: Any) -> tuple[bytes, bytes]:
-    """Return the tokens of flat log-probs and the log-probs themselves, as bytes; empty for None."""
+    """Return the tokens of flat log-probs, and the log-probs themselves, as bytes; both are empty for None."""
     tokens, log_probs = (flat.token_ids, flat.logprobs) if flat else ((), ())
     return np.asarray(tokens, dtype="<i4").tobytes(), np.asarray(log_probs, dtype="<f4").tobytes()
 

@@ -1,11 +1,11 @@
-"""A vLLM server from outside: how it is started, what it cannot do with a model, why it ended.
+"""A vLLM server seen from outside: how it is started, which models it cannot run, and why it ended.
 
-What it cannot do is taken from vLLM 0.32's sources, since vLLM may be installed in another environment. It is reported
-before an engine starts; vLLM reports the rest in its log.
+The limits on models are taken from vLLM 0.32's sources, because vLLM may be installed in another environment. They are
+checked before an engine starts; vLLM reports the rest in its log.
 
-When one process fails, several print a traceback. The API server's says to look above, the core's repeats what a worker
-said, and the worker's is the cause. So the innermost process counts, and of its tracebacks the first: the other workers
-only lose a peer.
+When one process fails, several print a traceback. The API server's says to look above, the core's repeats a worker's
+error, and the worker's has the cause. So the first traceback of the innermost process counts: the other workers only
+lose a peer.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from megatron_rl.weights.families import read_architecture
 
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
-"""What an engine on a CPU asks glibc for: packing weights at a publish takes half as long, reading them no longer."""
+"""A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
-# A unix socket's path may have 107 bytes; vLLM's own sockets have names of 36 characters in the same folder.
+# A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
 _MAX_FOLDER_BYTES = 70
-# What engines inherit from the environment of the sidecar; the rest is set below or by the user.
+# The variables that engines inherit from the sidecar's environment; the rest is set below or by the user.
 _INHERITED = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TZ",
     "ATB_HOME_PATH", "HF_HOME", "GLIBC_TUNABLES", "TRANSFORMERS_CACHE",
@@ -44,8 +44,8 @@ _INHERITED_FAMILIES = (
     "NCCL_", "HCCL_", "GLOO_", "UCX_", "VLLM_", "CUDA_", "ASCEND_", "TRITON_", "TORCHINDUCTOR_", "XDG_",
     "PYTORCH_", "TORCH_", "FLASHINFER_",
 )  # fmt: skip
-# Of those what would change who may speak with the engine, or where its processes meet; and what is meant for the
-# trainer: one queue on a device, and no backend that torch loads by itself.
+# Variables of those families that engines do not inherit. Some would change who may connect to the engine, or where its
+# processes meet. Others are for the trainer: one queue on a device, and no backend that torch loads by itself.
 _WITHHELD = (
     "VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_LOGGING_CONFIG_PATH", "CUDA_DEVICE_MAX_CONNECTIONS",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
@@ -54,32 +54,32 @@ _WITHHELD = (
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """How a vLLM server runs, except for where it listens."""
+    """The configuration of a vLLM server, except for its address."""
 
     model: str
-    """Folder of the checkpoint it starts from; the weights are replaced at the first publish."""
+    """The folder of the checkpoint that it starts from; the first publish replaces the weights."""
     max_model_len: int
-    """Tokens of a prompt and its response together."""
+    """The most tokens of a prompt and its response together."""
     max_num_seqs: int = 64
-    """Responses that it samples at a time."""
+    """The most responses that it samples at a time."""
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     devices: tuple[int, ...] = ()
-    """The accelerators of this engine, by number; empty leaves the choice to vLLM."""
+    """The numbers of this engine's accelerators; empty leaves the choice to vLLM."""
     num_threads: int = 1
-    """Threads of a worker, on a CPU."""
+    """The threads of a worker on a CPU."""
     cache_gib: int = 1
-    """Memory for keys and values, on a CPU."""
+    """GiB of memory for keys and values on a CPU."""
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
     eager: bool | None = None
-    """Whether to run without compilation and captured graphs; None means yes on a CPU, where compiling does not pay."""
+    """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
-    """More flags for vLLM, after ours."""
+    """Further flags for vLLM, which follow ours."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """More of its environment, over ours."""
+    """Further variables of its environment, which overrule ours."""
 
 
 def configure_server(
@@ -138,7 +138,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if eager:
         command.append("--enforce-eager")
     if config.device == "cpu" and config.tensor_parallel_size == 1:
-        # As vLLM does on other devices: the only worker runs in the core's process, so steps cross no process boundary.
+        # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the same name.
@@ -154,7 +154,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         # vLLM's own sockets, and the files of torch's rendezvous.
         "VLLM_RPC_BASE_PATH": str(folder),
         "TMPDIR": str(folder),
-        # The routes that pause and update. They need no key: the private folder keeps others out.
+        # The routes that pause and update. They need no key, because the private folder keeps other users out.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -180,7 +180,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
 
 
 def find_packages(python: str, folder: Path) -> str:
-    """Return an engine's PYTHONPATH: this package, then what the user has there for the interpreter of this process."""
+    """Return an engine's PYTHONPATH: this package, then the user's own paths if the engine runs our interpreter."""
     own = os.environ.get("PYTHONPATH")
     packages = str(link_package(folder))
     return os.pathsep.join((packages, own)) if own and python == sys.executable else packages
@@ -206,7 +206,7 @@ def _make_private(folder: Path) -> None:
 
 
 def link_package(folder: Path) -> Path:
-    """Make a folder with this package alone: the engine's interpreter has all others itself."""
+    """Make a folder with this package alone: the engine's interpreter has all other packages itself."""
     packages = folder / "python"
     packages.mkdir(mode=0o700, exist_ok=True)
     link = packages / "megatron_rl"
@@ -215,14 +215,14 @@ def link_package(folder: Path) -> Path:
     return packages
 
 
-# The head sizes that vLLM's CPU attention is compiled for. With others it starts, and the first request fails.
+# The head sizes that vLLM's CPU attention is compiled for. With another one it starts, and the first request fails.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def find_problems(
     model: Architecture, device: Literal["cpu", "cuda", "npu"], tensor_parallel_size: int, max_model_len: int | None
 ) -> Iterator[str]:
-    """Yield each reason why an engine of this model would end."""
+    """Yield each reason why an engine could not run this model."""
     if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
             f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
@@ -238,7 +238,7 @@ def find_problems(
 
 
 def _division(model: Architecture, size: int) -> Iterator[str]:
-    """Yield what does not divide evenly over devices; several devices may hold the same keys and values."""
+    """Yield a problem if parts of the model do not divide evenly; several devices may hold the same keys and values."""
     if size < 1:
         return
     groups = model.num_query_groups
@@ -265,13 +265,13 @@ def find_longest(model: Architecture) -> int:
     return int(model.max_position_embeddings * scale)
 
 
-# "(Worker_TP0 pid=77) ERROR 11-22 07:43:06 [multiproc_executor.py:1063] text", or without what logging adds.
+# "(Worker_TP0 pid=77) ERROR 11-22 07:43:06 [multiproc_executor.py:1063] text", or without the fields of logging.
 _LINE = re.compile(
     r"(?P<process>\((?P<name>[^()]*?) ?pid=\d+[^()]*\)) ?"
     r"(?:(?P<level>[A-Z]+) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] ?)?(?P<text>.*)"
 )
 _BEGIN = "Traceback (most recent call last)"
-# The processes of a server from the outermost to the innermost, as the beginnings of their names.
+# The prefixes of the names of a server's processes, from the outermost to the innermost.
 _KINDS = (("", "server"), ("EngineCore", "core"), ("Worker", "worker"), ("VllmWorker", "worker"))
 # Only errors from the server's last minute may be the cause of its end: it survived the earlier ones.
 _TOGETHER = datetime.timedelta(seconds=60)
@@ -300,16 +300,16 @@ def find_cause(log: Sequence[str]) -> str:
     deepest = max(report.depth for report in recent)
     of_deepest = [report for report in recent if report.depth == deepest]
     first = next((report for report in of_deepest if report.is_traceback), of_deepest[0])
-    # That a process died is reported by another one, in a single line.
+    # Another process reports the death of a process, in a single line.
     deaths = [line for report in recent for line in report.lines if "died unexpectedly" in line][:1]
     lines = _end(first.lines) if first.is_traceback else first.lines
     return "\n".join([f"in its {_KINDS[first.depth][1]}:", *deaths, *(line for line in lines if line not in deaths)])
 
 
 def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
-    """Collect tracebacks and errors; also return the time of the last line that has a time."""
+    """Collect tracebacks and errors; return them with the time of the last line that has a time."""
     reports: list[_Report] = []
-    # The tracebacks that are not complete yet: lines of several processes are interleaved.
+    # The incomplete tracebacks, by process: lines of several processes are interleaved.
     open_ones: dict[str, _Report] = {}
     time = datetime.datetime.min
     for line in log:
@@ -324,7 +324,7 @@ def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
             open_ones[process] = _Report(_depth(match), time, [text], is_traceback=True)
             reports.append(open_ones[process])
         elif process in open_ones:
-            if not _goes_on(open_ones[process].lines, text):
+            if not _continues(open_ones[process].lines, text):
                 del open_ones[process]
             else:
                 open_ones[process].lines.append(text)
@@ -333,8 +333,8 @@ def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
     return reports, time
 
 
-def _goes_on(lines: Sequence[str], text: str) -> bool:
-    """Whether the next line of its process still belongs to the traceback that has these lines so far."""
+def _continues(lines: Sequence[str], text: str) -> bool:
+    """Check whether the next line of a process still belongs to the traceback that has these lines so far."""
     said = next((index for index, line in enumerate(lines[1:], 1) if not line.startswith(" ")), None)
     if said is None:
         return True

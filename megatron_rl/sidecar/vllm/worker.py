@@ -1,13 +1,13 @@
-"""Our extension of vLLM's workers: it receives weights, digests and loads them, and says which it holds.
+"""Our extension of vLLM's workers: it receives, digests and loads weights, and reports which weights it holds.
 
-vLLM mixes this class into its worker; its methods are called through /collective_rpc with strings and answer plain
-data. A refusal is the answer `{"error": ..., "code": ...}` and not an exception, of which vLLM would only say
-"worker failed".
+vLLM mixes this class into its worker. Its methods are called through /collective_rpc with strings, and answer plain
+data. A refusal is the answer `{"error": ..., "code": ...}` and not an exception, because vLLM would report an exception
+only as "worker failed".
 
-Before a load touches a weight, it compares the digests that came with the files with the announced fingerprint, and
-names and shapes with those of the checkpoint that the engine started from. Afterwards it compares the digests of what
-its parameters hold with those that came (`held.py`), which also proves the files. Tensors that this does not prove are
-digested as they came, each by one worker.
+Before a load changes a weight, the worker compares the digests that came with the files with the announced fingerprint,
+and names and shapes with those of the checkpoint that the engine started from. After the load it compares the digests
+of its parameters with the digests that came (`held.py`), which also proves the files. Each tensor that this does not
+prove is digested as it came, by one of the workers.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ RpcAnswer = dict[str, Any]
 
 
 class Refusal(MegatronRLError):
-    """The request cannot be served; nothing was changed."""
+    """A request that cannot be served; it changed nothing."""
 
 
 class NotWritten(Refusal):
-    """The trainer ended before it had written all weights."""
+    """The end of the trainer before it had written all weights."""
 
 
 _CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
@@ -52,7 +52,7 @@ _CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
     (NotWritten, RefusalCode.NOT_WRITTEN),
     (MegatronRLError, RefusalCode.REFUSED),
 )
-"""The codes of refusals; the first class that fits counts."""
+"""The codes of refusals; the first class that matches counts."""
 
 
 def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
@@ -71,14 +71,14 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
 class WorkerExtension:
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
-    # The weights that the worker holds, and whether a load broke off in it.
+    # The fingerprint of the weights that the worker holds, and whether a load in it failed half-way.
     megatron_rl_fingerprint: str = ""
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
     megatron_rl_maps: Maps | None = None
     # Names and shapes of the tensors of the checkpoint that the engine started from; None until they are read.
     megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
-    # Where in the parameters the tensors lie; None until it is learned.
+    # The places of the tensors in the parameters; None until they are learned.
     megatron_rl_order: Order | None = None
 
     rank: int
@@ -88,7 +88,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_prepare(self) -> RpcAnswer:
-        """Prepare the worker; return what the sidecar needs to know of it."""
+        """Prepare the worker; return the facts about it that the sidecar needs."""
         import vllm
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
@@ -123,7 +123,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_load(self, folder: str, user: str, expected: str) -> RpcAnswer:
-        """Load the weights in a folder, if their fingerprint is the announced one and no tensor is missing."""
+        """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing."""
         _must_be_private(Path(folder), int(user))
         if self.megatron_rl_maps is None:
             self.megatron_rl_maps = Maps()
@@ -138,7 +138,7 @@ class WorkerExtension:
         self.megatron_rl_learn(specs)
         with Arrival(Path(folder), specs) as arrival:
             if not arrival.is_coming():
-                raise NotWritten(f"{folder} lacks weights, and nobody writes them any more")
+                raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
             missing: list[str] = []
             record = self.megatron_rl_load_in_place(_arriving(received, arrival, missing))
         if missing:
@@ -157,7 +157,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
-        """Learn where in the parameters tensors lie, if the engine's checkpoint lists the tensors.
+        """Learn the places of tensors in the parameters, if the engine's checkpoint lists the tensors.
 
         The engine holds no real weights afterwards.
         """
@@ -169,7 +169,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_reload_checkpoint(self) -> RpcAnswer:
-        """Load in place the checkpoint that this engine started from; answer whether there is one."""
+        """Load in place the checkpoint that this engine started from; answer whether it can be loaded."""
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
             self.megatron_rl_load_in_place(tensors.items())
@@ -177,7 +177,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_begin_stream(self) -> RpcAnswer:
-        """Digest all that vLLM's own transfer engine hands to the model, before it is loaded."""
+        """Digest all tensors that vLLM's own transfer engine passes to the model, before they are loaded."""
         self.megatron_rl_end_recording()
         if self.megatron_rl_is_torn:
             raise Refusal("an earlier update broke off in this worker: it has to be started again")
@@ -189,7 +189,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
-        """Check that all of the announced weights came through."""
+        """Check that all of the announced weights arrived."""
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
@@ -208,7 +208,7 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
-        """Answer with the fingerprint of the weights that this worker holds; empty if an update broke off."""
+        """Answer with the fingerprint of the weights that this worker holds; empty if an update failed half-way."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
     def megatron_rl_load_in_place(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Record":
@@ -225,7 +225,10 @@ class WorkerExtension:
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
-        """Mark the worker as torn if a load breaks off: vLLM cannot resume it, so it never loads or reports again."""
+        """Mark the worker as torn if a load fails half-way.
+
+        vLLM cannot resume the load, so a torn worker never loads or reports again.
+        """
         if self.megatron_rl_is_torn:
             raise Refusal("an earlier update broke off in this worker: it has to be started again")
         self.megatron_rl_is_torn = True
@@ -234,7 +237,7 @@ class WorkerExtension:
 
     @contextlib.contextmanager
     def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator["Record"]:
-        """Record what passes into the model's `load_weights`, and what it reports as loaded."""
+        """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
         model = self.model_runner.get_model()
         record = Record({name for name, _ in model.named_parameters()})
         original = model.load_weights
@@ -260,7 +263,7 @@ class WorkerExtension:
             stream.__exit__(None, None, None)
 
     def megatron_rl_learn(self, specs: list[TensorSpec]) -> None:
-        """Learn where tensors lie, once: it does not change."""
+        """Learn the places of tensors; once is enough, because they do not change."""
         if self.megatron_rl_order is not None:
             return
         self.megatron_rl_fingerprint = ""
@@ -272,7 +275,7 @@ class WorkerExtension:
             )
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
-        """Compare what a load left in the parameters with what was given; raise NotHeld if they differ."""
+        """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.readings is None:
             return Held(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
         return compare(self.megatron_rl_order, record.readings, digests, record.specs)
@@ -300,7 +303,7 @@ class WorkerExtension:
 
 
 class Record:
-    """What passed into a model during one update."""
+    """A record of the tensors that were loaded into a model in one update."""
 
     def __init__(self, parameters: set[str]) -> None:
         self.parameters = parameters
@@ -340,9 +343,9 @@ def _describe(held: Held, digests: Mapping[str, list[int]]) -> RpcAnswer:
 def _must_be_those_of(
     received: Mapping[str, torch.Tensor], digests: Mapping[str, list[int]], names: Iterable[str]
 ) -> None:
-    """Raise a Refusal unless these tensors, as they came, have the digests that came with them."""
+    """Raise a Refusal unless these tensors, as they came, match the digests that came with them."""
     if wrong := [name for name in names if digest(received[name]).tolist() != digests[name]]:
-        raise Refusal(f"{len(wrong)} tensors came with other numbers than their digests are of: {', '.join(wrong[:5])}")
+        raise Refusal(f"{len(wrong)} tensors do not match the digests sent with them: {', '.join(wrong[:5])}")
 
 
 def _must_be_private(folder: Path, user: int) -> None:
@@ -359,7 +362,8 @@ def _arriving(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor once it is written.
 
-    Those that never will be are yielded too, and named in `missing`: vLLM cannot resume a load that broke off.
+    A tensor that will never be written is yielded too, and named in `missing`: vLLM cannot resume a load that failed
+    half-way.
     """
     for name, tensor in tensors.items():
         if missing or not arrival.wait_for(name):
@@ -376,7 +380,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def _started_from(folder: Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of the checkpoint; none if it is in another format."""
+    """Map the tensors of the checkpoint; return none if it is in another format."""
     if not any(folder.glob("*.safetensors")):
         return {}
     with Checkpoint(folder) as checkpoint:
@@ -394,14 +398,14 @@ def _eos_token_ids(config: Any) -> set[int]:
 
 
 _FOLDER = Path("/dev/shm")
-# The prefix of files that vLLM's kernels make. Those that Python makes are removed by Python's own tracker process.
+# The prefix of files that vLLM's kernels make. Python's own tracker process removes the files that Python makes.
 _PREFIX = "vllm_dist_"
 
 
 def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
-    """Unlink the kernels' shared-memory files that this process maps; return how many there were."""
+    """Unlink the kernels' shared-memory files that this process maps; return their number."""
     mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
-    # Another worker may have been the first.
+    # Another worker may have unlinked a file already.
     found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
     for path in found:
         path.unlink(missing_ok=True)
@@ -409,9 +413,9 @@ def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER)
 
 
 def close_listeners() -> int:
-    """Close every listening TCP socket of this process; return how many there were.
+    """Close every listening TCP socket of this process; return their number.
 
-    An unconnected socket takes over each file descriptor, because gloo still believes that it owns the number.
+    An unconnected socket takes over each file descriptor, because gloo still uses the number as its own.
     """
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     listening = [number for number in numbers if _listens(number)]
