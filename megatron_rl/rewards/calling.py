@@ -1,4 +1,4 @@
-"""How a reward function is loaded and called, inside a worker."""
+"""The loading and calling of reward functions inside a worker."""
 
 import asyncio
 import copy
@@ -22,7 +22,7 @@ _MISFITS = (Misfit, ImportError)
 
 
 class CannotLoad(Exception):
-    """A file does not import or lacks the function; the message says where."""
+    """A file that does not import or lacks the function; the message names the place."""
 
 
 class Functions:
@@ -48,7 +48,7 @@ class Functions:
         raise CannotLoad(f"{spec.source} has no function {spec.function}{hint}")
 
     def call(self, index: int, prompt_index: int, line: bytes) -> Values:
-        """Call a function with the group in the line, parsed again so that no function sees another's changes."""
+        """Call a function with the group in the line, which is parsed again: no function sees another's changes."""
         spec, function, request = self._specs[index], self._functions[index], json.loads(line)
         num_samples = len(request["completions"])
         random.seed(f"{spec.name}\0{prompt_index}")
@@ -59,12 +59,12 @@ class Functions:
 
     @staticmethod
     def is_misfit(error: BaseException) -> bool:
-        """Whether the function would fail in this way for any completion, since it does not fit the data."""
+        """Check whether any completion would cause this error, because the function does not fit the data."""
         return isinstance(error, _MISFITS)
 
     @staticmethod
     def has_remedy(error: BaseException) -> bool:
-        """Whether the error says what to do."""
+        """Check whether the error says what to do."""
         return isinstance(error, MissingColumn)
 
     def describe(self, index: int, error: BaseException) -> str:
@@ -85,9 +85,9 @@ def _place(error: BaseException, path: str) -> str:
 
 
 def _load(path: str, source: str) -> types.ModuleType:
-    """Load a file's module from the text that was read when the run began: later edits change nothing."""
+    """Load a file's module from the text that was read when the run began, so that later edits have no effect."""
     name = f"megatron_rl_reward_{Path(path).stem}"
-    # A file's neighbours import as they do for a script.
+    # A file can import its neighbours, as a script can.
     folder = str(Path(path).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -106,7 +106,7 @@ def _load(path: str, source: str) -> types.ModuleType:
 
 
 def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    """Build the keyword arguments of TRL's signature; a function without **kwargs gets those that it names."""
+    """Build the keyword arguments of TRL's signature; a function without **kwargs gets only those that it names."""
     count = len(request["completions"])
     prompt, completions = request["prompt"], request["completions"]
     if not isinstance(prompt, str):

@@ -1,9 +1,9 @@
-"""What a worker may see, how it is confined to that, and the Linux system calls that do it.
+"""The confinement of a worker to the files that it may see, and the Linux system calls for it.
 
-The parent works out the paths (`Confinement`); the worker applies them to itself before it imports any function
-(`confine`). Landlock has only rules that allow: to hide a private folder inside an allowed one, each other entry of the
-outer folder is allowed by itself. No call needs root; each raises OSError if the kernel, or the container around us,
-does not have it.
+The parent computes the paths (`Confinement`); the worker applies them to itself before it imports any function
+(`confine`). Landlock has only rules that allow. To hide a private folder inside an allowed one, each other entry of the
+outer folder is allowed separately. No call needs root. Each raises OSError if the kernel, or the container of this
+process, does not have it.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from megatron_rl.errors import UsageError
 
-# In the environment of every worker, besides its folders.
+# Variables in the environment of every worker, besides its folders.
 _FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-# What programs need to run at all: libraries, certificates, names of hosts and users; no secrets.
+# Paths that every program needs: libraries, certificates, names of hosts and users; no secrets.
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -73,7 +73,7 @@ class Confinement:
 def plan_confinement(
     read: Iterable[Path], private: Iterable[Path], scratch: Path, python_path: Iterable[str]
 ) -> Confinement:
-    """Work out what workers may see: the system, Python and `read`, without what is private."""
+    """Compute the paths that workers may see: the system, Python and `read`, without those that are private."""
     hidden = [path.resolve() for path in private]
     package = Path(__file__).resolve().parents[1]
     roots = [*map(Path, _SYSTEM), Path(sys.prefix), Path(sys.base_prefix), *map(Path, python_path), package, *read]
@@ -92,7 +92,7 @@ def _texts(paths: Iterable[Path]) -> tuple[str, ...]:
 
 
 def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[Path]) -> None:
-    """Add what lies in `root` and not in a hidden folder to `allowed`, and the folders between to `listed`."""
+    """Add the entries of `root` outside hidden folders to `allowed`, and the folders between to `listed`."""
     if any(root.is_relative_to(path) for path in hidden):
         return
     if not any(path.is_relative_to(root) for path in hidden):
@@ -100,13 +100,13 @@ def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[
         return
     listed.append(root)
     for entry in sorted(root.iterdir()):
-        # A link's target is allowed or hidden by its own place.
+        # The target of a link is allowed or hidden by its own path.
         if not entry.is_symlink():
             _keep_out(entry, hidden, allowed, listed)
 
 
 def confine(limits: Confinement) -> dict[str, str]:
-    """Confine the calling process for good; return what could not be done, and why."""
+    """Confine the calling process permanently; return the measures that failed, each with the reason."""
     no_new_privileges()
     missing: dict[str, str] = {}
 
@@ -139,7 +139,7 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
 
 
 def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with the variables that functions are to be given."""
+    """Yield each mistake in the names of the variables for functions."""
     for name in names:
         if name in ("HOME", "TMPDIR", "PYTHONPATH", *_FIXED):
             yield f"--reward-environment {name}: functions have a value of their own for it; leave it out"
@@ -148,7 +148,7 @@ def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
 
 
 def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable[str]) -> dict[str, str]:
-    """Build the whole environment of a worker: what programs need, and what --reward-environment names."""
+    """Build the whole environment of a worker: the variables that programs need, and those of --reward-environment."""
     if found := list(find_environment_problems(names)):
         raise UsageError(*found)
     kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", *names)
@@ -163,7 +163,7 @@ def build_environment(names: Sequence[str], scratch: Path, python_path: Iterable
 
 
 def find_python_path() -> list[str]:
-    """Find the folders where a worker finds modules: ours, except for the current folder."""
+    """Return the folders where a worker finds modules: this process's, except for the current folder."""
     package_parent = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(entry) for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
     standard = (sys.base_prefix, sys.prefix)
@@ -185,7 +185,7 @@ _CAP_DAC_OVERRIDE = 1
 
 
 class Access(enum.IntFlag):
-    """Landlock's rights over files, and the interface versions that added those beyond the first."""
+    """Landlock's rights over files, and the versions of its interface that added the later ones."""
 
     EXECUTE = 1 << 0
     WRITE_FILE = 1 << 1
@@ -227,7 +227,7 @@ def adopt_orphans() -> None:
 
 
 def new_process_namespace() -> None:
-    """Make the next child the first process of a namespace: all processes in it end with that one."""
+    """Make the next child the first process of a namespace: all processes in it end with that child."""
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWPID if user == 0 else _CLONE_NEWPID | _CLONE_NEWUSER
     _check(_libc().unshare(flags), "unshare")
@@ -242,7 +242,7 @@ def new_process_namespace() -> None:
 
 
 def no_new_privileges() -> None:
-    """Keep this process, and all that it starts, from gaining privileges."""
+    """Keep this process, and every process that it starts, from gaining privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
 
 
@@ -255,12 +255,12 @@ def drop_capabilities() -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface; OSError says why it is missing."""
+    """Return the version of Landlock's interface; raise an OSError with the reason if it is missing."""
     return _check(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
 
 
 def restrict_files(version: int, allowed: Sequence[tuple[str, Access]]) -> None:
-    """Deny all access to files but these; from version 6 on also signals and abstract sockets to processes outside."""
+    """Deny access to all files but these; from version 6 on, also signals and abstract sockets to outside processes."""
     newer = {2: Access.REFER, 3: Access.TRUNCATE, 5: Access.IOCTL_DEV}
     handled = Access.FIRST_VERSION
     for since, access in newer.items():
@@ -294,9 +294,10 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
 
 
 def forbid_unix_sockets() -> None:
-    """Refuse new sockets of the kind that listens at a path, which Landlock's rules about files do not cover.
+    """Refuse new unix sockets, which Landlock's rules about files do not cover.
 
-    Pairs of connected sockets stay. io_uring is refused too, because it makes sockets without the call that is watched.
+    Pairs of connected sockets stay allowed. io_uring is refused too, because it makes sockets without the call that is
+    filtered.
     """
     machines = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
     if platform.machine() not in machines:
@@ -304,7 +305,7 @@ def forbid_unix_sockets() -> None:
     architecture, socket_call = machines[platform.machine()]
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     allow, denied, missing = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38
-    # Code, steps to skip if true, if false, operand. Calls from 0x40000000 on are x86's second set of numbers.
+    # Code, steps to skip if true, steps to skip if false, operand. Calls from 0x40000000 on are x86's second numbering.
     program = [
         (load, 0, 0, 4),
         (equal, 0, 7, architecture),

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- each function scores every group exactly once, on a worker in which nothing has failed, or the group fails with a
+- each function scores every group exactly once, on a worker without an earlier failure, or the group fails with a
   RewardError that names function and prompt;
-- a worker on which something failed is never used again, and a group's failure reaches no other group;
-- nothing that a function started outlives `close`.
+- a worker is never used again after a failure, and a group's failure affects no other group;
+- no process that a function started outlives `close`.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import PoolSettings, RewardError, RewardRequest, RewardResult, RewardSpec
 
 _LOGGER = logging.getLogger(__name__)
-# A trial that takes longer is given up, without consequences.
+# A trial that takes longer is abandoned, without consequences.
 _TRIAL_SECONDS = 3.0
-# Rewards that are not tried out: their servers would be asked for nothing.
+# Rewards that are not tried: the requests would cost their servers work for no use.
 _REMOTE = ("http",)
 
 
 class RewardPool:
-    """Runs reward functions in worker processes. Belongs to the event loop that it is started in.
+    """A pool of worker processes that run reward functions. It belongs to the event loop that it is started in.
 
-    Groups wait for a worker in order, and are written out only once they have one.
+    Groups wait for a worker in order, and are encoded only once they have one.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], settings: PoolSettings | None = None) -> None:
@@ -54,17 +54,17 @@ class RewardPool:
         self._started = self._closed = False
         self._sources: dict[str, str] = {}
         self.errors: collections.Counter[str] = collections.Counter()
-        """For how many groups each function failed, including those for which `on_error` gave the value."""
+        """The number of groups that each function failed for, including those that got the value of `on_error`."""
         self.missing: dict[str, str] = {}
-        """What workers are not confined in, and why not."""
+        """The ways in which workers are not confined, each with the reason."""
         self.warnings: list[str] = []
-        """What a person should know of before groups are scored."""
+        """Warnings for the user before groups are scored."""
 
     async def start(self, trials: Sequence[RewardRequest] = ()) -> None:
         """Load every function in every worker; raise a UsageError that names the file and line that does not import.
 
-        For each trial, a row with made-up completions, every function is called once; a UsageError names each mistake
-        that would fail with any completion, at the first row at which there is one.
+        Each trial is a row with made-up completions, for which every function is called once. A UsageError names each
+        mistake that any completion would cause, at the first row that has one.
         """
         assert not self._started, "a pool is started once"
         self._started = True
@@ -108,7 +108,7 @@ class RewardPool:
 
     @property
     def identity(self) -> str:
-        """Everything that decides a reward, as far as a pool can see: not what functions import, read or ask for."""
+        """Everything that a pool knows to decide a reward; it does not know what functions import, read or ask for."""
         assert self._started, "sources are read by start"
         digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
         specs = [dataclasses.asdict(spec) for spec in self._specs]
@@ -142,9 +142,9 @@ class RewardPool:
     async def _try_out(
         self, worker: RewardWorker, request: RewardRequest, failed: dict[int, list[str]]
     ) -> RewardWorker | None:
-        """Call every function once; return the worker, which remembers nothing of it, or None: take a fresh one.
+        """Call every function once; return the worker, which keeps no state of it, or None if a fresh one is needed.
 
-        `failed` collects, by the number of the function, the failures that other completions may not meet.
+        `failed` collects, by the number of the function, the failures that other completions may not cause.
         """
         functions = [number for number, spec in enumerate(self._specs) if spec.source not in _REMOTE]
         job = {"job": 0, "functions": functions, "prompt_index": request.index, "stop": False, "trial": True}
@@ -152,7 +152,7 @@ class RewardPool:
         try:
             answers = await worker.try_out(job, request.encode(), len(request.completions), _TRIAL_SECONDS)
         except WorkerFault as fault:
-            # A real completion may not cause this; if it does, the group's failure will say so.
+            # A real completion may not cause this. If one does, the group's failure will report it.
             _LOGGER.info("a trial of the rewards with made-up completions: %s", fault)
             self._end(worker)
             return None
@@ -166,7 +166,7 @@ class RewardPool:
                 failed.setdefault(number, []).append(answer.error)
         if problems and self._settings.on_error is None:
             raise UsageError(*problems)
-        self.warnings += [f"{problem}; until then --reward-on-error stands for what it gives" for problem in problems]
+        self.warnings += [f"{problem}; until then --reward-on-error replaces its value" for problem in problems]
         return worker
 
     def _warn_of_failures(self, failed: dict[int, list[str]], trials: Sequence[RewardRequest]) -> None:
@@ -176,7 +176,7 @@ class RewardPool:
                 made_up = ", ".join(map(repr, trials[0].completions))
                 self.warnings.append(
                     f"--reward {self._specs[number].name}: {errors[0]}; it failed on each of {len(trials)} rows that "
-                    f"it was tried on, with completions that were made up ({made_up}): see that it does not on others"
+                    f"it was tried on, with made-up completions ({made_up}): check that it works for others"
                 )
 
     def _check_confinement(self, missing: dict[str, str]) -> None:
@@ -191,7 +191,7 @@ class RewardPool:
         return ", ".join(spec.name for spec in self._specs)
 
     async def score(self, request: RewardRequest) -> RewardResult:
-        """Score a group; raise RewardError if a function fails for it and `on_error` gives no value."""
+        """Score a group; raise RewardError if a function fails for it and `on_error` has no value."""
         assert self._started, "score comes after start"
         begin = time.monotonic()
         line = request.encode()
@@ -229,7 +229,7 @@ class RewardPool:
         return RewardResult([float(reward or 0.0) for reward in rewards], components, time.monotonic() - begin, errors)
 
     def _failed(self, function: str, request: RewardRequest, reason: str, has_remedy: bool = False) -> float:
-        """Count a failure; return the reward that is substituted, or raise."""
+        """Count a failure; return the reward that replaces the function's, or raise."""
         self.errors[function] += 1
         if self._settings.on_error is None:
             raise RewardError(function, request, reason, is_at_fault=not has_remedy)
@@ -244,7 +244,7 @@ class RewardPool:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End all workers; groups that are being scored, or wait, fail."""
+        """End all workers; groups that wait or are being scored fail."""
         self._closed = True
         for worker in list(self._alive):
             self._end(worker)
@@ -257,7 +257,7 @@ class RewardPool:
 
 
 class _Scoring:
-    """Scores one group with all functions: on one worker, and on fresh ones after failures."""
+    """The scoring of a group by all functions: on one worker, and on fresh ones after failures."""
 
     def __init__(self, pool: RewardPool, request: RewardRequest, line: bytes, worker: RewardWorker | None) -> None:
         self.worker = worker
@@ -276,7 +276,7 @@ class _Scoring:
             except WorkerFault as fault:
                 self.discard()
                 self._check_open()
-                if fault.whose_is_unclear and not self._retried:
+                if fault.is_cause_unclear and not self._retried:
                     self._retried = True
                 else:
                     self._answers.append(FunctionAnswer(None, str(fault)))

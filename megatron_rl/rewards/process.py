@@ -1,4 +1,4 @@
-"""The parent's side of one worker: its process, its pipes, and the ways in which it can fail."""
+"""The parent's side of a worker: its process, its pipes, and the ways in which it can fail."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,10 @@ _MOST_BYTES = 16 << 20
 
 
 class OutputLog:
-    """Appends up to 16 MiB to a file, or until the disk is full; says so, and drops the rest; without a file, all."""
+    """A file that takes up to 16 MiB of output, or less if the disk is full.
+
+    It then says so and drops the rest. Without a file, all output is dropped.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else _open_for_owner(path)
@@ -38,7 +41,7 @@ class OutputLog:
             if self._left <= 0:
                 self._file.write(b"\n[16 MiB were printed; what follows is dropped]\n")
         except OSError as error:
-            # Rewards go on without the file: output must still be read, or functions would block forever.
+            # Rewards continue without the file: output must still be read, or functions would block forever.
             self._left = 0
             _LOGGER.warning(
                 "%s cannot be written: %s; the output of reward functions is dropped", self._file.name, error.strerror
@@ -55,28 +58,28 @@ def _open_for_owner(path: Path) -> FileIO:
 
 
 class WorkerFault(Exception):
-    """A worker that can no longer be used: it died, is silent, or sent nonsense."""
+    """A fault after which a worker cannot be used: it died, is silent, or sent nonsense."""
 
-    def __init__(self, reason: str, whose_is_unclear: bool) -> None:
+    def __init__(self, reason: str, is_cause_unclear: bool) -> None:
         super().__init__(reason)
-        self.whose_is_unclear = whose_is_unclear
-        """Whether the cause may be what an earlier group left behind in the worker."""
+        self.is_cause_unclear = is_cause_unclear
+        """Whether the state that an earlier group left in the worker may be the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionAnswer:
-    """One function's values for a group, or why there are none."""
+    """A function's values for a group, or the reason why it has none."""
 
     values: Values | None
     error: str = ""
     is_misfit: bool = False
-    """Whether the function would fail like that for any completion."""
+    """Whether any completion would cause this error."""
     has_remedy: bool = False
     """Whether the error says what to do."""
 
 
 class RewardWorker:
-    """One worker. After a WorkerFault, or when cancelled while it works, the caller must end it."""
+    """A worker. The caller must end it after a WorkerFault, or if it was cancelled while it worked."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: OutputLog) -> None:
         self._process = process
@@ -110,7 +113,7 @@ class RewardWorker:
         try:
             return cls(await asyncio.shield(starting), log)
         except asyncio.CancelledError:
-            # A start cannot be undone halfway, since pipes would stay open: it is finished, then ended.
+            # A start that is undone half-way would leave pipes open: so it is completed first, then ended.
             await cls(await starting, log).end()
             raise
 
@@ -134,7 +137,7 @@ class RewardWorker:
     async def try_out(
         self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
     ) -> dict[int, FunctionAnswer]:
-        """Return functions' answers to a made-up group, by number; a function that ends the trial has none."""
+        """Return functions' answers to a made-up group, by number; a function that ends the trial gives none."""
         answers: dict[int, FunctionAnswer] = {}
         try:
             async with asyncio.timeout(timeout):
@@ -167,11 +170,11 @@ class RewardWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; a function is not blamed for an end between two groups."""
+        """Whether the process still runs. No function is blamed for an end between two groups."""
         return self._process.returncode is None
 
     def served(self) -> None:
-        """Count a group that is done: the next one may meet what it left behind."""
+        """Count a group that is done: it may have left state that affects the next one."""
         self._num_served += 1
 
     async def _send(self, data: bytes) -> None:
@@ -221,12 +224,12 @@ class RewardWorker:
             self._log.write(piece)
 
     def kill(self) -> None:
-        """Tell the keeper to end the worker and everything that it started."""
+        """Tell the keeper to end the worker and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
     async def end(self) -> None:
-        """Kill, and wait until nothing is left: no process, no open pipe."""
+        """Kill the worker, and wait until no process and no open pipe is left."""
         self.kill()
         assert self._process.stdin is not None
         self._process.stdin.close()

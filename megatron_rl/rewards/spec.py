@@ -1,7 +1,7 @@
-"""Parses --reward SOURCE[=WEIGHT][@SECONDS], and checks the flags of rewards.
+"""The parser of --reward SOURCE[=WEIGHT][@SECONDS], and the checks of the flags of rewards.
 
-The files that they name are read, not run. Mistakes that only running a file shows, such as a missing import, are
-reported by a worker when the sidecar starts.
+The named files are read, not run. Some mistakes show only when a file runs, such as a missing import: a worker reports
+them when the sidecar starts.
 """
 
 import ast
@@ -25,10 +25,10 @@ _DEFAULT_TIMEOUT = 30.0
 
 
 def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
-    """Parse one function: FILE.py:FUNCTION, ready-made NAME or NAME:ARGUMENT, or the http(s) address of a reward model.
+    """Parse a function: FILE.py:FUNCTION, ready-made NAME or NAME:ARGUMENT, or the http(s) address of a reward model.
 
-    A number after the last "=" is the weight and one after a last "@" the limit in seconds. If an argument itself ends
-    in such a number, the weight must be written after it.
+    A number after the last "=" is the weight, and a number after a last "@" is the limit in seconds. If an argument
+    itself ends in such a number, the weight must follow it.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -62,7 +62,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
 
 
 def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tuple[RewardSpec, ...]:
-    """Parse all functions of a run and give them different names: equal names get their source as a prefix."""
+    """Parse all functions of a run and give them different names: equal names get their sources as prefixes."""
     specs = [parse_spec(text, timeout) for text in texts]
     counts = Counter(spec.name for spec in specs)
     named = [spec if counts[spec.name] == 1 else _with_long_name(spec) for spec in specs]
@@ -73,12 +73,12 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
 
 
 def find_weights(config: RewardConfig) -> dict[str, float]:
-    """Return the weight of each function, by the names that components have."""
+    """Return the weight of each function, by the name of its component."""
     return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
 
 
 def parse_on_error(text: str) -> float | None:
-    """Parse --reward-on-error: None for "stop", else the reward to substitute for a failure."""
+    """Parse --reward-on-error: return None for "stop", else the reward that replaces a failure's."""
     if text == "stop":
         return None
     if not re.fullmatch(_NUMBER, text) or abs(float(text)) == float("inf"):
@@ -87,7 +87,7 @@ def parse_on_error(text: str) -> float | None:
 
 
 def _check_argument(text: str, name: str, argument: str | None) -> None:
-    """Make the reward once, so that a bad argument shows here and not in a worker."""
+    """Make the reward once, so that a wrong argument is reported here and not in a worker."""
     try:
         REWARDS[name](argument, _DEFAULT_TIMEOUT)
     except ValueError as error:
@@ -101,14 +101,14 @@ def _with_long_name(spec: RewardSpec) -> RewardSpec:
     return RewardSpec(name, spec.source, spec.function, spec.argument, spec.weight, spec.timeout)
 
 
-# What Python alone needs, without any function.
+# The memory that Python alone needs, without any function.
 _LEAST_MEMORY_GIB = 0.125
-# Ways to bind names that reading the source cannot find.
+# Ways to bind names that cannot be found in the source.
 _DYNAMIC = {"exec", "globals", "locals", "setattr", "vars", "modules", "__getattr__"}
 
 
 def problems(reward: RewardConfig) -> Iterator[str]:
-    """Yield each mistake for which workers would end."""
+    """Yield each mistake that would end workers."""
     if not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
@@ -176,7 +176,7 @@ def _check_file(text: str, spec: RewardSpec) -> None:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """Find the names that a module binds; None if reading cannot tell."""
+    """Find the names that a module binds; return None if the source does not show them."""
     for node in ast.walk(tree):
         is_star = isinstance(node, ast.alias) and node.name == "*"
         if is_star or {getattr(node, field, None) for field in ("id", "attr", "name")} & _DYNAMIC:
@@ -186,7 +186,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def _bound(parent: ast.AST) -> Iterator[str]:
-    """Find the names bound below a node, except in inner scopes."""
+    """Yield the names that are bound below a node, except in inner scopes."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

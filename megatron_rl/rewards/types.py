@@ -1,4 +1,4 @@
-"""Requests to reward functions, their results, and how they fail."""
+"""Requests to reward functions, their results and their failures."""
 
 import dataclasses
 import json
@@ -9,27 +9,27 @@ from typing import Any, Literal
 
 from megatron_rl.errors import InputError, MegatronRLError
 
-# What a function is given besides the columns of the data.
+# The arguments of a function besides the columns of the data.
 GIVEN = ("prompts", "completions", "completion_ids")
-# The name under which rewards know the column of --answer-key.
+# The name that rewards use for the column of --answer-key.
 ANSWER = "answer"
 
 Values = list[float | None]
 
 
 class Misfit(ValueError):
-    """A function does not fit the data, or what is wanted of it: every completion would fail in the same way."""
+    """A function that does not fit the data or its task: every completion would fail in the same way."""
 
 
 class MissingColumn(Misfit):
-    """The data lacks what a function asks for; the text says what to do."""
+    """A column that a function needs and the data lacks; the text says what to do."""
 
 
 class RewardError(MegatronRLError):
-    """A reward function failed for one group: which function, which prompt, why."""
+    """The failure of a reward function for one group, with function, prompt and reason."""
 
     def __init__(self, function: str, request: "RewardRequest", reason: str, *, is_at_fault: bool = True) -> None:
-        """Without `is_at_fault` the message does not advise to correct the function or to substitute a reward."""
+        """Make the error; without `is_at_fault` it does not advise to correct the function or substitute a reward."""
         remedy = (
             "; correct the function, or substitute a reward for failures with --reward-on-error" if is_at_fault else ""
         )
@@ -42,15 +42,15 @@ class RewardError(MegatronRLError):
 
 @dataclasses.dataclass(frozen=True)
 class RewardSpec:
-    """One function: its source and its weight."""
+    """A function: its source and its weight."""
 
     name: str
     source: str
-    """A file, or the name of a ready-made one."""
+    """A file, or the name of a ready-made reward."""
     function: str | None = None
-    """The function in the file; None for a ready-made one."""
+    """The function in the file; None for a ready-made reward."""
     argument: str | None = None
-    """The argument of a ready-made one."""
+    """The argument of a ready-made reward."""
     weight: float = 1.0
     timeout: float = 30.0
 
@@ -61,7 +61,7 @@ class RewardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RewardRequest:
-    """One group to score. The prompt is text, or a list of chat messages; columns hold the row's own values."""
+    """A group to score. The prompt is text or a list of chat messages; columns have the row's own values."""
 
     index: int
     prompt: str | Sequence[Mapping[str, Any]]
@@ -73,7 +73,7 @@ class RewardRequest:
 
     def encode(self) -> bytes:
         """Encode the request as one line."""
-        # Imported here: workers import this module too, and need no msgspec.
+        # Imported here, because workers import this module too and do not need msgspec.
         import msgspec
 
         clashing = sorted(set(GIVEN) & set(self.columns))
@@ -93,51 +93,51 @@ class RewardRequest:
         try:
             text = json.dumps(content).encode()
         except (TypeError, ValueError) as error:
-            raise InputError(f"prompt {self.index}: a column cannot be handed to rewards as JSON: {error}") from None
-        # For this many numbers json takes ten times as long as msgspec.
+            raise InputError(f"prompt {self.index}: a column cannot be passed to rewards as JSON: {error}") from None
+        # For these numbers json takes ten times as long as msgspec.
         return b'%s, "completion_ids": %s}\n' % (text[:-1], msgspec.json.encode(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """A scored group. A component holds a function's unweighted values; None means that it does not apply."""
+    """A scored group. A component has a function's unweighted values; None means that it does not apply."""
 
     rewards: list[float]
     components: dict[str, Values]
     seconds: float
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The functions that failed and whose value was substituted, with the reasons."""
+    """The reasons of failures, by function; `on_error` replaced the values of these functions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings:
-    """How reward functions are run."""
+    """Settings of the pool that runs reward functions."""
 
     num_workers: int = 2
     on_error: float | None = None
     """The reward to substitute when a function fails; None fails the group."""
     start_timeout: float = 120.0
     memory_bytes: int | None = None
-    """The largest address space of a worker."""
+    """Bytes of the largest address space of a worker."""
     confine: Literal["auto", "require", "off"] = "auto"
-    """auto confines as far as the kernel can, and logs the rest; require refuses to start unless it can."""
+    """auto confines as far as the kernel can, and logs the rest; require refuses to start if the kernel cannot."""
     private: tuple[Path, ...] = ()
-    """Folders that functions must not see, such as the run's, which holds the token."""
+    """Folders that functions must not see, such as the run's, which has the token."""
     readable: tuple[Path, ...] = ()
     """Files and folders that functions may read, besides Python's, the system's and their own."""
     environment: tuple[str, ...] = ()
     """Environment variables for functions, besides those that every program needs."""
     log: Path | None = None
-    """The file for what functions print; without it only the last line is kept, for errors."""
+    """The file for the output of functions; without it only the last line is kept, for errors."""
     namespace: bool = True
-    """Give each worker its own process namespace, if the system allows it."""
+    """Whether each worker gets its own process namespace, if the system allows it."""
 
 
 def check_values(values: object, num_samples: int) -> Values:
-    """Check the values that a function returned; raise a ValueError that says what is wrong, a Misfit for a wrong type.
+    """Check the values that a function returned; raise a ValueError with the fault, a Misfit for a wrong type.
 
-    Runs in the worker, which still has the function's result, and again on the other side of the pipe, because a worker
-    cannot be trusted.
+    Both sides of the pipe call this: the worker, because it still has the function's own result, and the parent,
+    because a worker cannot be trusted.
     """
     to_list = getattr(values, "tolist", None)
     values = to_list() if callable(to_list) else values
@@ -170,7 +170,7 @@ def get_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def get_column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> Sequence[Any]:
-    """Get a column of the data; the error lists the columns."""
+    """Return a column of the data; the error for a missing one lists the columns."""
     if name not in columns:
         there = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
         raise MissingColumn(

@@ -1,4 +1,4 @@
-"""Runs reward functions written for verl: a file needs only `reward = from_verl(compute_score)`."""
+"""Support for reward functions of verl: a file needs only `reward = from_verl(compute_score)`."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`, sync or async, in a reward
-    function of TRL's signature.
+    """Wrap verl's `compute_score` in a reward function of TRL's signature.
 
-    Rows have verl's columns: `data_source`, `extra_info`, and `reward_model` with its `ground_truth`, or a column
-    `ground_truth`. If a score is a dict, its "score" counts.
+    It has the parameters `(data_source, solution_str, ground_truth, extra_info)` and may be async. Rows have verl's
+    columns: `data_source`, `extra_info`, and `reward_model` with its `ground_truth`, or a column `ground_truth`. If a
+    score is a dict, its "score" counts.
     """
 
     async def reward(completions: Sequence[Any], **columns: Any) -> list[Any]:

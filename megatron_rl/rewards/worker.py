@@ -1,13 +1,13 @@
-"""A worker: `python -m megatron_rl.rewards.worker PARENT NAMESPACE`, spoken to over its standard streams.
+"""A worker: `python -m megatron_rl.rewards.worker PARENT NAMESPACE`, which communicates over its standard streams.
 
-It is two processes, a keeper and a second one. The keeper runs no reward function: it starts the second process, adopts
-the processes that it leaves behind, and ends them all when the second process ends, on SIGTERM, or when its own parent
-dies. The second process confines itself, loads the functions and answers.
+It is two processes, a keeper and a second one. The keeper runs no reward function. It starts the second process, and
+adopts the processes that the second one leaves. It ends them all when the second process ends, on SIGTERM, or when its
+own parent dies. The second process confines itself, loads the functions and answers.
 
-The first line that it reads is the set-up, answered with {"ready"} or {"cannot_load"}. Then each job is two lines, what
-to do and the group, answered with one line per function: {"job", "function", "values" or "error"}. An error also says
-whether it is a "misfit", which any completion would meet, and whether its text has a "remedy". A "trial" is a job that
-a forked process does; however that process ends, {"trial_is_over"} is the last answer.
+The first line that it reads is the set-up, answered with {"ready"} or {"cannot_load"}. Then each job is two lines: the
+task and the group. Each function answers with one line: {"job", "function", "values" or "error"}. An error also says
+whether it is a "misfit", which any completion would cause, and whether its text has a "remedy". A "trial" is a job for
+a forked process; however that process ends, {"trial_is_over"} is the last answer.
 """
 
 import json
@@ -57,19 +57,19 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _is_ending(parent: int) -> bool:
-    """Whether the parent has ended or is about to: its pipes, at which our child ends, break before it is gone."""
+    """Check whether the parent has ended or is ending: its pipes break, and so our child ends, before it has ended."""
     if os.getppid() != parent:
         return True
     try:
         stat = Path(f"/proc/{parent}/stat").read_text(errors="replace")
     except OSError:
         return True
-    # The flags of the process, behind its name in parentheses.
+    # The flags of the process follow its name, which is in parentheses.
     return bool(int(stat.rpartition(")")[2].split()[6]) & _EXITING)
 
 
 def _tidy_up() -> None:
-    """Remove the scratch folder, which the parent can no longer do if it was killed."""
+    """Remove the scratch folder, because a parent that was killed cannot."""
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
@@ -110,7 +110,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _end_all() -> None:
-    """End every descendant: when one ends its children become ours, so repeat until none is left."""
+    """End every descendant: the children of an ended one become ours, so repeat until none is left."""
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _children() -> Iterator[int]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                    # The name of the program may hold anything, and ends with the last parenthesis.
+                    # The name of the program may have any characters, and ends at the last parenthesis.
                     parent = int(file.read().rpartition(")")[2].split()[1])
             except OSError:
                 continue
@@ -136,7 +136,7 @@ def _children() -> Iterator[int]:
 
 
 def _work(missing: dict[str, str]) -> NoReturn:
-    """Run the second process; never returns into the keeper's code."""
+    """Run the second process; never return into the keeper's code."""
     code = 1
     try:
         if sys.platform == "linux":
@@ -153,7 +153,7 @@ def _work(missing: dict[str, str]) -> NoReturn:
 
 
 def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Separate the channel from what functions print, which goes to standard error."""
+    """Separate the channel of answers from the output of functions, which goes to standard error."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -197,7 +197,10 @@ def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> 
 
 
 def _is_trial_child() -> bool:
-    """Fork, so that what functions remember of a trial ends with the child; the parent waits for it."""
+    """Fork, so that the state of a trial ends with the child; return whether this is the child.
+
+    The parent waits for the child.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()

@@ -343,7 +343,7 @@ def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path):
 
     (warning,) = with_pool([f"{write(tmp_path, code)}:f"], use, trials=rows)
     assert warning.startswith("--reward f: IndexError: list index out of range")
-    assert "it failed on each of 2 rows that it was tried on, with completions that were made up" in warning
+    assert "it failed on each of 2 rows that it was tried on, with made-up completions" in warning
 
 
 def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
