@@ -1,1 +1,1 @@
-"""From the words of a command line to the settings of a run: flags, their resolution, and checks of them."""
+"""The settings of a run from the words of its command line: flags, their resolution and their checks."""

@@ -1,6 +1,6 @@
-"""Combinations of flags that are wrong. Each problem names the flag, its value, what it must be, and what to write.
+"""Checks of combinations of flags. Each problem names the flag, its value, its bound, and what to write.
 
-The bound of a single number belongs to its flag, and is checked where the flag is read.
+The bound of a single number belongs to its flag, and is checked when the flag is read.
 """
 
 import importlib.util
@@ -24,9 +24,9 @@ from megatron_rl.types import Architecture
 
 
 def check_settings(settings: DraftSettings) -> Iterator[str]:
-    """Yield everything that is wrong with the flags of any command; `run` checks what concerns only runs.
+    """Yield every mistake in the flags of any command; `run` has the checks that concern only runs.
 
-    If the architecture is None it could not be read, and checks that depend on it are left out.
+    An architecture of None could not be read, and checks that depend on it are omitted.
     """
     model = settings.architecture
     if model is not None:
@@ -49,7 +49,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_needs(settings: DraftSettings) -> Iterator[str]:
-    """Yield flags that need another flag, which is missing."""
+    """Yield each flag that needs another, missing flag."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
     truncation = algorithm.importance_truncation
@@ -90,7 +90,7 @@ def _check_curriculum(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_pairs(settings: DraftSettings) -> Iterator[str]:
-    """Yield flags that exclude each other."""
+    """Yield each pair of flags that exclude each other."""
     config, schedule = settings.transformer, settings.schedule
     for first, second, are_given in (
         ("--bf16", "--fp16", config.bf16 and config.fp16),
@@ -241,7 +241,7 @@ def _check_batches(settings: DraftSettings) -> Iterator[str]:
 
 
 def check_division(settings: DraftSettings, replicas: int) -> Iterator[str]:
-    """Yield a problem unless an update consists of whole micro-batches, equally many in each replica."""
+    """Yield a problem unless an update has whole micro-batches, and the same number of them in each replica."""
     training = settings.training
     assert training.global_batch_size is not None
     unit = training.micro_batch_size * replicas
@@ -253,12 +253,12 @@ def check_division(settings: DraftSettings, replicas: int) -> Iterator[str]:
 
 
 def count_interleaved(settings: DraftSettings) -> int:
-    """Return how many micro-batches a virtual stage takes in turn."""
+    """Return the number of micro-batches that a virtual stage takes in turn."""
     return settings.transformer.microbatch_group_size_per_vp_stage or settings.parallel_sizes.pipeline
 
 
 def fills_interleaving(settings: DraftSettings, num_micro_batches: int) -> bool:
-    """Whether the interleaved schedule can run this many micro-batches."""
+    """Check whether the interleaved schedule can run this number of micro-batches."""
     stages = settings.parallel_sizes.pipeline
     return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 
@@ -320,16 +320,16 @@ def _check_endpoint(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_proof(settings: DraftSettings) -> Iterator[str]:
-    """Check that engines of this run's own can hold what is published; others are asked at the first publish."""
+    """Check that this run's own engines can hold the published weights; others are asked at the first publish."""
     rollout, publish = settings.rollout, settings.publish
     if rollout.engine != "vllm" or settings.service.endpoint is not None or publish.proof == "probe":
         return
     if rollout.dtype is None or publish.dtype is None or can_hold(rollout.dtype, publish.dtype):
         return
     yield (
-        f"--rollout-dtype {rollout.dtype} rounds what is published in {publish.dtype}, so not one parameter of an "
-        "engine could be compared with it bit for bit: write one precision for both (--rollout-dtype, "
-        "--publish-dtype), or accept the weaker proof with --publish-proof probe"
+        f"--rollout-dtype {rollout.dtype} rounds weights that are published in {publish.dtype}, so engines' parameters "
+        "cannot be compared bit for bit: write one precision (--rollout-dtype, --publish-dtype), or accept the weaker "
+        "proof with --publish-proof probe"
     )
 
 
@@ -346,7 +346,7 @@ def _is_address(text: str) -> bool:
 
 
 def note_idle_flags(settings: Settings) -> Iterator[str]:
-    """Yield flags that were given but have no effect without another flag, which each note names."""
+    """Yield a note for each given flag that has no effect without another flag; the note names both."""
     for is_there, text, subject, fields in _list_readers(settings):
         for field in fields.split():
             source = settings.sources.get(f"{subject}.{field}", "")
@@ -355,7 +355,7 @@ def note_idle_flags(settings: Settings) -> Iterator[str]:
 
 
 def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield whether something reads these fields of a subject, and the condition under which nothing does."""
+    """Yield whether a run reads these fields of a subject, and the condition under which none does."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     checkpoint, model = settings.checkpoint, settings.architecture
     adaptation = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"

@@ -1,4 +1,4 @@
-"""From the command line to checked settings. The argparse namespace does not leave this file."""
+"""The parser of a command line into checked settings. The argparse namespace does not leave this file."""
 
 import argparse
 import dataclasses
@@ -32,8 +32,8 @@ _NAME = re.compile(r"--[a-z][\w-]*")
 def parse(argv: Sequence[str] | None = None) -> Settings:
     """Parse the settings of a command line, by default this process's.
 
-    All mistakes are raised as one UsageError, before any process group exists. Installs the platform, because the flags
-    are those of the megatron-core that runs on it.
+    All mistakes are raised as one UsageError, before any process group exists. This installs the platform, because the
+    flags are those of the megatron-core that runs on it.
     """
     reading = _read(argv)
     draft = _resolve_settings(reading, _find_world_size(), needs_folder=False)
@@ -61,7 +61,7 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
 def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
     """Parse the settings of a model on this many ranks, and the sizes of a run's iteration.
 
-    What only a run needs may be missing: data, a reward, a learning rate, folders to write to.
+    Flags that only a run needs may be missing: data, a reward, a learning rate, folders to write to.
     """
     reading = _read([*argv, "--print-config"])
     draft = _resolve_settings(reading, world_size, needs_folder=True)
@@ -74,16 +74,16 @@ def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
 
 @dataclasses.dataclass
 class _Reading:
-    """What a command line says, and what is wrong with it."""
+    """The values of a command line, and its mistakes."""
 
     flags: Sequence[Flag]
     platform: Platform
     given: dict[str, Given] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
-    # Flags that are already known to be wrong: what follows from their values is not reported too.
+    # Flags that are already known to be wrong: problems that follow from their values are not reported too.
     faulty: set[str] = dataclasses.field(default_factory=set)
-    # The error of reading a file; raised itself if nothing else is wrong.
+    # The error of reading a file; it is raised itself if it is the only problem.
     input_error: InputError | None = None
     # The flags that were written, each with its values.
     written: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -97,7 +97,7 @@ class _Reading:
         self.faulty.add(name)
 
     def keep(self, target: str, new: Given) -> None:
-        """Keep a value, unless one with precedence is there; of one flag the last value counts."""
+        """Keep a value, unless another flag's value has precedence; the last value of a flag counts."""
         old = self.given.get(target)
         if old is None or old.value == new.value:
             if old is None or new.rank > old.rank:
@@ -113,7 +113,7 @@ class _Reading:
             self.notes.append(f"{falls.source} is overruled by {holds.source}, {where}")
 
     def consider(self, problems: Iterable[str]) -> None:
-        """Add the problems that name no faulty flag; the others follow from a problem that is already known."""
+        """Add the problems that name no faulty flag; the others follow from a problem that is already reported."""
         for problem in problems:
             named = _NAME.findall(problem)
             if problem in self.problems or not self.faulty.isdisjoint(named):
@@ -142,7 +142,8 @@ def _read(argv: Sequence[str] | None) -> _Reading:
     reading = _Reading(flags.list_flags(), platform)
     if absence is not None:
         reading.notes.append(
-            f"the platform {platform.name} is not on this machine ({absence}): what hangs on its packages is as here"
+            f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages are "
+            "those of this machine"
         )
     namespace = argparse.Namespace(reading=reading)
     _, rest = _make_parser(reading.flags).parse_known_args(words, namespace)
@@ -163,12 +164,12 @@ def find_platform_name(words: list[str]) -> str:
 
 class _Formatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """What --help shows after a flag; argparse itself is told to read any number of words there."""
+        """Return the values that --help shows after a flag; argparse itself reads any number of words there."""
         return action.flag.value_text() if isinstance(action, _Store) else super()._format_args(action, default_metavar)
 
 
 class _Store(argparse.Action):
-    """Keeps the value of a flag, and the words it was given with, under the flag's targets."""
+    """An action that keeps the value of a flag, and its words, under the flag's targets."""
 
     def __init__(self, *, flag: Flag, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -193,7 +194,7 @@ class _Store(argparse.Action):
                 reading.fault(f"{source} is refused: {self.flag.remedy}", self.flag.name)
             return
         if self.flag.kind is Kind.IGNORED:
-            # A value that asks for what happens anyway is not worth a note.
+            # A value that asks for the behaviour of this package needs no note.
             if self.flag.allowed is None or not self.flag.accepts(value):
                 reading.ignored.setdefault(self.flag.remedy, {})[name] = None
         elif not self.flag.accepts(value):
@@ -292,7 +293,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
 def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Iterator[str]:
     """Yield a note of the flags left to defaults that differ from those of Megatron's scripts: a count, or all."""
     others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
-    # Of the stage's flags alone.
+    # Flags of the other stage are not counted.
     settled = reading.given.keys() | list_others()[stage]
     relied = {
         name: own
@@ -309,7 +310,7 @@ def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Ite
 def _derive(
     reading: _Reading, architecture: Architecture | None, world_size: int | None, configs_of: Mapping[str, type]
 ) -> None:
-    """Add to the given values those that follow from them."""
+    """Add the values that follow from the given ones."""
     defaults = {
         f"{subject}.{field.name}": field.default
         for subject, config in configs_of.items()
@@ -332,7 +333,7 @@ def _derive(
     derivation.settle_micro_batch(world_size, is_shared)
     derivation.settle_precisions(architecture, is_sampled)
     if is_sampled and reading.platform.name == "cpu" and not reading.problems:
-        # A model with mistakes in its flags has no size.
+        # If the model's flags have mistakes, its size is unknown.
         derivation.settle_engines(int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1)), architecture)
     reading.consider(derivation.problems)
 

@@ -1,6 +1,6 @@
 """Values that follow from flags, before settings are made: counts in samples, sizes implied by others, lengths.
 
-Each function adds values to the given ones, with the flag that they follow from as their source, and notes what it did.
+Each function adds values to the given ones, names the flag that they follow from as their source, and notes the change.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from megatron_rl.protocol.probe import find_narrower
 from megatron_rl.types import Architecture
 from megatron_rl.weights import mapping
 
-# What --grpo-group-size and --micro-batch-size are without the flag is for `config` to say.
+# The defaults of --grpo-group-size and --micro-batch-size are those of `config`.
 _ABSENT: Mapping[str, int] = {
     "transformer.tensor_model_parallel_size": 1,
     "transformer.pipeline_model_parallel_size": 1,
     "transformer.context_parallel_size": 1,
 }
-# What makes the start of a second engine worth its seconds: so many parameters, since it brought a quarter with 40 M,
-# or so many tokens of a whole run. A tiny model's run of so many takes some four minutes on two cores; a second engine
-# brought it a fifth, and takes 10 to 30 seconds to start. That is an estimate: no whole runs were compared.
+# A second engine is started for a model of _LEAST_PARAMETERS: with 40 M it saved a quarter of the time. It is started too
+# for a run of _LEAST_TOKENS, which takes a tiny model some four minutes on two cores. There a second engine saved a
+# fifth of the time, and takes 10 to 30 seconds to start. That is an estimate: no whole runs were compared.
 _LEAST_PARAMETERS = 16_000_000
 _LEAST_TOKENS = 1_000_000
 _MOST_ENGINES = 4
@@ -31,7 +31,7 @@ _TRAINED = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Derivation:
-    """Adds values to those that were given."""
+    """The given values, and those that are derived from them."""
 
     def __init__(self, given: dict[str, Given], defaults: Mapping[str, Any], note: Callable[[str], None]):
         self._given = given
@@ -40,7 +40,7 @@ class Derivation:
         self.problems: list[str] = []
 
     def imply_projects(self, written: Words, by_name: Mapping[str, Any]) -> None:
-        """Add what other projects' scripts leave out, if a flag shows that this is one of theirs."""
+        """Add the flags that another project's scripts imply, if a flag shows that this is one of its scripts."""
         for project in list_projects().values():
             is_theirs, title = is_of_project(project, written), project["title"]
             words = list_implied(project, written) if is_theirs else list_implied_by(project, written)
@@ -60,7 +60,7 @@ class Derivation:
         self._settle_divergence()
 
     def _settle_divergence(self) -> None:
-        """Settle what slime's flags of a divergence in the loss come to, which count together only."""
+        """Settle the meaning of slime's flags of a divergence in the loss, which count only together."""
         weight, has_term = self._given.get("algorithm.kl_beta"), "slime.has_divergence" in self._given
         of_slime = weight is not None and weight.name == "--kl-loss-coef"
         if weight is not None and of_slime and not has_term:
@@ -83,7 +83,7 @@ class Derivation:
         self._given["algorithm.kl_estimator"] = Given(name, source.source, source.name)
 
     def settle_algorithm(self) -> None:
-        """Add what is called by the name of --algorithm, unless its flags are written."""
+        """Add the values of the preset that --algorithm names, unless their flags are written."""
         name = self._given.get("algorithm.name")
         if name is None:
             return
@@ -132,7 +132,7 @@ class Derivation:
             self._note(f"--grpo-group-size is {size}, not {usual}: {whole.source} has no more for {replicas} replicas")
 
     def count_samples(self) -> None:
-        """Turn counts in responses, as Megatron's scripts have them, into counts of iterations and updates."""
+        """Convert counts of responses, as in Megatron's scripts, into counts of iterations and updates."""
         of_update, of_iteration = self._look_up("training.global_batch_size"), self._count_responses()
         if of_iteration is None:
             return
@@ -145,15 +145,15 @@ class Derivation:
             if samples is None or (name == "samples.warmup" and samples.value == 0):
                 continue
             if target in self._given:
-                self._note(f"{self._given[target].source} goes before {samples.source}")
+                self._note(f"{self._given[target].source} overrules {samples.source}")
                 continue
-            # Megatron rounds down, too.
+            # Megatron rounds down too.
             count = max(samples.value // divisor, 0 if name == "samples.warmup" else 1)
             self._given[target] = Given(count, samples.source, samples.name)
             self._note(f"{samples.source} makes {flag} {count}, of {divisor} responses each")
 
     def settle_lengths(self, architecture: Architecture | None) -> None:
-        """Settle lengths that are not given: prompt and response get half of the whole each."""
+        """Settle lengths that are not given: prompt and response each get half of the whole."""
         whole, response = self._given.get("training.seq_length"), self._given.get("sampling.max_tokens")
         prompt = self._given.get("data.max_prompt_tokens")
         if whole is None and response is not None:
@@ -194,9 +194,9 @@ class Derivation:
             )
 
     def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
-        """Start an engine for each core where ranks are on all of them: each then has something to do while they wait.
+        """Start an engine for each core if ranks occupy all cores: each core then has work while the ranks wait.
 
-        A short run of a small model keeps one: the start of another takes longer than it saves.
+        A short run of a small model keeps one engine: the start of another takes longer than it saves.
         """
         num_cores = count_cores()
         if architecture is None or num_ranks < num_cores or not self._has_own_engines():
@@ -210,7 +210,7 @@ class Derivation:
             self._note(f"{num_ranks} ranks on {num_cores} cores make --rollout-num-engines {count}")
 
     def settle_precisions(self, architecture: Architecture | None, is_sampled: bool) -> None:
-        """Choose precisions that agree: engines compute in what is trained in, and can hold what is published."""
+        """Choose precisions that agree: engines compute in the trained precision, and can hold the published one."""
         trained = next((dtype for field, dtype in _TRAINED.items() if self._look_up(f"transformer.{field}")), "float32")
         if is_sampled and "rollout.dtype" not in self._given:
             self._given["rollout.dtype"] = Given(trained, "what is trained in")
@@ -219,19 +219,19 @@ class Derivation:
             self._given["publish.dtype"] = Given(find_narrower(trained, architecture.dtype), source)
 
     def _has_own_engines(self) -> bool:
-        """Whether this run starts engines, and nobody has said how many."""
+        """Check whether this run starts engines, and no flag sets their number."""
         return (
             self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
             and self._look_up("rollout.engine") == "vllm"
         )
 
     def _count_tokens_sampled(self) -> int:
-        """Count the tokens that the run samples at most; 0 if its flags do not say."""
+        """Count the most tokens that the run can sample; return 0 if its flags do not say."""
         of_response = self._look_up("sampling.max_tokens") or self._look_up("training.seq_length")
         return (self._look_up("training.train_iters") or 0) * (self._count_responses() or 0) * (of_response or 0)
 
     def _count_responses(self) -> int | None:
-        """Count the responses of an iteration, if the flags say."""
+        """Count the responses of an iteration; return None if the flags do not say."""
         prompts = self._look_up("algorithm.prompts_per_step")
         if prompts is None:
             return self._look_up("training.global_batch_size")

@@ -1,4 +1,4 @@
-"""The files and folders that a command line names: what is wrong with them is known before anything is started."""
+"""Checks of the files and folders that a command line names, before any process is started."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from megatron_rl.data import prompt_files
 
 
 def find_problems(settings: DraftSettings) -> Iterator[str]:
-    """Yield what is wrong with the files that this host reads and the folders that it writes.
+    """Yield each problem with the files that this host reads and the folders that it writes.
 
-    Nothing is read or made: rows, weights and checkpoints are checked when the run starts.
+    No file is read or made: rows, weights and checkpoints are checked when the run starts.
     """
     yield from prompt_files.find_problems(settings.data, settings.run.stage)
     yield from _check_evaluation(settings)
@@ -41,14 +41,14 @@ def _check_folders(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_folder(folder: Path) -> str | None:
-    """Return what is wrong with a folder and what to do; None if it can be made and written."""
+    """Return the problem with a folder and its remedy; None if the folder can be made and written."""
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        is_full = os.statvfs(there).f_bavail == 0
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        is_full = os.statvfs(parent).f_bavail == 0
     except OSError as error:
         return f"{error.strerror}: write another folder"
-    if not there.is_dir():
-        return f"{there} is not a folder: write another folder"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} is not open to this user: write another folder"
-    return f"the disk of {there} is full: make room there, or write another folder" if is_full else None
+    if not parent.is_dir():
+        return f"{parent} is not a folder: write another folder"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} is not open to this user: write another folder"
+    return f"the disk of {parent} is full: make room there, or write another folder" if is_full else None

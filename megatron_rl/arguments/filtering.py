@@ -1,4 +1,4 @@
-"""Which rewards decide whether a group has a signal, for --grpo-filter-groups-with-same-reward."""
+"""The rewards that decide whether a group has a signal, for --grpo-filter-groups-with-same-reward."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ _SUM = "sum"
 
 
 def name_deciding_rewards(settings: DraftSettings) -> list[str]:
-    """Return the reward functions of which one must differ within a group; none if their weighted sum must."""
+    """Return the reward functions of which one must differ within a group; return none if their sum must differ."""
     algorithm, weights = settings.algorithm, _read_weights(settings)
     if not algorithm.filter_groups or algorithm.filter_by == _SUM:
         return []
@@ -24,7 +24,7 @@ def name_deciding_rewards(settings: DraftSettings) -> list[str]:
 
 
 def check_filter(settings: DraftSettings) -> Iterator[str]:
-    """Yield what is wrong with the choice of groups by their rewards."""
+    """Yield each mistake in the choice of groups by their rewards."""
     algorithm, names = settings.algorithm, [*_read_weights(settings)]
     by = algorithm.filter_by
     if by is not None and not algorithm.filter_groups:
@@ -47,7 +47,7 @@ def check_filter(settings: DraftSettings) -> Iterator[str]:
 
 
 def note_filter(settings: DraftSettings) -> Iterator[str]:
-    """Yield a note of the reward that decides where several are given and no flag names one."""
+    """Yield a note of the reward that decides, if several are given and no flag names one."""
     named = name_deciding_rewards(settings)
     if named and settings.algorithm.filter_by is None and not _takes_components(settings):
         yield f"{_FILTER} compares {named[0]}, the first of --reward; {_BY} names another one, or {_SUM}"

@@ -1,7 +1,8 @@
-"""Every flag: our own, and Megatron's; megatron_flags.toml says what becomes of each of Megatron's.
+"""All flags: our own, Megatron's, and those of other projects.
 
-A field of megatron-core that is not in that file is refused: a field that a newer version adds may change the model in
-a way that neither the engines nor the export of weights know. other_flags.toml has the flags of other projects.
+megatron_flags.toml says how each of Megatron's flags is treated. A field of megatron-core that is not in that file is
+refused. A newer version may add a field that changes the model, and neither the engines nor the export of weights would
+know. other_flags.toml has the flags of other projects.
 """
 
 import ast
@@ -33,7 +34,7 @@ class Given:
     source: str
     name: str = ""
     rank: int = 0
-    """If two flags set the same value, the one with the higher rank wins: see below."""
+    """The rank of the flag: if two flags set the same value, the higher rank wins (see below)."""
 
 
 # Ranks: implied by another project; a secondary meaning of another project's flag; its main meaning; our own flags.
@@ -41,9 +42,10 @@ IMPLIED, SECONDARY, MEANT, OWN = range(4)
 
 
 def list_flags() -> list[Flag]:
-    """List every flag once. Our own configuration's flags precede the scripts' spellings, and those precede fields.
+    """List every flag once.
 
-    Flags that Megatron's scripts know precede those of other projects.
+    Our own configuration's flags come first, then the scripts' spellings, then the fields. Flags that Megatron's
+    scripts know precede those of other projects.
     """
     everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags(), *list_unused_flags())
     known = list(_drop_repeats(everything))
@@ -69,12 +71,12 @@ def list_other_flags(known: Iterable[Flag]) -> Iterator[Flag]:
 
 
 def find_other_defaults() -> Mapping[str, tuple[str, str]]:
-    """Return flags that Megatron's scripts know too, each with the default here and the default there."""
+    """Return flags that Megatron's scripts know too, each with our default and theirs."""
     return {name: (str(own), str(theirs)) for name, (own, theirs) in _read_file()["other_defaults"].items()}
 
 
 def list_projects() -> Mapping[str, Any]:
-    """Return what the file of other projects' flags says, by project."""
+    """Return the file of other projects' flags, by project."""
     return _read_others()
 
 
@@ -90,7 +92,7 @@ def list_script_flags() -> list[Flag]:
 
 
 def list_field_flags() -> Iterator[Flag]:
-    """List the flags of megatron-core's fields that have one, whatever becomes of them."""
+    """List the flags of megatron-core's fields, used or not."""
     classes, table = import_configs(), _read_file()
     without = table["without_flag"]["fields"].split()
     for field, annotation in _list_fields(classes["transformer"]):
@@ -128,7 +130,7 @@ def _list_unused(table: Mapping[str, Any]) -> Iterator[Flag]:
 
 
 def _read_number(word: str) -> float | str:
-    """Read a number if the word is one: 0 and 0.0 are the same where they ask for nothing."""
+    """Read a number if the word is one, so that 0 and 0.0 are the same."""
     try:
         return float(word)
     except ValueError:
@@ -146,7 +148,7 @@ def _read_others() -> dict[str, Any]:
 
 
 def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the file says about one flag, as arguments of Flag."""
+    """Return the file's entry of a flag, as arguments of Flag."""
     if isinstance(entry, str):
         return {"help": entry}
     arguments: dict[str, Any] = {}
@@ -170,13 +172,13 @@ def _reject_field(name: str, flag: Flag) -> dict[str, Any]:
     kind, reason = _find_reason(name)
     if kind is Kind.IGNORED:
         return {"kind": kind, "remedy": reason, "targets": ()}
-    # The default asks for nothing, and neither does a count of 0.
+    # The default changes nothing, and neither does a count of 0.
     harmless = () if flag.is_switch else (flag.default, 0) if flag.convert is int else (flag.default,)
     return {"kind": kind, "remedy": reason, "targets": (), "allowed": harmless}
 
 
 def _find_reason(name: str) -> tuple[Kind, str]:
-    """Find what becomes of a field of TransformerConfig that is not used; exact names precede patterns."""
+    """Find how a field of TransformerConfig that is not used is treated; exact names precede patterns."""
     reasons = _index_reasons()
     pattern = name if name in reasons else next(word for word in reasons if fnmatch.fnmatchcase(name, word))
     return reasons[pattern]
@@ -184,7 +186,7 @@ def _find_reason(name: str) -> tuple[Kind, str]:
 
 @functools.cache
 def _index_reasons() -> Mapping[str, tuple[Kind, str]]:
-    """Return what the groups say about fields and patterns of fields, in the file's order."""
+    """Return the kinds and reasons of fields and patterns of fields, in the file's order."""
     groups = _list_groups(_read_file())
     return {word: (kind, reason) for kind, reason, words in groups for word in words if not word.startswith("--")}
 
@@ -196,7 +198,7 @@ def _list_groups(table: Mapping[str, Any]) -> Iterator[tuple[Kind, str, list[str
 
 
 def _split_mark(word: str) -> tuple[str, str, str]:
-    """Split a listed flag into its name, the mark of how many words it takes, and the value that asks for nothing."""
+    """Split a listed flag into its name, the mark of its number of words, and the value that changes nothing."""
     for mark in "=+*":
         name, found, harmless = word.partition(mark)
         if found:
@@ -232,7 +234,7 @@ def _drop_repeats(flags: Iterable[Flag]) -> Iterator[Flag]:
 
 
 def _read_window(word: str) -> int:
-    """Turn Megatron's pair of tokens seen to the left and to the right into the count of all tokens seen."""
+    """Convert Megatron's pair of tokens seen to the left and to the right into the count of all tokens seen."""
     left, right = (int(part) for part in word.strip("()").split(","))
     if right != 0:
         raise ValueError
@@ -247,7 +249,7 @@ def _read_layer_frequency(word: str) -> int | tuple[int, ...]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Evaluate an expression of whole numbers, lists of them, + and *, and nothing else."""
+    """Evaluate an expression of whole numbers, lists of them, + and *; refuse any other."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -264,7 +266,7 @@ def _read_dtype(word: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
 
 
-# What `type` says in the file.
+# The readers of a flag's words, by `type` in the file.
 _TYPES: Mapping[str, Any] = {
     "int": int,
     "float": float,

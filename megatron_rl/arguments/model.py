@@ -19,16 +19,16 @@ REQUIRED = {
     "vocab_size": "--vocab-size",
 }
 
-# Megatron's llama3 scaling has these built in.
+# Megatron's llama3 scaling has these constants.
 _LLAMA3 = Rope(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 _YARN = Rope(kind=RopeKind.YARN, original_max_positions=4096)
 _OF_YARN = ("original_max_positions", "beta_fast", "beta_slow", "truncate")
-# A factor has a flag for each kind of scaling.
+# Each kind of scaling has a flag of its own for the factor.
 _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_factor": RopeKind.YARN}
 
 
 def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
-    """Read the architecture in the folder, with a problem for each flag that contradicts it."""
+    """Read the architecture in the folder; return it with a problem for each flag that contradicts it."""
     architecture = families.read_architecture(folder)
     said = _collect_statements(given)
     for name, kind in _FACTORS.items():
@@ -45,14 +45,17 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
 
 
 def _is_idle(architecture: Architecture, path: str) -> bool:
-    """Whether a statement is about experts of a model without them; without --num-experts Megatron reads none."""
+    """Check whether a statement is about experts, in a model without them.
+
+    Without --num-experts, Megatron reads no flag of experts.
+    """
     return architecture.experts is None and path.startswith("experts.") and path != "experts.num_experts"
 
 
 def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
-    """Read the architecture that Megatron's flags describe, with the defaults of Megatron's scripts, and its problems.
+    """Read the architecture that Megatron's flags describe, with the defaults of Megatron's scripts.
 
-    The architecture is None if problems leave none.
+    Return it with its problems; it is None if they make it impossible.
     """
     said = {path: item.value for path, item in _collect_statements(given).items()}
     missing = [flag for field, flag in REQUIRED.items() if field not in said]
@@ -77,7 +80,7 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     fields.setdefault("tied_embeddings", True)
     fields.setdefault("norm_epsilon", 1e-5)
     fields.setdefault("linear_bias", True)
-    # To Megatron, a bias of every linear layer includes the attention's.
+    # In Megatron, the bias of every linear layer includes that of attention.
     fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
     fields["rope"] = _describe_rope(said)
     fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
@@ -96,7 +99,7 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
         if target.startswith("architecture.")
     }
     if "experts.num_experts" in said and said["experts.num_experts"].value == 0:
-        # In Megatron's flags 0 means that there are no experts.
+        # In Megatron's flags, 0 means a model without experts.
         said["experts.num_experts"] = dataclasses.replace(said["experts.num_experts"], value=None)
     if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
@@ -113,7 +116,7 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
 
 
 def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
-    """Check that flags say what every supported model has: Megatron's defaults describe a GPT of 2019."""
+    """Check the flags that every supported model needs: Megatron's defaults describe a GPT of 2019."""
     for name, flag in (
         ("described.swiglu", "--swiglu"),
         ("described.normalization", "--normalization RMSNorm"),
@@ -127,7 +130,7 @@ def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
 
 
 def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
-    """Yield flags that describe a part that the model lacks."""
+    """Yield each flag that describes a part that the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     yarn = "--position-embedding-type yarn"
     needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
@@ -205,5 +208,5 @@ def _name_key(architecture: Architecture, path: str) -> str:
 
 
 def _write_json(value: object) -> str:
-    """Write a value as config.json has it."""
+    """Write a value in the form of config.json."""
     return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)

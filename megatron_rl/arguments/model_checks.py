@@ -1,4 +1,4 @@
-"""Combinations of flags that are wrong, about the model and how it is divided. See `checks`."""
+"""Checks of combinations of flags about the model and its division. See `checks`."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ ETP = "--expert-tensor-parallel-size"
 
 
 def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
-    """Yield everything that is wrong, each with its flag, what it must be, and what to write instead."""
+    """Yield each mistake with its flag, its bound, and what to write instead."""
     sizes = settings.parallel_sizes
     yield from _check_architecture(settings, model)
     yield from _check_tensor_parallel(model, sizes)
@@ -37,7 +37,7 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
         yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
     pattern = settings.transformer.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != model.num_layers:
-        yield f"--moe-layer-freq describes {len(pattern)} layers, and there are {model.num_layers}: drop the flag"
+        yield f"--moe-layer-freq describes {len(pattern)} layers, and the model has {model.num_layers}: drop the flag"
     experts = model.experts
     if experts is None:
         return
@@ -193,7 +193,7 @@ def _check_recompute(settings: DraftSettings, model: Architecture) -> Iterator[s
 
 
 def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> Iterator[str]:
-    """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already left out."""
+    """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already removed."""
     config = settings.transformer
     can = {"core_attn"} | ({"moe"} if model.experts else set())
     if config.transformer_impl != "local":
@@ -201,7 +201,7 @@ def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> I
         can |= set() if model.experts else {"mlp"}
     for module in sorted(set(config.recompute_modules or ()) - can):
         yield (
-            f"--recompute-modules {module}: the model has nothing of that name to recompute: leave it out, or write "
+            f"--recompute-modules {module}: the model has no module of that name to recompute: leave it out, or write "
             f"{', '.join(sorted(can))}"
         )
 

@@ -1,4 +1,4 @@
-"""Defaults of other projects' launch scripts, and flags that follow from several of theirs together."""
+"""Defaults of other projects' launch scripts, and flags that follow from several of their flags together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,9 +32,9 @@ def list_implied_by(project: Mapping[str, Any], written: Words) -> dict[str, lis
 
 
 def choose_estimator(estimator: str | None, is_unbiased: bool) -> str:
-    """Return what slime's flags of a divergence in the loss are called here.
+    """Return this package's name for slime's estimator of a divergence in the loss.
 
-    A divergence that is weighed by the ratio has the same mean gradient with k1 as with k3.
+    A divergence that is weighted by the ratio has the same mean gradient with k1 as with k3.
     """
     estimator = estimator or "k1"
     if is_unbiased and estimator == "k2":

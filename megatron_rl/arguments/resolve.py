@@ -1,4 +1,4 @@
-"""From Megatron's flags to megatron-core's configurations, complete."""
+"""The resolution of Megatron's flags into complete configurations of megatron-core."""
 
 import dataclasses
 import importlib.util
@@ -17,14 +17,14 @@ from megatron_rl.types import Architecture
 Reasons = dict[str, tuple[Any, str]]
 """Values of fields, each with the reason for it."""
 
-# Modules that megatron-core recomputes with a class that it has only with TransformerEngine.
+# Modules that megatron-core recomputes with a class that needs TransformerEngine.
 _ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
 # Kernels of TransformerEngine, which only its layers call.
 _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
 
 
 class HasFusions(Protocol):
-    """What this module needs of a platform."""
+    """The part of a platform that this module needs."""
 
     @property
     def name(self) -> str: ...
@@ -34,13 +34,13 @@ class HasFusions(Protocol):
 
 
 def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
-    """Build the TransformerConfig of a model of this architecture, with what else is asked for."""
+    """Build the TransformerConfig of a model of this architecture, with the other values in `asked`."""
     settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
     return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
 
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
-    """Settle fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
+    """Settle the fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
     return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
 
 
@@ -61,7 +61,7 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": architecture.linear_bias,
         "add_qkv_bias": architecture.qkv_bias or architecture.linear_bias,
-        # Megatron counts the tokens to the left of a token, the architecture the token too.
+        # Megatron counts the tokens to the left of a token, and the architecture counts the token too.
         "window_size": None if window is None else (window - 1, 0),
     }
     experts = architecture.experts
@@ -70,7 +70,7 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
             "num_moe_experts": experts.num_experts,
             "moe_router_topk": experts.num_active,
             "moe_ffn_hidden_size": experts.ffn_hidden_size,
-            # A softmax over the chosen experts alone is one over all of them, scaled to sum to one.
+            # A softmax over the chosen experts alone equals a softmax over all of them, scaled to sum to one.
             "moe_router_pre_softmax": not experts.normalize_weights,
         }
     return fields
@@ -122,7 +122,7 @@ def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported."""
+    """Check whether TransformerEngine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -131,7 +131,7 @@ SUBJECTS = ("transformer", "optimizer", "ddp")
 
 @dataclasses.dataclass
 class Fields:
-    """Values for the fields of megatron-core's dataclasses, with where each came from."""
+    """Values for the fields of megatron-core's dataclasses, each with its origin."""
 
     transformer: dict[str, Any] = dataclasses.field(default_factory=dict)
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -139,7 +139,7 @@ class Fields:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     has_model: bool = True
-    # What is wrong with the values.
+    # The mistakes in the values.
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def derive(self, target: str, value: object, source: str) -> None:
@@ -151,9 +151,9 @@ class Fields:
 def resolve_fields(
     flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
 ) -> Fields:
-    """Resolve the fields of megatron-core's dataclasses that get a value from flags, or from what follows from flags.
+    """Resolve the fields of megatron-core's dataclasses that get a value from flags, directly or not.
 
-    Without an architecture, what follows from it is left out; its absence is reported elsewhere.
+    Without an architecture, the values that follow from it are omitted; its absence is reported elsewhere.
     """
     fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
@@ -167,17 +167,20 @@ def resolve_fields(
         _leave_out_offload(fields)
         _keep_experts_whole(fields, architecture)
     _apply_settled(fields, platform)
-    # Megatron's own check for NaN raises on the ranks that have one, before the reduction that the others wait in; the
-    # norm of the reduced gradients, which is checked here, is the same on all of them.
+    # Megatron's own check raises on the ranks that have a NaN, before the reduction that the others wait in. So instead
+    # the norm of the reduced gradients is checked, which is the same on all ranks.
     fields.derive("ddp.check_for_nan_in_grad", False, "the norm of the reduced gradients is checked instead")
     return fields
 
 
 def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
-    """Build megatron-core's configurations; for one that it refuses, return the values and why."""
+    """Build megatron-core's configurations; return them with the reasons why it refuses some.
+
+    A refused configuration is returned as its values.
+    """
     built: dict[str, Any] = {}
     refusals = []
-    # megatron-core would ask TransformerEngine for its version; where it is missed on the platform, a check says so.
+    # megatron-core would ask TransformerEngine for its version. If the platform lacks it, a check reports that.
     cannot_build = {
         "transformer": not fields.has_model,
         "optimizer": fields.optimizer.get("use_precision_aware_optimizer") and not has_transformer_engine(),
@@ -204,7 +207,7 @@ def _list_defaults(config: type) -> dict[str, Any]:
 
 
 def _collect_given(flags: Iterable[Flag], given: Mapping[str, Given]) -> Fields:
-    """Collect what flags say, and the scripts' defaults where they differ from the field's default."""
+    """Collect the values of flags, and the scripts' defaults if they differ from the field's default."""
     defaults = {
         f"{subject}.{field.name}": field.default
         for subject, config in import_configs().items()
@@ -252,11 +255,11 @@ def _derive_layout(fields: Fields, given: Mapping[str, Given], architecture: Arc
 def _count_virtual_stages(
     fields: Fields, given: Mapping[str, Given], architecture: Architecture | None
 ) -> tuple[int | None, str]:
-    """Return the number of virtual stages and the flag that says so; None without a flag, or if its value is wrong."""
+    """Return the number of virtual stages with the flag that sets it; None without a flag, or if its value is wrong."""
     transformer, problems = fields.transformer, fields.problems
     layers, stages = given.get("layout.layers_per_virtual_stage"), given.get("layout.num_virtual_stages")
     if layers is not None and stages is not None:
-        problems.append(f"{layers.source} and {stages.source} say the same thing in two ways: drop one of them")
+        problems.append(f"{layers.source} and {stages.source} set the same number: drop one of them")
     if stages is not None:
         return stages.value, stages.source
     if layers is None or architecture is None:
@@ -286,12 +289,12 @@ def _count_virtual_stages(
 
 
 def list_divisors(*numbers: int) -> str:
-    """List, for people, the numbers that divide all of these."""
+    """List the numbers that divide all of these, as text for an error."""
     return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
 
 
 def count_layers(transformer: Mapping[str, Any], architecture: Architecture) -> int:
-    """Count the layers that stages share, and what else counts as a layer."""
+    """Count the layers that stages share, with embedding and loss if they count as layers."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return architecture.num_layers + sum(bool(transformer.get(field)) for field in extra)
 
@@ -309,7 +312,7 @@ def _derive_precision(fields: Fields, given: Mapping[str, Given]) -> None:
         if not fields.transformer.get(field):
             continue
         fields.derive("optimizer.params_dtype", dtype, f"that of --{field}")
-        # Gradients are sums over all tokens of an update: more than float16 holds, at any loss scale.
+        # Gradients are sums over all tokens of an update: float16 cannot hold them at any loss scale.
         if "ddp.grad_reduce_in_fp32" not in given and fields.optimizer.get("main_grads_dtype") in (None, torch.float32):
             fields.derive("ddp.grad_reduce_in_fp32", True, f"on with --{field}")
 
@@ -325,7 +328,7 @@ def _keep_experts_whole(fields: Fields, architecture: Architecture | None) -> No
 
 
 def _leave_out_offload(fields: Fields) -> None:
-    """Leave out offload on a CPU: the optimizer's state is on the host anyway, and float32 needs no other optimizer."""
+    """Omit offload on a CPU: the optimizer's state is on the host anyway, and float32 needs no other optimizer."""
     kept = [
         name
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -338,7 +341,7 @@ def _leave_out_offload(fields: Fields) -> None:
             fields.notes.append(f"without effect on the platform cpu: {source}")
             fields.derive(f"optimizer.{name}", False, "platform cpu")
     if fields.transformer.get("deterministic_mode"):
-        # Megatron would look rows up with weight[ids], whose backward differs from run to run on two threads.
+        # Megatron would look up rows with weight[ids]; on two threads, the backward of that differs from run to run.
         fields.notes.append(
             f"without effect on the platform cpu, where results are the same without it: "
             f"{fields.sources['transformer.deterministic_mode']}"
@@ -347,7 +350,7 @@ def _leave_out_offload(fields: Fields) -> None:
 
 
 def _apply_settled(fields: Fields, platform: HasFusions) -> None:
-    """Set the fields that no flag can change, and note each flag that tried to."""
+    """Set the fields that no flag can change, and note each flag that tries to."""
     for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"
         if field in fields.transformer and fields.transformer[field] == value and target in fields.sources:

@@ -1,4 +1,4 @@
-"""The settings of a run that trains: how flags divide an iteration, where its files lie, and what is wrong with it."""
+"""The settings of a run that trains: the division of an iteration, the places of files, and their checks."""
 
 import dataclasses
 import getpass
@@ -22,7 +22,7 @@ from megatron_rl.sidecar.settings import SidecarSettings, resolve_for_run
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How an iteration is divided, and how long its parts may be."""
+    """The division of an iteration, and the greatest lengths of its parts."""
 
     division: Division
     longest_prompt: int
@@ -32,7 +32,7 @@ class Sizes:
     is_shared: bool
     """Whether the responses of a group share one copy of their prompt."""
     multiple_of: int
-    """The tokens of a micro-batch are padded to a multiple of this."""
+    """The number of tokens whose multiple a micro-batch is padded to."""
 
     @property
     def plan(self) -> Plan:
@@ -40,7 +40,7 @@ class Sizes:
 
     @property
     def largest_micro_batch(self) -> int:
-        """The most tokens that a micro-batch can have, padding counted in."""
+        """The most tokens of a micro-batch, with padding."""
         group_size, size = self.plan.group_size, self.plan.micro_batch_size
         prompts = self.division.groups_per_unit
         responses = group_size if size >= group_size else size
@@ -55,11 +55,11 @@ class RunSettings(Settings):
 
     sizes: Sizes
     folder: Path
-    """The folder of everything of the run except its checkpoints."""
+    """The folder of all files of the run except its checkpoints."""
     sidecar: SidecarSettings | None
-    """The sidecar that rank 0 starts; None where one is running already, and where nothing is sampled."""
+    """The settings of the sidecar that rank 0 starts; None if one is running already, or if the run does not sample."""
     cores: CoreShares
-    """How ranks and engines share a CPU."""
+    """The shares of the CPU's cores for ranks and engines."""
 
     @property
     def name(self) -> str:
@@ -84,9 +84,9 @@ class RunValues:
 
 
 def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | None, list[str]]:
-    """Resolve what a run adds to its settings, and find what is wrong beyond the checks of every command.
+    """Resolve the values that a run adds to its settings, and find mistakes beyond the checks of every command.
 
-    Only the first rank checks files, folders and what the sidecar needs: the others' hosts need not have them.
+    Only the first rank checks files, folders and the needs of the sidecar: the others' hosts need not have them.
     """
     replicas = None
     if settings.world_size is not None:
@@ -114,7 +114,7 @@ def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | No
 
 
 def _share_cores(settings: DraftSettings) -> CoreShares:
-    """Share out this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
+    """Divide this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
     num_ranks = _count_local_ranks(settings) if is_cpu else 0
     is_started = settings.run.stage == "grpo" and settings.service.endpoint is None
@@ -128,7 +128,7 @@ def _count_local_ranks(settings: DraftSettings) -> int:
 
 
 def compute_sizes(settings: DraftSettings, num_replicas: int) -> Sizes:
-    """Compute the sizes of a run on this many replicas; raise a UsageError with everything that is wrong."""
+    """Compute the sizes of a run on `num_replicas` replicas; raise a UsageError with every mistake."""
     sizes, problems = resolve_sizes(settings, num_replicas)
     if sizes is None or problems:
         raise UsageError(*problems)
@@ -136,9 +136,9 @@ def compute_sizes(settings: DraftSettings, num_replicas: int) -> Sizes:
 
 
 def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
-    """Resolve the sizes of a run, and find everything that is wrong with them.
+    """Resolve the sizes of a run, and find every mistake in them.
 
-    If the number of replicas is not known, sizes are those of one, and what depends on the number is not checked.
+    If the number of replicas is unknown, sizes are those of one, and checks that depend on the number are omitted.
     """
     if settings.run.stage == "sft":
         return _resolve_demonstrations(settings, num_replicas)
@@ -168,7 +168,7 @@ def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Si
 
 
 def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
-    """Resolve sizes where nothing is sampled: a demonstration is a group of one response, without a prompt apart."""
+    """Resolve sizes for --stage sft: a demonstration is a group of one response, and its prompt is part of that."""
     training = settings.training
     problems = [*_check_model(settings)]
     if training.train_iters is not None:
@@ -201,7 +201,7 @@ def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -
 
 
 def _check_missing(settings: DraftSettings) -> Iterator[str]:
-    """Yield flags that every run needs and that are missing, beside those of its sizes."""
+    """Yield each missing flag that every run needs, except for those of its sizes."""
     if settings.training.train_iters is None:
         yield "--train-iters is missing: write the number of iterations"
     if settings.optimizer.lr is None:
@@ -214,7 +214,7 @@ def _check_model(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_sampling(settings: DraftSettings) -> Iterator[str]:
-    """Yield what the sidecar would refuse only after its engines have started."""
+    """Yield each mistake that the sidecar would refuse only after its engines have started."""
     temperature, evaluation = settings.sampling.temperature, settings.evaluation
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         yield (
@@ -270,7 +270,7 @@ def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]
 
 
 def _divide(settings: DraftSettings, num_replicas: int) -> tuple[Division | None, list[str]]:
-    """Divide an iteration, or say why that cannot be done."""
+    """Divide an iteration; return the division, or None with the reasons."""
     algorithm, training = settings.algorithm, settings.training
     group_size, of_update = algorithm.group_size, training.global_batch_size
     prompts = algorithm.prompts_per_step
@@ -325,7 +325,7 @@ def _count_spare(settings: DraftSettings, num_prompts: int) -> int:
 
 
 def _count_tail(settings: DraftSettings, num_prompts: int) -> int:
-    """Count the groups that the tail of an iteration has."""
+    """Count the groups in the tail of an iteration."""
     sampling = settings.sampling
     if sampling.tail == "stop":
         return 0
@@ -333,13 +333,13 @@ def _count_tail(settings: DraftSettings, num_prompts: int) -> int:
 
 
 def _check_interleaving(settings: DraftSettings, division: Division) -> Iterator[str]:
-    """Check the number of micro-batches, which is known here even if no flag gives it."""
+    """Check the number of micro-batches, which is known here even if no flag sets it."""
     count = division.slots_per_update
     sizes = settings.parallel_sizes
     if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
         yield (
             f"{count} micro-batches an update do not fill the interleaved schedule of {sizes.pipeline} stages: change "
-            f"--grpo-prompts-per-step or --micro-batch-size so that there is a multiple of "
+            f"--grpo-prompts-per-step or --micro-batch-size so that their number is a multiple of "
             f"{count_interleaved(settings)}, or drop the virtual stages"
         )
 
@@ -381,7 +381,7 @@ def _read_lengths(settings: DraftSettings) -> tuple[int | None, int | None, int 
 
 
 def find_run_folder(settings: DraftSettings) -> Path:
-    """Find the folder of everything of a run except its checkpoints; its name is the run's name."""
+    """Find the folder of all files of a run except its checkpoints; its name is the run's name."""
     save = settings.checkpoint.save
     if settings.rollout.folder is not None:
         return settings.rollout.folder
@@ -398,6 +398,6 @@ def find_shared_folder(settings: DraftSettings) -> Path:
 
 
 def find_pack_multiple(settings: DraftSettings) -> int:
-    """Return the number that a pack's length is padded to a multiple of, so that all ranks get equally many rows."""
+    """Return the number whose multiple a pack's length is padded to, so that all ranks get the same number of rows."""
     config = settings.transformer
     return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * config.context_parallel_size

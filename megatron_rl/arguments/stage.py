@@ -1,4 +1,4 @@
-"""Which flags only one of the stages has: with --stage sft nothing is sampled, rewarded or published."""
+"""The flags that only one stage has: --stage sft does not sample, reward or publish."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,8 @@ from typing import get_type_hints
 
 from megatron_rl.config.settings import DraftSettings, Subjects
 
-# Of the subjects that are about sampling, what is read all the same.
-_READ_ALL_THE_SAME: Mapping[str, tuple[str, ...]] = {
+# Subjects about sampling, each with the fields that --stage sft reads too.
+_READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
     "rollout": ("folder",),
     "publish": ("dtype",),
     "reward": (),
@@ -15,7 +15,7 @@ _READ_ALL_THE_SAME: Mapping[str, tuple[str, ...]] = {
     "service": (),
     "algorithm": (),
 }
-# Of the other subjects, what is about sampling, and what is about demonstrations.
+# The fields of the other subjects that are about sampling, and those that are about demonstrations.
 _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "attention": ("is_shared",),
     "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
@@ -31,7 +31,7 @@ def list_others() -> dict[str, tuple[str, ...]]:
     configs = get_type_hints(Subjects)
     of_sampling = [
         f"{subject}.{field.name}"
-        for subject, kept in _READ_ALL_THE_SAME.items()
+        for subject, kept in _READ_BY_BOTH.items()
         for field in dataclasses.fields(configs[subject])
         if field.name not in kept
     ]
@@ -39,7 +39,7 @@ def list_others() -> dict[str, tuple[str, ...]]:
 
 
 def check_stage(settings: DraftSettings) -> Iterator[str]:
-    """Yield the flags that were written and that only the other stage has."""
+    """Yield each written flag that only the other stage has."""
     stage = settings.run.stage
     needed = "--stage grpo, which samples responses" if stage == "sft" else "--stage sft, which reads responses"
     # A flag such as --algorithm sets several fields.

@@ -28,7 +28,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ),
         (
             "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
-            "say the same thing in two ways",
+            "set the same number",
         ),
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
@@ -230,7 +230,7 @@ def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: s
             "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
             "--moe-router-load-balancing-type seq_aux_loss counts over one sequence",
         ),
-        ("--moe-layer-freq [1]*7", "describes 7 layers, and there are 8"),
+        ("--moe-layer-freq [1]*7", "describes 7 layers, and the model has 8"),
         ("--moe-layer-freq ([0]+[1]*7)", "either all layers have experts or none"),
         ("--moe-aux-loss-coeff -0.01", "--moe-aux-loss-coeff -0.01 must be finite and at least 0"),
         ("--moe-z-loss-coeff inf", "--moe-z-loss-coeff inf must be finite and at least 0"),
